@@ -1,0 +1,63 @@
+"""Where bytes wait between being read and being decoded.
+
+The plan knows, when a sample is read, at which step it will leave. So samples are laid down in slabs by the time they
+leave (a bucket of steps) and not by the time they came: a bucket's slabs become free together, all at once, when its
+last step is decoded. No free lists of odd sizes, no compaction, no counting per sample; and what is held is the window's
+undelivered half, not the whole window as in a ring of shard bytes.
+
+The memory is sized once for the worst case; only what is written is ever taken from the system, and slabs freed last are
+used first, so what is taken stays what a window really needs.
+"""
+
+from __future__ import annotations
+
+from wdstrain.errors import WdstrainError
+from wdstrain.memory import Memory
+
+_ALIGN = 64  # a cache line
+_SLAB = 1 << 20  # bytes of a slab, at least
+
+
+class Arena:
+    """Slabs of shared memory. Not thread-safe: the reader that owns it holds a lock."""
+
+    def __init__(self, *, live: int, largest: int, buckets: int) -> None:
+        """`live`: most bytes that wait at one time; `largest`: of one sample; `buckets`: most that are open at one time."""
+        # a slab of four of the largest loses at most a quarter to the end that nothing fits into
+        self._slab = max(_SLAB, 4 * _round(largest))
+        count = live * 4 // (3 * self._slab) + 2 * buckets + 2
+        self.memory = Memory(count * self._slab)
+        self._count = count
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything that was placed."""
+        self._free = list(range(self._count - 1, -1, -1))
+        self._open: dict[int, tuple[int, int]] = {}  # bucket -> (next offset, end) in its slab being filled
+        self._taken: dict[int, list[int]] = {}  # bucket -> its slabs
+
+    @property
+    def held(self) -> int:
+        """Bytes of the slabs in use."""
+        return (self._count - len(self._free)) * self._slab
+
+    def place(self, bucket: int, size: int) -> int:
+        """The offset of `size` bytes that stay until the bucket is released."""
+        offset, end = self._open.get(bucket, (0, 0))
+        if offset + size > end:
+            if not self._free:
+                raise WdstrainError(f"the reader holds {self.held} bytes, all that was set aside. Lower shuffle_buffer.")
+            slab = self._free.pop()
+            self._taken.setdefault(bucket, []).append(slab)
+            offset, end = slab * self._slab, (slab + 1) * self._slab
+        self._open[bucket] = (offset + _round(size), end)
+        return offset
+
+    def release(self, bucket: int) -> None:
+        """Everything placed in this bucket is no longer needed."""
+        self._open.pop(bucket, None)
+        self._free.extend(reversed(self._taken.pop(bucket, [])))
+
+
+def _round(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

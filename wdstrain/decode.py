@@ -1,0 +1,69 @@
+"""Encoded images to pixels: the one place that knows image formats.
+
+`decode_image` gives RGB uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. JPEGs go
+through simplejpeg (libjpeg-turbo, no GIL), everything else and every JPEG it finds fault with through Pillow, which is
+slower, decides what is whole, and does not crash: torchvision's PNG decoder dies with SIGSEGV on a damaged file. Alpha is
+dropped, as torchvision and ImageFolder do; 16-bit greys keep their high byte; of an animation the first picture is taken.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image, ImageOps
+
+from wdstrain.errors import SampleError
+
+Pixels = npt.NDArray[np.uint8]
+
+MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an attack
+EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
+
+_EXIF_REACH = 128 * 1024  # the EXIF segment is among the first and at most 64 KiB long
+
+
+def decode_image(data: bytes | memoryview) -> Pixels:
+    """The pixels of an encoded image. uint8[height, width, 3], RGB."""
+    if bytes(data[:3]) == b"\xff\xd8\xff" and b"Exif\0\0" not in bytes(data[:_EXIF_REACH]):
+        pixels = _jpeg(data)
+        if pixels is not None:
+            return pixels
+    return _pillow(data)
+
+
+def _jpeg(data: bytes | memoryview) -> Pixels | None:
+    """None where libjpeg warns of something, or for colours it does not turn into RGB: then Pillow decides."""
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        if colours not in ("YCbCr", "RGB", "Gray", "GRAY") or height * width > MAX_PIXELS:
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
+        return pixels
+    except ValueError:
+        return None
+
+
+def _pillow(data: bytes | memoryview) -> Pixels:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata; what matters raises
+            with Image.open(io.BytesIO(data)) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+                if upright.mode.startswith("I"):
+                    grey = np.asarray(upright)
+                    upright = Image.fromarray((np.clip(grey, 0, 65535) >> 8).astype(np.uint8))
+                elif upright.mode in ("P", "PA", "LA"):
+                    upright = upright.convert("RGBA")
+                return np.array(upright.convert("RGB"))
+    except SampleError:
+        raise
+    except Exception as error:  # Pillow's plugins raise whatever their parsers meet
+        what = "no image of a known format" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        raise SampleError(f"{what} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error

@@ -1,0 +1,206 @@
+"""What becomes of a sample's fields: the parts of an example.
+
+A field is a small picklable object (the `Field` protocol below; write your own the same way). It names the tar fields it
+reads, the first that a sample has wins, and turns its bytes into a value. A field whose values all have one shape says so
+in `example`; its values are then written straight into batch memory that is reused, and the batch holds a tensor. Others
+return their value, and the batch holds a list, or a tensor where all values are arrays of one shape.
+"""
+
+from __future__ import annotations
+
+import io
+import json as json_module
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.augment import Augment, Draws, shape
+from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.errors import SampleError, UsageError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Shape and dtype of one value. `channels_last`: laid down as [h, w, c], seen in the batch as [c, h, w]."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    channels_last: bool = False
+
+
+class Field(Protocol):
+    """A part of an example.
+
+    names: tar fields to look for, in order of preference. example: what `read` writes into `out`, or None if values differ
+    in shape; then `out` is None and `read` returns the value. draws: float64[23] in [0, 1), this sample's own random
+    numbers in this epoch. Raise any exception for data that cannot be used; its text becomes the reason.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def example(self) -> Example | None: ...
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Image:
+    names: tuple[str, ...]
+    size: tuple[int, int] | None
+    augment: Augment
+
+    @property
+    def example(self) -> Example | None:
+        return Example((*self.size, 3), "uint8", channels_last=True) if self.size else None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+        pixels = decode_image(data)
+        if out is None or self.size is None:
+            pixels = pixels[:, ::-1] if self.augment.flip and draws[22] < 0.5 else pixels
+            return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        return shape(pixels, self.size, self.augment, draws, out)
+
+
+@dataclass(frozen=True)
+class Label:
+    names: tuple[str, ...]
+    column: str | None
+    classes: tuple[str, ...]
+
+    @property
+    def example(self) -> Example:
+        return Example((), "int64")
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
+        value = _scalar(data, self.column)
+        if isinstance(value, str) and value in self.classes:
+            number = self.classes.index(value)
+        else:
+            number = _whole(value, self.classes)
+        assert out is not None
+        out[()] = number
+
+
+@dataclass(frozen=True)
+class Number:
+    names: tuple[str, ...]
+    column: str | None
+
+    @property
+    def example(self) -> Example:
+        return Example((), "float32")
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
+        value = _scalar(data, self.column)
+        assert out is not None
+        try:
+            out[()] = float(value)
+        except (TypeError, ValueError):
+            raise SampleError(f"{value!r} is not a number") from None
+
+
+@dataclass(frozen=True)
+class Text:
+    names: tuple[str, ...]
+    example: None = None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> str:
+        return bytes(data).decode("utf-8-sig")
+
+
+@dataclass(frozen=True)
+class Json:
+    names: tuple[str, ...]
+    example: None = None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+        return json_module.loads(bytes(data))
+
+
+@dataclass(frozen=True)
+class NumpyArray:
+    names: tuple[str, ...]
+    example: None = None
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array:
+        return np.load(io.BytesIO(data), allow_pickle=False)  # type: ignore[no-any-return]
+
+
+# --- as people type them ---------------------------------------------------------------------------------------------
+
+
+def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | None = None, augment: str | None = None) -> Image:
+    """An image as uint8 RGB: a batch tensor [b, 3, h, w] (channels_last), or a list of [3, h, w] without `size`.
+
+    size: a side, or (height, width). augment: "rrc" (random resized crop), "flip", "rrc+flip"; without rrc the largest
+    region in the middle with the asked shape is resized. EXIF orientation is applied.
+    """
+    sides = (size, size) if isinstance(size, int) else size
+    varied = Augment.parse(augment)
+    if sides is None and varied.rrc:
+        raise UsageError(f"augment={augment!r} cuts regions and needs a size. Give for example size=224.")
+    if sides is not None and min(sides) < 1:
+        raise UsageError(f"size={size}: a side is at least one pixel.")
+    return Image(_names(names), sides, varied)
+
+
+def label(names: str = "cls", *, column: str | None = None, classes: tuple[str, ...] | list[str] = ()) -> Label:
+    """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there.
+
+    column: for a JSON field, the entry to read.
+    """
+    return Label(_names(names), column, tuple(classes))
+
+
+def number(names: str, *, column: str | None = None) -> Number:
+    """A number as a float32 tensor [b]. column: for a JSON field, the entry to read."""
+    return Number(_names(names), column)
+
+
+def text(names: str = "txt") -> Text:
+    """UTF-8 text, a list of str."""
+    return Text(_names(names))
+
+
+def json(names: str = "json") -> Json:
+    """A parsed JSON document, a list."""
+    return Json(_names(names))
+
+
+def array(names: str = "npy") -> NumpyArray:
+    """A .npy array: a tensor [b, ...] where all have one shape, else a list. Arrays of Python objects are refused."""
+    return NumpyArray(_names(names))
+
+
+def _names(names: str) -> tuple[str, ...]:
+    found = tuple(name.strip().lower() for name in names.split(";") if name.strip())
+    if not found:
+        raise UsageError(f'{names!r} names no field. Give for example "jpg;png".')
+    return found
+
+
+def _scalar(data: memoryview, column: str | None) -> Any:
+    text = bytes(data).decode("utf-8-sig").strip()
+    if column is None:
+        return text
+    document = json_module.loads(text)
+    if not isinstance(document, dict) or column not in document:
+        raise SampleError(f"no entry {column!r} in {text[:80]!r}")
+    return document[column]
+
+
+def _whole(value: Any, classes: tuple[str, ...]) -> int:
+    try:
+        number = int(value)
+        if isinstance(value, float) and number != value:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        known = f" and none of the {len(classes)} classes" if classes else ""
+        raise SampleError(f"{str(value)[:80]!r} is not a whole number{known}") from None
+    if number < 0 or (classes and number >= len(classes)):
+        raise SampleError(f"{number} is not a class: they are 0 to {len(classes) - 1 if classes else 'n'}")
+    return number

@@ -1,0 +1,48 @@
+"""Anonymous memory shared with worker processes.
+
+A memfd, not a name in /dev/shm: nothing is left behind by a crash, and a container's 64 MB /dev/shm is no limit. Its
+pages are taken from the system only when they are first written, so a generous size costs nothing. It travels to a
+worker by fork or, under spawn and forkserver, as a duplicated descriptor.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+
+class Memory:
+    """`size` bytes that parent and workers see alike. `map` and `view` are writable; the memory lives as long as either."""
+
+    def __init__(self, size: int) -> None:
+        self._adopt(_anonymous(size), size)
+
+    def _adopt(self, fd: int, size: int) -> None:
+        self._fd, self.size = fd, size
+        self.map = mmap.mmap(fd, size)
+        self.view = memoryview(self.map)
+        weakref.finalize(self, os.close, fd)
+
+    def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
+        return _attach, (DupFd(self._fd), self.size)
+
+
+def _attach(handle: Any, size: int) -> Memory:
+    memory = Memory.__new__(Memory)
+    memory._adopt(handle.detach(), size)
+    return memory
+
+
+def _anonymous(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("wdstrain", os.MFD_CLOEXEC)
+    else:  # not Linux: a file that has no name any more
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size)
+    return fd

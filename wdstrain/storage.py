@@ -1,0 +1,163 @@
+"""The one seam to disk and network: what an address means, and how bytes are read from and made safe on it.
+
+Nothing else in the package opens a shard. A source is read by position into memory given by the caller (`preadv`), so
+one system call spreads a run of the shard over many places and no byte is copied twice. Only local files live here so
+far; an address with another scheme is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from braceexpand import braceexpand
+
+from wdstrain.errors import ShardError, StorageError, UsageError
+
+Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+INDEX_NAME = "index.json"
+UNFINISHED = ".unfinished"  # lies in a folder while a conversion fills it
+
+_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
+_IOV_MAX = 1024  # Linux: most pieces one preadv takes
+
+
+def expand(urls: Urls) -> list[str]:
+    """Paths of tars and of index files that an address means, in order.
+
+    A folder means its index, or its tars in name order where it has none; a glob is sorted; a brace pattern keeps its
+    own order. Raises UsageError naming the pattern that matches nothing.
+    """
+    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    if not addresses:
+        raise UsageError("no address of shards was given. Name a folder, an index.json, a file, a glob or a brace pattern.")
+    return [path for address in addresses for path in _expand_one(os.fspath(address))]
+
+
+def _expand_one(address: str) -> list[str]:
+    scheme = _SCHEME.match(address)
+    if scheme and scheme.group(1).lower() == "file":
+        address = address[len(scheme.group(0)) :]
+    elif scheme:
+        raise UsageError(f"{address}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk.")
+    path = Path(address)
+    if path.is_dir():
+        return _expand_folder(path)
+    if path.exists():
+        return [address]
+    if "{" in address:
+        try:
+            return [one for part in braceexpand(address, escape=False) for one in _expand_one(part)]
+        except ValueError:
+            raise UsageError(f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar") from None
+    if any(c in address for c in "*?["):
+        found = sorted(glob.glob(address))
+        if not found:
+            raise UsageError(f"{address}: no file matches this pattern. Check the folder and the quotes around it.")
+        return [one for part in found for one in _expand_one(part)]
+    raise UsageError(f"{address}: there is no such file or folder. Check the address.")
+
+
+def _expand_folder(path: Path) -> list[str]:
+    if (path / INDEX_NAME).exists():
+        return [str(path / INDEX_NAME)]
+    found = sorted(str(one) for one in path.glob("*.tar"))
+    if not found:
+        raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
+    return found
+
+
+def check_finished(folder: str) -> None:
+    """Raise ShardError if a conversion into this folder has not come to its end."""
+    if os.path.exists(os.path.join(folder, UNFINISHED)):
+        raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --overwrite.")
+
+
+class LocalFile:
+    """A shard on a disk, read by position. Not shared between threads."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
+        self.size = os.fstat(self._fd).st_size
+        with suppress(OSError, AttributeError):  # a hint: some systems and file systems know none
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length), fewer only at the end of the file."""
+        return os.pread(self._fd, length, offset)
+
+    def read_into(self, pieces: Sequence[memoryview], offset: int) -> None:
+        """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
+        first, todo = 0, list(pieces)
+        while first < len(todo):
+            try:
+                count = os.preadv(self._fd, todo[first : first + _IOV_MAX], offset)
+            except OSError as error:
+                raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
+            if count == 0:
+                missing = sum(len(piece) for piece in todo[first:])
+                raise ShardError(
+                    f"{self.path} ends at offset {offset}, {missing} bytes before the index says; it changed since it was "
+                    f"indexed. Copy it again, or run: wdstrain index {self.path}"
+                )
+            offset += count
+            while first < len(todo) and count >= len(todo[first]):
+                count -= len(todo[first])
+                first += 1
+            if count:
+                todo[first] = todo[first][count:]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> LocalFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_source(path: str) -> LocalFile:
+    """A shard to read from."""
+    return LocalFile(path)
+
+
+def publish(temporary: str, final: str) -> None:
+    """Make a written and flushed file appear under its final name, whole or not at all, also after a power cut."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, final)
+    sync_folder(os.path.dirname(final) or ".")
+
+
+def sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a small file atomically: temporary name, fsync, rename."""
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+        publish(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
