@@ -1,3 +1,48 @@
-"""wdstrain: train from WebDataset tar shards."""
+"""wdstrain: train from WebDataset tar shards, in one exact order, with purely sequential reads.
+
+    import wdstrain as wt
+
+    loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
+    for batch in wt.to_device(loader, "cuda"): ...
+"""
+
+from wdstrain.device import to_device
+from wdstrain.errors import (
+    PlanError,
+    SampleError,
+    ShardError,
+    SourceError,
+    StorageError,
+    UsageError,
+    WdstrainError,
+)
+from wdstrain.fields import Example, Field, array, image, json, label, number, text
+from wdstrain.index import Index, Label, Shard
+from wdstrain.loader import Loader
+from wdstrain.plan import Plan
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Example",
+    "Field",
+    "Index",
+    "Label",
+    "Loader",
+    "Plan",
+    "PlanError",
+    "SampleError",
+    "Shard",
+    "ShardError",
+    "SourceError",
+    "StorageError",
+    "UsageError",
+    "WdstrainError",
+    "array",
+    "image",
+    "json",
+    "label",
+    "number",
+    "text",
+    "to_device",
+]

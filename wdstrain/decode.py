@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wdstrain.errors import SampleError
 
@@ -23,16 +23,24 @@ Pixels = npt.NDArray[np.uint8]
 MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an attack
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
 
-_EXIF_REACH = 128 * 1024  # the EXIF segment is among the first and at most 64 KiB long
-
 
 def decode_image(data: bytes | memoryview) -> Pixels:
     """The pixels of an encoded image. uint8[height, width, 3], RGB."""
-    if bytes(data[:3]) == b"\xff\xd8\xff" and b"Exif\0\0" not in bytes(data[:_EXIF_REACH]):
+    if bytes(data[:3]) == b"\xff\xd8\xff" and not _has_exif(data):
         pixels = _jpeg(data)
         if pixels is not None:
             return pixels
     return _pillow(data)
+
+
+def _has_exif(data: bytes | memoryview) -> bool:
+    """Whether a JPEG's leading application segments hold EXIF, and so perhaps an orientation."""
+    at = 2
+    while at + 10 <= len(data) and data[at] == 0xFF and 0xE0 <= data[at + 1] <= 0xEF:
+        if data[at + 1] == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
+            return True
+        at += 2 + (data[at + 2] << 8 | data[at + 3])
+    return False
 
 
 def _jpeg(data: bytes | memoryview) -> Pixels | None:
@@ -65,5 +73,5 @@ def _pillow(data: bytes | memoryview) -> Pixels:
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-        what = "no image of a known format" if isinstance(error, Image.UnidentifiedImageError) else str(error)
+        what = "no image of a known format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SampleError(f"{what} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error

@@ -77,12 +77,9 @@ class Label:
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
         value = _scalar(data, self.column)
-        if isinstance(value, str) and value in self.classes:
-            number = self.classes.index(value)
-        else:
-            number = _whole(value, self.classes)
+        named = isinstance(value, str) and value in self.classes
         assert out is not None
-        out[()] = number
+        out[()] = self.classes.index(value) if named else _whole(value, self.classes)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,28 +57,27 @@ class Slots:
         self.layout, self.busy, self.spare = layout, busy, spare
         self.memory = Memory(max(1, (busy + spare) * layout.size))
         self.copies = 0  # batches handed out as copies
-        self._free = deque(range(busy + spare))
+        self._free = set(range(busy + spare))  # sets: finalizers run at any time, in any thread
         self._held: set[int] = set()
 
     def reset(self) -> None:
         """Take back every slot that is not in the user's hands."""
-        self._free.clear()
-        self._free.extend(slot for slot in range(self.busy + self.spare) if slot not in self._held)
+        self._free |= set(range(self.busy + self.spare)) - self._held
 
     def take(self) -> int:
         """A slot to decode a batch into."""
-        return self._free.popleft()
+        return self._free.pop()
 
     def hand_out(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
         """The batch as tensors. Over the slot while there are spare ones, else a copy."""
         if not self.layout.columns:
-            self._free.append(slot)
+            self._free.add(slot)
             return {}
         if len(self._held) >= self.spare:
             arrays = self.layout.arrays(self.memory.view, slot * self.layout.size, rows)
             tensors = {name: _tensor(array.copy(), self.layout.columns[name][0]) for name, array in arrays.items()}
             self.copies += 1
-            self._free.append(slot)
+            self._free.add(slot)
             return tensors
         ground = (ctypes.c_char * self.layout.size).from_buffer(self.memory.map, slot * self.layout.size)
         self._held.add(slot)
@@ -89,7 +87,7 @@ class Slots:
 
     def _give_back(self, slot: int) -> None:
         self._held.discard(slot)
-        self._free.append(slot)
+        self._free.add(slot)
 
 
 def _tensor(array: npt.NDArray[Any], example: Example) -> torch.Tensor:

@@ -1,0 +1,158 @@
+"""The stateless part of the pipeline: bytes in the arena to values in a slot.
+
+A `Task` is a few integers per sample; what comes back is the slot's number, the values that have no fixed size, and which
+samples were bad and why, as text. The same object works in a thread and, pickled once, in a worker process; it holds no
+order, no position and no file, so it does not matter which of them decodes what.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import default_collate
+
+from wdstrain.augment import DRAWS
+from wdstrain.bits import key, uniform
+from wdstrain.fields import Field
+from wdstrain.index import Ints
+from wdstrain.memory import Memory
+from wdstrain.slots import Layout
+
+Transform = Callable[..., Any]
+
+
+class Task(NamedTuple):
+    """One batch to decode: b samples with m members in all.
+
+    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena. keys are sent
+    only where a transform sees them.
+    """
+
+    clock: int
+    epoch: int
+    slot: int
+    ids: Ints
+    first: Ints
+    field: npt.NDArray[np.uint16]
+    offset: Ints
+    size: Ints
+    keys: tuple[str, ...]
+
+
+class Bad(NamedTuple):
+    """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why."""
+
+    row: int
+    field: str
+    reason: str
+
+
+class Result(NamedTuple):
+    clock: int
+    slot: int
+    values: dict[str, Any]  # of the fields that have no column in the slot
+    bad: list[Bad]
+    seconds: float
+
+
+class Decoder:
+    """Decodes tasks by `fields`, by `transform`, or by neither, into bytes. `takes_rng`: the transform wants (sample, rng)."""
+
+    def __init__(
+        self,
+        *,
+        names: tuple[str, ...],
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        takes_rng: bool,
+        seed: int,
+        arena: Memory,
+        slots: Memory,
+        layout: Layout,
+    ) -> None:
+        self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
+        self._seed, self._arena, self._slots, self._layout = seed, arena, slots, layout
+
+    def __call__(self, task: Task, *, own_process: bool = False) -> Result:
+        begun = time.perf_counter()
+        values: dict[str, Any]
+        bad: list[Bad]
+        if self._transform is not None:
+            values, bad = self._transformed(task, own_process)
+        elif self._fields is None:
+            values, bad = self._bytes(task), []
+        else:
+            values, bad = self._read_fields(task)
+        return Result(task.clock, task.slot, values, bad, time.perf_counter() - begun)
+
+    def _bytes(self, task: Task) -> dict[str, Any]:
+        """Each field as a list of bytes, None where a sample lacks it."""
+        rows = [self._members(task, row) for row in range(len(task.ids))]
+        return {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
+
+    def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
+        assert self._fields is not None
+        draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
+        columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
+        loose: dict[str, list[Any]] = {name: [] for name, field in self._fields.items() if field.example is None}
+        bad: list[Bad] = []
+        for row in range(len(task.ids)):
+            members = self._members(task, row)
+            for name, field in self._fields.items():
+                found = next((one for one in field.names if one in members), None)
+                try:
+                    if found is None:
+                        raise LookupError(f"none of {', '.join(field.names)}; the sample has {', '.join(members)}")
+                    out = columns[name][row : row + 1].reshape(columns[name].shape[1:]) if name in columns else None
+                    value = field.read(found, members[found], out, draws[row])
+                    if name in loose:
+                        loose[name].append(value)
+                except Exception as error:  # whatever a field of the user raises is a reason, not a crash
+                    bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
+                    break
+        return {} if bad else {name: _gather(values) for name, values in loose.items()}, bad
+
+    def _transformed(self, task: Task, own_process: bool) -> tuple[dict[str, Any], list[Bad]]:
+        assert self._transform is not None
+        examples, bad = [], []
+        for row in range(len(task.ids)):
+            sample: dict[str, Any] = {"__key__": task.keys[row]}
+            sample |= {name: bytes(data) for name, data in self._members(task, row).items()}
+            word = key("sample", self._seed, task.epoch, int(task.ids[row]))
+            if own_process:  # in threads the global generators are shared and are left alone
+                random.seed(word)
+                np.random.seed(word & 0xFFFFFFFF)
+                torch.manual_seed(word)
+            try:
+                rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
+                examples.append(self._transform(sample, *rng))
+            except Exception as error:
+                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
+        if bad:
+            return {}, bad
+        try:
+            collated = default_collate(examples)
+        except Exception as error:
+            return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")]
+        return (collated if isinstance(collated, dict) else {"example": collated}), bad
+
+    def _members(self, task: Task, row: int) -> dict[str, memoryview]:
+        view, found = self._arena.view, {}
+        for m in range(task.first[row], task.first[row + 1]):
+            offset = int(task.offset[m])
+            found[self._names[task.field[m]]] = view[offset : offset + int(task.size[m])]
+        return found
+
+
+def _gather(values: list[Any]) -> Any:
+    """A tensor where all values are arrays of one shape and kind, else the list."""
+    first = values[0]
+    if isinstance(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
+        return torch.from_numpy(np.stack(values))
+    return [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values]

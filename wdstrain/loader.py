@@ -1,0 +1,254 @@
+"""The door to the pipeline: shards in, batches out, in plan order.
+
+The loader holds what is asked for and which batch comes next; the pipeline does the work. Nothing starts before the first
+batch is asked for, and the loader's end is the end of every thread and process it started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import torch
+
+from wdstrain.decoder import Transform
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.fields import Field
+from wdstrain.index import Index, one_split, open_index
+from wdstrain.meter import Meter
+from wdstrain.pipeline import Pipeline
+from wdstrain.plan import ORDER, Plan, Tail
+from wdstrain.storage import Urls
+
+_BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
+
+Context = Literal["fork", "forkserver", "spawn"]
+
+
+class Loader:
+    """Batches of the samples in `urls`; every `for` is the next epoch.
+
+    A batch is a dict: a value by field name, "__key__" with the keys as list[str], and with tail="pad" "__valid__" (bool
+    [b], False for padding). With `fields`, fixed-size fields are tensors [b, ...]; with `transform`, examples are collated
+    as torch does; with neither, each tar field is a list of bytes (None where a sample lacks it). A batch is the caller's
+    for as long as he holds it.
+
+    urls            folder, index.json, tar, glob or brace pattern, a list of them, or an Index
+    transform       sample -> example, or (sample, rng) -> example; a sample is {"__key__": str, field: bytes}
+    batch_size      per rank
+    num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
+    shuffle_buffer  samples: how far a sample may be delivered after it was read. Default: 256 MB of samples
+    tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch)
+    lanes           default one per rank. Fix it to get the same global batches for every world size that divides it
+    rank, world_size             default: torch.distributed if it is initialised, else RANK and WORLD_SIZE, else 0 and 1
+    multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
+
+    Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
+    that cannot be decoded, with shard, key, field and offset.
+    """
+
+    def __init__(
+        self,
+        urls: Urls | Index,
+        fields: Mapping[str, Field] | None = None,
+        transform: Transform | None = None,
+        *,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        shuffle_buffer: int | None = None,
+        seed: int = 0,
+        tail: Tail = "drop",
+        lanes: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        multiprocessing_context: Context | None = None,
+    ) -> None:
+        if fields is not None and transform is not None:
+            raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
+        if num_workers < 0:
+            raise UsageError(f"num_workers={num_workers} is below 0.")
+        self.index = urls if isinstance(urls, Index) else one_split(open_index(urls), urls)
+        self.batch_size, self.num_workers = batch_size, num_workers
+        self.rank, self.world_size = _rank(rank, world_size)
+        self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
+        _check_fields(self.index, fields)
+        make = partial(
+            Plan,
+            counts=self.index.counts,
+            seed=seed,
+            batch_size=batch_size,
+            world_size=self.world_size,
+            lanes=lanes,
+            window=self.shuffle_buffer if shuffle else 1,
+            shuffle=shuffle,
+            tail=tail,
+        )
+        self.plan: Callable[[int], Plan] = lru_cache(maxsize=4)(lambda epoch: make(epoch=epoch))
+        self.plan(0)  # sizes that do not fit are told at once
+        self._new_pipeline = partial(
+            Pipeline,
+            self.index,
+            self.plan,
+            self.rank,
+            fields=fields,
+            transform=transform,
+            takes_rng=transform is not None and _takes_two(transform),
+            num_workers=num_workers,
+            context=multiprocessing_context,
+        )
+        self._pipeline: Pipeline | None = None
+        self._end: Callable[[], Any] = lambda: None
+        self._position: tuple[int, int] | None = None  # the step after what was delivered; None: nothing was yet
+        self._start: tuple[int, int] | None = None  # where the next `for` begins, if somebody said so
+        self._meter = Meter()
+
+    # --- iterating ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank, the same on every rank."""
+        return self.plan(0).steps
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self._start = self._start, None
+        if start is None:  # every `for` is the next epoch, also after a `break`
+            start = (0, 0) if self._position is None else (self._position[0] + (self._position[1] > 0), 0)
+        return self.epoch(start[0], start=start[1])
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[dict[str, Any]]:
+        """Iterate over one epoch, from a step on."""
+        if number < 0 or not 0 <= start < len(self):
+            raise UsageError(f"epoch {number}, step {start}: both count from 0, and an epoch has {len(self)} steps.")
+        return self._batches(self.plan(number), start)
+
+    def set_epoch(self, number: int) -> None:
+        """The next `for` is this epoch."""
+        self._start = (number, 0)
+
+    def _batches(self, plan: Plan, start: int) -> Iterator[dict[str, Any]]:
+        if self._pipeline is None:
+            self._pipeline = self._new_pipeline()
+            self._end = weakref.finalize(self, self._pipeline.close)
+        pipeline = self._pipeline
+        pipeline.seek(plan.epoch, start)
+        meter = self._meter = Meter(epoch=plan.epoch, left_out=plan.left_out, decoders=pipeline.decoders)
+        self._position = (plan.epoch, start)
+        turn, before = pipeline.turn, pipeline.costs()
+        for step in range(start, plan.steps):
+            asked = time.perf_counter()
+            if pipeline.turn != turn:
+                raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
+            try:
+                batch, rows, padded = pipeline.next()
+            except BaseException:
+                self.close()
+                raise
+            self._position = (plan.epoch, step + 1) if step + 1 < plan.steps else (plan.epoch + 1, 0)
+            given = time.perf_counter()
+            meter.wait_seconds += given - asked
+            meter.batches, meter.samples, meter.padded = meter.batches + 1, meter.samples + rows - padded, meter.padded + padded
+            for name, value in pipeline.costs().items():
+                setattr(meter, name, value - before[name])
+            yield batch
+            del batch  # the caller's alone now: its memory is free as soon as he lets go of it
+            meter.loop_seconds += time.perf_counter() - given
+        spans = [(plan.span(lane, start)[0], plan.span(lane, plan.steps - 1)[1]) for lane in plan.lanes_of(self.rank)]
+        promised = sum(stop - first for first, stop in spans)
+        if meter.samples + meter.padded != promised:
+            raise WdstrainError(f"epoch {plan.epoch} promised {promised} samples and gave {meter.samples + meter.padded}.")
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, after the batch it was given last; a small JSON-able dict."""
+        epoch, step = self._start or self._position or (0, 0)
+        return {"epoch": epoch, "step": step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next `for` goes on where the state was taken. Raises UsageError naming what differs from this loader."""
+        mine = self._identity()
+        differing = [
+            f"{name} was {state.get(name)!r}, is {value!r}" for name, value in mine.items() if state.get(name) != value
+        ]
+        if differing:
+            raise UsageError(
+                f"this state belongs to another order: {'; '.join(differing)}. Use the same values, or start anew."
+            )
+        self._start = (int(state["epoch"]), int(state["step"]))
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the order depends on."""
+        plan = self.plan(0)
+        return {
+            "order": ORDER,
+            "data": self.index.fingerprint,
+            "seed": plan.seed,
+            "global_batch": plan.global_batch,
+            "lanes": plan.lane_count,
+            "shuffle": plan.shuffle,
+            "window": plan.window,
+            "tail": plan.tail,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """What the current or last epoch delivered, what each stage took in seconds, and what held it back."""
+        return self._meter.report()
+
+    def close(self) -> None:
+        """End threads and worker processes. The loader can be used again; it starts new ones."""
+        self._end()
+        self._pipeline = None
+
+    def __repr__(self) -> str:
+        held = self.shuffle_buffer * _mean_bytes(self.index) / 2e6 if self.plan(0).shuffle else 0.0
+        return (
+            f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} batches of {self.batch_size} "
+            f"on rank {self.rank} of {self.world_size}, shuffle_buffer={self.shuffle_buffer} holds about {held:.1f} MB)"
+        )
+
+
+def _rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if (rank is None) != (world_size is None):
+        raise UsageError(f"rank={rank} and world_size={world_size} belong together. Give both or none.")
+    if rank is None or world_size is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank={rank} is not one of {world_size} ranks, which count from 0.")
+    return rank, world_size
+
+
+def _mean_bytes(index: Index) -> float:
+    return sum(shard.bytes for shard in index.shards) / max(1, len(index))
+
+
+def _buffer(index: Index, asked: int | None, lanes: int) -> int:
+    if asked is not None and asked < 1:
+        raise UsageError(f"shuffle_buffer={asked} is below 1. Use shuffle=False to read in file order.")
+    fits = max(1, int(_BUFFER_BYTES // max(1.0, _mean_bytes(index)))) // lanes
+    longest = -(-len(index) // lanes)  # a window beyond the lane would change nothing but the cost
+    return max(1, min(asked if asked is not None else fits, longest))
+
+
+def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
+    for name, field in (fields or {}).items():
+        if not any(one in index.fields for one in field.names):
+            wanted, found = ", ".join(field.names), ", ".join(index.fields)
+            raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.")
+
+
+def _takes_two(transform: Transform) -> bool:
+    """Whether a transform wants (sample, rng)."""
+    try:
+        parameters = inspect.signature(transform).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(needed) == 2

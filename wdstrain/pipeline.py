@@ -1,0 +1,165 @@
+"""The running pipeline of one loader: plan -> reader -> decoders -> slots -> batches, in order.
+
+It is one stream of batches that goes on over the ends of epochs: while an epoch ends, the next is being read and decoded.
+`seek` goes on with the stream where it happens to be at the wanted step, and starts a new one where it is not; memory,
+threads and worker processes stay. The stream starts its reader when the first task is asked for, which is after the
+workers are forked, so that no thread of ours exists at that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from wdstrain.decoder import Bad, Decoder, Result, Task, Transform
+from wdstrain.errors import SampleError, WdstrainError
+from wdstrain.fields import Field
+from wdstrain.index import Index
+from wdstrain.plan import Plan
+from wdstrain.reader import Batch, Reader
+from wdstrain.slots import Layout, Slots
+from wdstrain.workers import Inline, Processes, Threads, in_flight
+
+_AHEAD_BYTES = 32 << 20  # read beyond what is asked for
+_SPARE = 4  # batches in the user's hands before further ones are copies
+
+
+class Pipeline:
+    """Batches of one rank. `plans(epoch)` gives the plan of an epoch."""
+
+    def __init__(
+        self,
+        index: Index,
+        plans: Callable[[int], Plan],
+        rank: int,
+        *,
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        takes_rng: bool,
+        num_workers: int,
+        context: str | None,
+    ) -> None:
+        self._index, self._plans = index, plans
+        raw = fields is None and transform is None  # bytes are taken from the arena by this process itself
+        busy = 1 if raw else in_flight(num_workers)
+        examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
+        layout = Layout.of(examples, plans(0).batch_size)
+        self._slots = Slots(layout, busy=busy + 1, spare=_SPARE)
+        self._reader = Reader(index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1)
+        self._sends_keys = transform is not None
+        wanted = {name for field in (fields or {}).values() for name in field.names}
+        self._sent = np.array([fields is None or name in wanted for name in index.fields] or [False])
+        decoder = Decoder(
+            names=index.fields,
+            fields=fields,
+            transform=transform,
+            takes_rng=takes_rng,
+            seed=plans(0).seed,
+            arena=self._reader.memory,
+            slots=self._slots.memory,
+            layout=layout,
+        )
+        self._workers: Inline | Threads | Processes
+        if raw:
+            self._workers = Inline(decoder)
+        else:
+            self._workers = Processes(decoder, num_workers, context) if num_workers else Threads(decoder)
+        self._results: Iterator[Result] | None = None
+        self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
+        self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
+        self._decode_seconds = 0.0
+        self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
+
+    @property
+    def decoders(self) -> int:
+        return self._workers.count
+
+    def seek(self, epoch: int, step: int) -> None:
+        """The next batch is this one."""
+        self.turn += 1
+        if self._results is None or self._at != (epoch, step):
+            self._results, self._at = self._workers.run(self._tasks(epoch, step)), (epoch, step)
+
+    def next(self) -> tuple[dict[str, Any], int, int]:
+        """The next batch, its rows, and how many of them are padding. Raises SampleError for a sample that is bad."""
+        if self._results is None or self._at is None:
+            raise WdstrainError("the pipeline was closed")
+        result = next(self._results)
+        batch = self._pending.pop(result.clock)
+        if result.bad:
+            raise SampleError(self._explain(batch, result.bad))
+        rows, padded = len(batch.ids), int((~batch.valid).sum())
+        made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | result.values
+        made["__key__"] = [self._index.key(i) for i in batch.ids.tolist()]
+        if self._plans(self._at[0]).tail == "pad":
+            made["__valid__"] = torch.from_numpy(batch.valid)
+        self._reader.release(result.clock)
+        self._decode_seconds += result.seconds
+        epoch, step = self._at
+        self._at = (epoch, step + 1) if step + 1 < self._plans(epoch).steps else (epoch + 1, 0)
+        return made, rows, padded
+
+    def costs(self) -> dict[str, float]:
+        """What the stages took since the pipeline was made, by the names of the meter."""
+        return {
+            "bytes": self._reader.read_bytes,
+            "read_seconds": self._reader.read_seconds,
+            "decode_seconds": self._decode_seconds,
+            "copies": self._slots.copies,
+        }
+
+    def close(self) -> None:
+        """End the reader's thread and the decoders."""
+        self._results = self._at = None
+        self._reader.stop()
+        self._workers.close()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _tasks(self, epoch: int, step: int) -> Iterator[Task]:
+        """Tasks from this step on, without end. Runs in the training process, as the DataLoader's sampler or for threads."""
+        self._pending.clear()
+        self._slots.reset()
+        self._reader.start(epoch, step)
+        clock = 0
+        while True:
+            for at in range(step, self._plans(epoch).steps):
+                batch = self._pending[clock] = self._reader.collect(epoch, at)
+                yield self._task(clock, epoch, batch)
+                clock += 1
+            epoch, step = epoch + 1, 0
+
+    def _task(self, clock: int, epoch: int, batch: Batch) -> Task:
+        table = self._index.table
+        # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
+        low, counts = table.member_first[batch.ids], table.member_first[batch.ids + 1] - table.member_first[batch.ids]
+        of = np.repeat(np.arange(len(batch.ids)), counts)
+        rows = np.arange(len(of)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+        kept = self._sent[table.member_field[rows]]
+        rows, of = rows[kept], of[kept]
+        first = np.zeros(len(batch.ids) + 1, np.int64)
+        np.cumsum(np.bincount(of, minlength=len(batch.ids)), out=first[1:])
+        return Task(
+            clock=clock,
+            epoch=epoch,
+            slot=self._slots.take(),
+            ids=batch.ids,
+            first=first,
+            field=table.member_field[rows],
+            offset=batch.offset[of] + table.member_offset[rows] - table.start[batch.ids[of]],
+            size=table.member_size[rows],
+            keys=tuple(self._index.key(i) for i in batch.ids.tolist()) if self._sends_keys else (),
+        )
+
+    def _explain(self, batch: Batch, bad: list[Bad]) -> str:
+        """One sentence for the first bad sample of a batch: shard, key, field, offset, cause."""
+        first = bad[0]
+        number = int(batch.ids[first.row])
+        shard = self._index.shards[int(self._index.shard_of(batch.ids[first.row : first.row + 1])[0])]
+        offsets = {name: offset for name, offset, _ in self._index.members(number)}
+        where = f"field '{first.field}' at offset {offsets[first.field]}" if first.field in offsets else "its sample"
+        more = f" ({len(bad)} bad samples in this batch.)" if len(bad) > 1 else ""
+        return f"{shard.path}: '{self._index.key(number)}', {where}: {first.reason}.{more}"

@@ -1,0 +1,153 @@
+"""Who runs the decoder: threads of this process, or torch's DataLoader worker processes.
+
+Both take an endless iterator of tasks and give results in the order of the tasks, with a bounded number in flight. The
+DataLoader is used as it is meant: our tasks are its sampler, which runs in this process, and the decoder its data set. So
+its care for dead workers, start methods and shutdown is torch's, well kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from wdstrain.decoder import Decoder, Result, Task
+from wdstrain.errors import WdstrainError
+
+PREFETCH = 2  # batches in flight per worker
+
+
+def in_flight(num_workers: int) -> int:
+    """Batches that are being decoded, or wait to be, at one time."""
+    return PREFETCH * (num_workers or _cores())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Inline:
+    """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
+
+    count = 1
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        return map(self._decoder, tasks)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class Threads:
+    """Decodes in threads, one per core; for num_workers=0."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.count = _cores()
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: deque[Future[Result]] = deque()
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """Results of a new stream of tasks; what an earlier stream left in flight is waited for and dropped."""
+        self._drop()
+        self._pool = self._pool or ThreadPoolExecutor(self.count, "wdstrain-decoder", initializer=_one_thread)
+        while True:
+            while len(self._futures) < in_flight(0):
+                self._futures.append(self._pool.submit(self._decoder, next(tasks)))
+            yield self._futures.popleft().result()
+
+    def _drop(self) -> None:
+        for future in self._futures:
+            future.cancel()
+        for future in self._futures:
+            if not future.cancelled():
+                future.exception()
+        self._futures.clear()
+
+    def close(self) -> None:
+        self._drop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+
+class Processes:
+    """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
+
+    def __init__(self, decoder: Decoder, count: int, context: str | None) -> None:
+        self.count = count
+        self._stream = _Stream()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Remote(decoder),
+            batch_size=None,  # a task is a batch already
+            sampler=self._stream,
+            num_workers=count,
+            prefetch_factor=PREFETCH,
+            persistent_workers=True,
+            collate_fn=_as_it_is,
+            multiprocessing_context=context,
+        )
+        self._iterator: Iterator[Result] | None = None
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
+        self._stream.tasks = tasks
+        try:
+            self._iterator = iter(self._loader)
+            yield from self._iterator
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise WdstrainError(
+                f"a worker process of the loader died ({str(error).splitlines()[0]}). If the system killed it for memory, "
+                f"lower num_workers or batch_size; dmesg tells."
+            ) from error
+        except (AttributeError, TypeError) as error:
+            if "pickle" not in str(error):
+                raise
+            raise WdstrainError(
+                f"a transform or field cannot be sent to worker processes ({error}). Use a function or class at the top of a "
+                f"module instead of a lambda or local function, or num_workers=0."
+            ) from error
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+        self._loader._iterator = None
+
+
+class _Stream:
+    """The DataLoader's sampler: whatever stream of tasks is current."""
+
+    tasks: Iterator[Task]
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.tasks
+
+
+class _Remote(Dataset[Result]):
+    """The DataLoader's data set: `remote[task]` decodes it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def __getitem__(self, task: Task) -> Result:
+        return self._decoder(task, own_process=True)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _one_thread() -> None:
+    """A decoder thread resizes on its own core; torch's own threads would only get in the way."""
+    torch.set_num_threads(1)
