@@ -1,9 +1,9 @@
 """wdstrain: train from WebDataset tar shards, in one exact order, with purely sequential reads.
 
-    import wdstrain as wt
+import wdstrain as wt
 
-    loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
-    for batch in wt.to_device(loader, "cuda"): ...
+loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
+for batch in wt.to_device(loader, "cuda"): ...
 """
 
 from wdstrain.device import to_device
