@@ -17,9 +17,11 @@ from wdstrain.errors import (
     WdstrainError,
 )
 from wdstrain.fields import Example, Field, array, image, json, label, number, text
-from wdstrain.index import Index, Label, Shard
+from wdstrain.index_files import make_index as index
+from wdstrain.indexing import Index, Label, Shard
 from wdstrain.loader import Loader
 from wdstrain.plan import Plan
+from wdstrain.verifying import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -37,12 +39,15 @@ __all__ = [
     "SourceError",
     "StorageError",
     "UsageError",
+    "Verification",
     "WdstrainError",
     "array",
     "image",
+    "index",
     "json",
     "label",
     "number",
     "text",
     "to_device",
+    "verify",
 ]

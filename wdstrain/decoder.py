@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from wdstrain.augment import DRAWS
 from wdstrain.bits import key, uniform
 from wdstrain.fields import Field
-from wdstrain.index import Ints
+from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
 from wdstrain.slots import Layout
 

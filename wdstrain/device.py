@@ -30,7 +30,7 @@ def _streamed(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
     ahead: tuple[Batch, Batch, torch.cuda.Event] | None = None  # on the host, on the device, its copy is done
     for batch in batches:
         with torch.cuda.stream(side):
-            copied, done = _moved(batch, device), torch.cuda.Event()
+            copied, done = _moved(batch, device), torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(side)
         if ahead is not None:
             yield _given(ahead[1], ahead[2], device)

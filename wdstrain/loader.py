@@ -19,7 +19,8 @@ import torch
 from wdstrain.decoder import Transform
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.index import Index, one_split, open_index
+from wdstrain.index_files import one_split, open_index
+from wdstrain.indexing import Index
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Plan, Tail

@@ -17,7 +17,7 @@ import torch
 from wdstrain.decoder import Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.index import Index
+from wdstrain.indexing import Index
 from wdstrain.plan import Plan
 from wdstrain.reader import Batch, Reader
 from wdstrain.slots import Layout, Slots

@@ -21,7 +21,7 @@ import numpy as np
 
 from wdstrain.arena import Arena
 from wdstrain.errors import WdstrainError
-from wdstrain.index import Index, Ints
+from wdstrain.indexing import Index, Ints
 from wdstrain.memory import Memory
 from wdstrain.plan import Plan
 from wdstrain.storage import LocalFile, open_source

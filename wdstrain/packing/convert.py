@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,9 +22,10 @@ import numpy as np
 
 from wdstrain import bits
 from wdstrain.errors import SourceError, StorageError, UsageError
-from wdstrain.index import BIN_NAME, Index, join
-from wdstrain.pack.listing import Item, Listing, file_size
-from wdstrain.pack.shard import item_size, write_shard
+from wdstrain.index_files import BIN_NAME, save_index
+from wdstrain.indexing import Index, join
+from wdstrain.packing.listing import Item, Listing, file_size
+from wdstrain.packing.shard import item_size, write_shard
 from wdstrain.storage import INDEX_NAME, UNFINISHED, sync_folder, write_whole
 
 Progress = Callable[[int, int, int], None]  # samples written, samples in all, bytes written
@@ -81,7 +83,7 @@ def convert(listing: Listing, out: str, options: Options, progress: Progress | N
             raise SourceError(f"{total} samples were listed and {samples} written.")
         info = {"source": listing.source, "seed": options.seed, "shuffle": options.shuffle, "ignored": listing.ignored}
         index = replace(join(parts), labels=listing.labels, info=info)
-        index.save(out)
+        save_index(index, out)
         os.unlink(os.path.join(out, UNFINISHED))
     except BaseException:
         _take_back(out, pieces, made)
@@ -183,7 +185,7 @@ def _written(pieces: list[_Piece], jobs: int) -> Iterator[Index]:
             yield write_shard(piece.path, piece.items, piece.split)
         return
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    with ProcessPoolExecutor(min(jobs, len(pieces)), context) as pool:
+    with ProcessPoolExecutor(min(jobs, len(pieces)), context, _leave_interrupts) as pool:
         futures: list[Future[Index]] = [pool.submit(write_shard, p.path, p.items, p.split) for p in pieces]
         try:
             for future in futures:
@@ -191,3 +193,8 @@ def _written(pieces: list[_Piece], jobs: int) -> Iterator[Index]:
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches every process of a terminal; only the parent answers it, by cancelling what has not begun."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from wdstrain.decode import EXTENSIONS
 from wdstrain.errors import SourceError
-from wdstrain.index import Label
+from wdstrain.indexing import Label
 
 # what operating systems leave in folders, by name
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini"}
@@ -45,8 +45,10 @@ class Keys:
     def key(self, path: str) -> str:
         """The key for a path without its extension, with forward slashes: dots of the base name become underscores, and
         a name that was given before gets -2, -3, ..."""
-        folder, slash, base = path.rpartition("/")
-        wanted = f"{folder}{slash}{base.replace('.', '_') or '_'}"
+        # no part that climbs, starts at the root or names a drive: a key is never a path out of a folder
+        parts = [part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")]
+        base = parts.pop() if parts else ""
+        wanted = "/".join([*parts, base.replace(".", "_") or "_"])
         wanted = f"{wanted}_" if wanted.startswith("__") and base.endswith("__") else wanted  # tar readers skip __x__
         key, number = wanted, 1
         while key in self._given:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.index import Label
-from wdstrain.pack.listing import Item, Keys, Listing, image_field
+from wdstrain.indexing import Label
+from wdstrain.packing.listing import Item, Keys, Listing, image_field
 
 _MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, not classes
 
@@ -52,7 +53,7 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
         rest = {column: values[number] for column, values in columns.items() if column != as_cls}
         if rest:
             parts.append(("json", json.dumps(rest, ensure_ascii=False).encode()))
-        items.append(Item(keys.key(os.path.splitext(name.replace("\\", "/"))[0].lstrip("./")), tuple(parts)))
+        items.append(Item(keys.key(os.path.splitext(name.replace("\\", "/"))[0]), tuple(parts)))
     return Listing(items, found, {"kind": "table", "image": image, "labels": [label.name for label in found]})
 
 
@@ -87,7 +88,7 @@ def _typed(cells: list[str]) -> list[Any]:
             values = [kind(cell) if cell.strip() else None for cell in cells]
         except ValueError:
             continue
-        if all(value is None or value == value and abs(value) != float("inf") for value in values):
+        if all(value is None or math.isfinite(value) for value in values):
             return values
     return [cell if cell.strip() else None for cell in cells]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from wdstrain.errors import SourceError, StorageError
-from wdstrain.index import Index, Shard, Table
-from wdstrain.pack.listing import Item
+from wdstrain.indexing import Index, Shard, Table
+from wdstrain.packing.listing import Item
 from wdstrain.storage import publish
 from wdstrain.tar import END, Sample, header, padding
 

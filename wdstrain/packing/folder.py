@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterator
 
 from wdstrain.errors import SourceError
-from wdstrain.index import Label
-from wdstrain.pack.listing import Item, Keys, Listing, image_field, is_litter
+from wdstrain.indexing import Label
+from wdstrain.packing.listing import Item, Keys, Listing, image_field, is_litter
 
 _SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
@@ -70,10 +70,10 @@ def _folders(root: str) -> list[str]:
 def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
     """(name relative to root with forward slashes, path) of every file below root, sorted; links to files are followed."""
     for folder, folders, files in os.walk(root):
-        hidden = [name for name in folders if is_litter(name)]
+        litter = sum(map(is_litter, [*folders, *files]))
+        if litter:
+            ignored["hidden or system files"] = ignored.get("hidden or system files", 0) + litter
         folders[:] = sorted(name for name in folders if not is_litter(name))
-        for name in hidden + [name for name in files if is_litter(name)]:
-            ignored["hidden or system files"] = ignored.get("hidden or system files", 0) + 1
         for name in sorted(name for name in files if not is_litter(name)):
             path = os.path.join(folder, name)
             yield os.path.relpath(path, root).replace(os.sep, "/"), path

@@ -1,0 +1,91 @@
+"""What a person sees in a terminal: progress and tables there, plain lines where the output is no terminal.
+
+On a terminal one line is redrawn with rate and time left; elsewhere a plain line appears every few seconds. No thread
+redraws: a thread of ours in the parent and a fork of worker processes do not go together.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+_EVERY = 5.0  # seconds between plain lines
+_REDRAW = 0.1  # seconds between redrawings
+
+
+class Teller:
+    """Tells on stderr how work goes on. `step` for what passes, `line` for what stays."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._live: Progress | None = None
+        self._title = ""
+        self._begun = self._shown = 0.0
+
+    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "steps") -> None:
+        """`done` of `total` units of what `title` names; `text` adds figures."""
+        now = time.monotonic()
+        if title != self._title:
+            self.close()
+            self._title, self._begun, self._shown = title, now, now
+        if now - self._shown < (_REDRAW if self._console.is_terminal else _EVERY):
+            return
+        self._shown = now
+        rate = done / max(1e-9, now - self._begun)
+        left = (total - done) / rate if rate else 0.0
+        figures = f"{done}/{total} {unit}, {rate:.0f}/s, {left:.0f} s left{', ' + text if text else ''}"
+        if not self._console.is_terminal:
+            say(f"{title}: {figures}")
+            return
+        if self._live is None:
+            bar = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[figures]}")
+            self._live = Progress(*bar, console=self._console, auto_refresh=False, transient=True)
+            self._task = self._live.add_task(title, total=total, figures=figures)
+            self._live.start()
+        self._live.update(self._task, completed=done, figures=figures)
+        self._live.refresh()
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self.close()
+        say(text)
+
+    def close(self) -> None:
+        """Take the progress line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._title = ""
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr, so that stdout holds results alone."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """A line of the result, on stdout."""
+    sys.stdout.write(f"{text}\n")
+
+
+def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
+    """Names and values, on stdout."""
+    drawn = Table(title=title or None, show_header=False, title_justify="left")
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in rows:
+        drawn.add_row(name, value)
+    Console(highlight=False, markup=False).print(drawn)

@@ -1,0 +1,86 @@
+"""The whole road on a small real data set: pictures -> shards -> check -> training -> figures.
+
+The pictures are the 1 797 handwritten digits that scikit-learn ships (scans of 8x8 pixels, from NIST forms filled in by 43
+people), written as PNG class folders. Every step is the one users take with their own data.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.packing.convert import Options, convert
+from wdstrain.packing.folder import list_folder
+from wdstrain.training.loop import Config, Tell, train
+from wdstrain.verifying import verify
+
+_CONFIG = Config(model="small", epochs=12, batch_size=32, lr=4e-3, image_size=16)
+
+
+def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
+    """Run the demo in `folder`, replacing an earlier one: digits-png/, digits/ and digits-run/ in it. Returns its figures."""
+    pictures, shards, out = (os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run"))
+    count = _write_pictures(pictures)
+    tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {pictures}")
+    options = Options(split={"train": 0.8, "val": 0.2}, shard_samples=400, overwrite=True)
+    index = convert(list_folder(pictures), shards, options)
+    size = sum(shard.bytes for shard in index.shards)
+    tell.line(f"2. converted into {len(index.shards)} shards of {size / 1e6:.1f} MB: {shards}")
+    checked = verify(shards)
+    if not checked.ok:
+        raise WdstrainError(f"the shards were damaged right after they were written: {checked.findings[0]}")
+    tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
+    tell.line(f"4. training {_CONFIG.model} for {_CONFIG.epochs} epochs: {out}")
+    begun = time.monotonic()
+    outcome = train(shards, _CONFIG, out, overwrite=True, tell=tell)
+    seconds = time.monotonic() - begun
+    trained = sum(epoch["samples"] for epoch in outcome.epochs)
+    waited = sum(epoch["stall"] * epoch["seconds"] for epoch in outcome.epochs)
+    busy = sum(epoch["seconds"] for epoch in outcome.epochs)
+    return [
+        ("samples", f"{len(index)} ({', '.join(f'{split} {n}' for split, n in _by_split(index).items())})"),
+        ("shards", str(len(index.shards))),
+        ("MB", f"{size / 1e6:.1f}"),
+        ("samples/s", f"{trained / busy:.0f} in training"),
+        ("stall", f"{waited / busy:.1%} of the training time was spent waiting for data"),
+        ("accuracy", f"{outcome.val['accuracy']:.2%} on {int(outcome.val['samples'])} validation samples"),
+        ("time", f"{seconds:.0f} s of training and validation"),
+    ]
+
+
+def next_steps(folder: str) -> list[str]:
+    """What to type next, with one's own pictures."""
+    return [
+        "wdstrain convert folder PICTURES shards/mine --split train=0.9,val=0.1",
+        "wdstrain train shards/mine --out runs/mine --epochs 10 --image-size 64",
+        f"wdstrain evaluate {os.path.join(folder, 'digits-run', 'checkpoints', 'best.pt')} "
+        f"'{os.path.join(folder, 'digits', 'val-*.tar')}'",
+    ]
+
+
+def _by_split(index: Any) -> dict[str, int]:
+    return {split: sum(shard.samples for shard in index.shards if shard.split == split) for split in index.splits}
+
+
+def _write_pictures(folder: str) -> int:
+    """The digits as <folder>/<class>/<number>.png."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UsageError(
+            "the demo needs the digits that scikit-learn ships. Install it: pip install 'wdstrain[demo]'"
+        ) from None
+    digits = load_digits()
+    shutil.rmtree(folder, ignore_errors=True)
+    for number in range(10):
+        os.makedirs(os.path.join(folder, str(number)))
+    for i, (image, target) in enumerate(zip(digits.images, digits.target, strict=True)):
+        pixels = (image * 255 / 16).astype(np.uint8)  # ink is counted in 0..16
+        Image.fromarray(pixels).save(os.path.join(folder, str(target), f"{i:04d}.png"))
+    return len(digits.target)

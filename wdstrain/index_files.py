@@ -1,0 +1,268 @@
+"""Indexes on disk: written, opened, and made by walking over headers where there is none.
+
+Two files beside the shards. `index.json` is for people and other tools (a superset of the `wids-shard-index-v1` list):
+per shard its name, split, samples, bytes and sha256; per set the fields, labels with their classes, and how it was made.
+`index.bin` holds the arrays of the table, little-endian, memory-mapped, so that a million samples open in milliseconds.
+Both carry one `id`, and a pair that does not belong together is refused. The JSON is written last.
+
+Nothing in a file is trusted: what the arrays say is checked against each other and the shards' sizes before it is used.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from wdstrain.errors import ShardError, UsageError
+from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table, join
+from wdstrain.storage import INDEX_NAME, Urls, check_finished, expand, open_source, write_whole
+from wdstrain.tar import Walk, samples
+
+BIN_NAME = "index.bin"
+_MAGIC = b"WDSTRAIN-INDEX-1\n"
+
+
+def open_index(urls: Urls, *, note: Callable[[str], None] | None = None) -> Index:
+    """The index of the shards that `urls` mean: read where it lies beside them, made by a walk over headers elsewhere.
+
+    Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
+    what their index says. `note` is told what a walk costs.
+    """
+    parts: list[Index] = []
+    known: dict[str, Index | None] = {}
+    for (folder, is_index), paths in groupby(expand(urls), key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
+        check_finished(folder)
+        if is_index:
+            parts += map(load, paths)
+            continue
+        for listed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
+            run = list(group)
+            parts.append(_picked(run, known) if listed else scan(run, note=note))
+    return join(parts)
+
+
+def one_of(path: str) -> Index | None:
+    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked."""
+    known: dict[str, Index | None] = {}
+    number, index = _number(path, known), known[os.path.dirname(path)]
+    return index.pick([number]) if index is not None and number is not None else None
+
+
+def _number(path: str, known: dict[str, Index | None]) -> int | None:
+    """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
+    folder, name = os.path.split(path)
+    if folder not in known:
+        beside = os.path.join(folder, INDEX_NAME)
+        known[folder] = load(beside, check=False) if os.path.exists(beside) else None
+    index = known[folder]
+    return index.numbers.get(name) if index is not None else None
+
+
+def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
+    index = known[os.path.dirname(paths[0])]
+    assert index is not None
+    picked = index.pick(index.numbers[os.path.basename(path)] for path in paths)
+    _check_sizes(picked)
+    return picked
+
+
+def save_index(index: Index, folder: str) -> None:
+    """Write index.bin and then index.json into the folder of the shards."""
+    arrays = {name: np.ascontiguousarray(getattr(index.table, name), dtype) for name, dtype in ARRAYS.items()}
+    body = b"".join(array.tobytes() for array in arrays.values())
+    layout = {name: len(array) for name, array in arrays.items()}
+    head = {"id": blake2b(body, digest_size=8).hexdigest(), "lengths": layout}
+    document = {
+        "__kind__": "wids-shard-index-v1",
+        "wids_version": 1,
+        "shardlist": [
+            {"url": s.name, "nsamples": s.samples, "filesize": s.bytes, "split": s.split, "sha256": s.sha256}
+            for s in index.shards
+        ],
+        "wdstrain": {
+            "version": 1,
+            "id": head["id"],
+            "offsets": BIN_NAME,
+            "samples": len(index),
+            "fields": list(index.fields),
+            "labels": [asdict(label) for label in index.labels],
+            "info": index.info,
+        },
+    }
+    line = json.dumps(head).encode() + b"\n"
+    line = line[:-1] + b" " * (-(len(_MAGIC) + len(line)) % 64) + b"\n"  # arrays start aligned for the mapping
+    write_whole(os.path.join(folder, BIN_NAME), _MAGIC + line + body)
+    write_whole(os.path.join(folder, INDEX_NAME), (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def load(path: str, *, check: bool = True) -> Index:
+    """Read an index.json and map the offsets beside it. `check` compares the shards' sizes on disk."""
+    folder = os.path.dirname(path)
+    document = _document(path)
+    ours = document["wdstrain"]
+    try:
+        index = Index(
+            shards=tuple(
+                Shard(_beside(folder, row["url"]), int(row["nsamples"]), int(row["filesize"]), row["split"], row["sha256"])
+                for row in document["shardlist"]
+            ),
+            fields=tuple(map(str, ours["fields"])),
+            table=_map(os.path.join(folder, BIN_NAME), ours["id"]),
+            labels=_labels(document),
+            info=ours["info"],
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise _no_index(path, error) from error
+    except OSError as error:
+        raise ShardError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
+    _check_table(index, path)
+    if check:
+        _check_sizes(index)
+    return index
+
+
+def scan(paths: Iterable[str], *, note: Callable[[str], None] | None = None) -> Index:
+    """An index made by walking over the headers of local tars; nothing is known of checksums and labels."""
+    fields: list[str] = []
+    shards, tables, walk = [], [], Walk()
+    for path in paths:
+        if path.endswith(".tmp"):
+            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
+        with open_source(path) as source:
+            found = list(samples(source.read, source.size, path, walk))
+            shards.append(Shard(path, len(found), source.size))
+            tables.append(Table.of(found, fields))
+    if note:
+        note(f"no index beside {shards[0].name}: walked over the headers of {sum(map(len, tables))} samples")
+    info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
+    return Index(tuple(shards), tuple(fields), Table.join(tables), info=info)
+
+
+def make_index(urls: Urls) -> Index:
+    """Index the shards of one folder as they are now, and write the index beside them.
+
+    Only headers are read. Splits, labels and provenance of an index that lies there are kept. Raises UsageError for shards
+    of several folders or a folder without shards, ShardError for a shard that is cut or damaged.
+    """
+    paths = [path for path in expand(urls) if not path.endswith(".json")]
+    for path in (path for path in expand(urls) if path.endswith(".json")):
+        paths += sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.tar")))
+    folders = {os.path.dirname(path) for path in paths}
+    if len(folders) != 1:
+        raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
+    folder = folders.pop()
+    check_finished(folder)
+    index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
+    if os.path.exists(beside):
+        former = _document(beside)
+        splits = {row["url"]: row["split"] for row in former["shardlist"]}
+        shards = tuple(replace(shard, split=splits.get(shard.name, "")) for shard in index.shards)
+        index = replace(index, shards=shards, labels=_labels(former), info={**former["wdstrain"]["info"], **index.info})
+    save_index(index, folder)
+    return index
+
+
+def one_split(index: Index, urls: Urls) -> Index:
+    """The index itself, unless it mixes splits: then UsageError, because training data must not swallow the rest."""
+    if len(index.splits) > 1 and isinstance(urls, (str, os.PathLike)):
+        folder = os.path.dirname(index.shards[0].path) or "."
+        choices = ", ".join(f"{folder}/{split}-*.tar" for split in index.splits)
+        raise UsageError(f"{os.fspath(urls)} holds several splits: {', '.join(index.splits)}. Name one of: {choices}")
+    return index
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _document(path: str) -> dict[str, Any]:
+    """An index.json as it is, known to have our part."""
+    try:
+        with open(path, "rb") as file:
+            document: dict[str, Any] = json.load(file)
+        _labels(document)
+        return document
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _no_index(path, error) from error
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _labels(document: dict[str, Any]) -> tuple[Label, ...]:
+    return tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in document["wdstrain"]["labels"])
+
+
+def _no_index(path: str, error: Exception) -> ShardError:
+    folder = os.path.dirname(path) or "."
+    what = f"{type(error).__name__}: {error}"
+    return ShardError(f"{path} is no index of this package ({what}). Remove it and make one: wdstrain index {folder}")
+
+
+def _beside(folder: str, name: str) -> str:
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ValueError(f"a shard named {name!r}; shards lie beside their index")
+    return os.path.join(folder, name)
+
+
+def _map(path: str, wanted: str) -> Table:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end = mapped.find(b"\n", len(_MAGIC))
+    if mapped[: len(_MAGIC)] != _MAGIC or end < 0:
+        raise ValueError(f"{path} does not start as an index")
+    head = json.loads(mapped[len(_MAGIC) : end])
+    if head["id"] != wanted:
+        raise ValueError(f"{path} belongs to another index.json")
+    arrays, offset = {}, end + 1
+    for name, dtype in ARRAYS.items():
+        arrays[name] = np.frombuffer(mapped, dtype, int(head["lengths"][name]), offset)
+        offset += arrays[name].nbytes
+    if offset != len(mapped):
+        raise ValueError(f"{path} has {len(mapped)} bytes where {offset} were promised")
+    return Table(**arrays)
+
+
+def _check_table(index: Index, path: str) -> None:
+    """Refuse offsets that would read outside a shard or an array; numbers from a file are not trusted."""
+    t, n = index.table, len(index.table)
+    sound = bool((index.counts >= 0).all()) and int(index.counts.sum()) == n
+    sound = sound and n == len(t.stop) == len(t.key_first) - 1 == len(t.member_first) - 1
+    for firsts, length in ((t.key_first, len(t.keys)), (t.member_first, len(t.member_field))):
+        sound = sound and firsts[0] == 0 and firsts[-1] == length and bool((np.diff(firsts) >= 0).all())
+    sound = sound and len(t.member_offset) == len(t.member_size) == len(t.member_field)
+    sound = sound and len(t.member_crc) in (0, len(t.member_field))
+    if sound and n:
+        size = np.repeat(np.array([s.bytes for s in index.shards], np.int64), index.counts)
+        members = np.diff(t.member_first)
+        low, high = np.repeat(t.start, members), np.repeat(t.stop, members)
+        sound = bool((t.start >= 0).all() and (t.start < t.stop).all() and (t.stop <= size).all())
+        sound = sound and bool((t.member_size >= 0).all() and (t.member_offset >= low).all())
+        sound = sound and bool((t.member_size <= high - t.member_offset).all())
+        sound = sound and bool((t.member_field < len(index.fields)).all())
+    if not sound:
+        folder = os.path.dirname(path) or "."
+        raise ShardError(
+            f"{path} says what cannot be true of its shards; it is damaged. Make it again: wdstrain index {folder}"
+        )
+
+
+def _check_sizes(index: Index) -> None:
+    for shard in index.shards:
+        try:
+            size = os.stat(shard.path).st_size
+        except OSError as error:
+            raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
+        if size != shard.bytes:
+            folder = os.path.dirname(shard.path) or "."
+            raise ShardError(
+                f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
+                f"or accept it as it is: wdstrain index {folder}"
+            )

@@ -1,0 +1,104 @@
+"""Reading every shard and comparing it with what is promised of it.
+
+Each shard is walked header by header, its sha256 compared with the index, and where that differs its members' checksums,
+so that a finding names shard, key and offset. Nothing is repaired and nothing stops at the first finding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wdstrain.errors import WdstrainError
+from wdstrain.index_files import load, one_of
+from wdstrain.indexing import Index, Table
+from wdstrain.storage import LocalFile, Urls, check_finished, expand, open_source
+from wdstrain.tar import samples
+
+_READ = 4 << 20
+
+
+@dataclass
+class Verification:
+    """What was read and what was found wrong, a sentence each."""
+
+    shards: int = 0
+    samples: int = 0
+    bytes: int = 0
+    unindexed: int = 0  # shards of which only the structure could be checked
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = None) -> Verification:
+    """Read all shards that `urls` mean. `progress` is told after each shard, with the number of shards in all.
+
+    Raises UsageError for an address that means nothing; what is wrong with shards and indexes is in `findings`.
+    """
+    result = Verification()
+    todo: list[tuple[str, Index | None]] = []
+    for path in expand(urls):
+        try:
+            check_finished(os.path.dirname(path))
+            if path.endswith(".json"):
+                index = load(path, check=False)
+                todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
+            else:
+                todo.append((path, one_of(path)))
+        except WdstrainError as error:
+            result.findings.append(str(error))
+    for path, promised in todo:
+        result.findings += _verify_shard(path, promised, result)
+        result.shards += 1
+        if progress:
+            progress(result, len(todo))
+    return result
+
+
+def _verify_shard(path: str, promised: Index | None, result: Verification) -> list[str]:
+    try:
+        with open_source(path) as source:
+            result.bytes += source.size
+            findings = _checksums(source, promised) if promised else []
+            if promised and source.size != promised.shards[0].bytes:
+                findings.append(f"{path} has {source.size} bytes, its index says {promised.shards[0].bytes}.")
+            found = list(samples(source.read, source.size, path))
+    except WdstrainError as error:
+        return [str(error)]
+    result.samples += len(found)
+    if promised is None:
+        result.unindexed += 1
+        return findings
+    table = Table.of(found, list(promised.fields))
+    names = ("start", "stop", "keys", "member_first", "member_field", "member_offset", "member_size")
+    differing = [name for name in names if not np.array_equal(getattr(table, name), getattr(promised.table, name))]
+    if differing:
+        findings.append(f"{path} holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it.")
+    return findings
+
+
+def _checksums(source: LocalFile, promised: Index) -> list[str]:
+    """Findings for a shard whose bytes are not those that were packed, by member where the index has their checksums."""
+    shard, table = promised.shards[0], promised.table
+    digest, offset = hashlib.sha256(), 0
+    while shard.sha256 and (chunk := source.read(offset, _READ)):
+        digest.update(chunk)
+        offset += len(chunk)
+    if digest.hexdigest() == shard.sha256 or not shard.sha256:
+        return []
+    findings = []
+    for sample in range(len(promised)):
+        rows = range(*table.member_first[sample : sample + 2].tolist())
+        for row, (name, start, size) in zip(rows, promised.members(sample), strict=True):
+            if len(table.member_crc) and zlib.crc32(source.read(start, size)) != table.member_crc[row]:
+                where = f"'{promised.key(sample)}', field '{name}' at offset {start}"
+                findings.append(f"{shard.path}: {where}: the bytes are not those that were packed.")
+    return findings or [f"{shard.path}: its sha256 is not the one of the index, though every field is as packed."]
