@@ -179,7 +179,7 @@ def _train_epoch(
         optimiser.step()
         schedule.step()
         rows = len(batch["__key__"])
-        losses, targets, count = losses + float(loss) * rows, targets + float(batch["target"].sum()), count + rows
+        losses, targets, count = losses + loss.item() * rows, targets + float(batch["target"].sum()), count + rows
         if losses != losses:
             raise WdstrainError(
                 f"the loss is not a number after step {step} of {title}. Lower --lr (now {optimiser.defaults['lr']})."

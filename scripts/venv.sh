@@ -1,0 +1,47 @@
+# Makes .venv in the clone and installs the package there; sourced by demo.sh and test.sh.
+#   ROOT: the clone; setup EXTRA: make it so, fast when it is so already. Nothing is written outside the clone.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV="$ROOT/.venv"
+
+fail() { printf '%s\n' "$*" >&2; exit 1; }
+
+# The first Python on the path that is new enough; PYTHON=... chooses another.
+find_python() {
+    local candidate version old=""
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python3.14 python; do
+        version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+        old="$candidate is Python $version"
+    done
+    [ -z "$old" ] || fail "$old, which is too old: 3.10 or newer is needed. Install one, or name it: PYTHON=/path/to/python3 bash scripts/..."
+    fail "No Python was found: 3.10 or newer is needed. Install one (on Debian: apt install python3 python3-venv)."
+}
+
+setup() {
+    local extra=$1 python stamp log="$VENV/install.log"
+    python=$(find_python) || exit 1
+    # what is installed depends on the project file and the Python; dev contains demo
+    stamp=$({ cat "$ROOT/pyproject.toml"; "$python" --version; } | cksum)
+    if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+        for had in "$extra" dev; do
+            [ "$(cat "$VENV/installed-$had" 2>/dev/null)" != "$stamp" ] || return 0
+        done
+    else
+        printf 'Creating %s with %s\n' "$VENV" "$("$python" --version)" >&2
+        rm -rf "$VENV"
+        "$python" -m venv "$VENV" >/dev/null 2>&1 ||
+            fail "$python cannot make a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
+    fi
+    printf 'Installing torch and what else is needed into .venv: some GB, a minute or more ...\n' >&2
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-cache-dir --retries 2 -e "$ROOT[$extra]" >"$log" 2>&1 || {
+        if grep -qiE 'name resolution|connection|network|timed out|max retries|proxy' "$log"; then
+            fail "Installing failed: the package index cannot be reached. Check the network and run this again. Details: $log"
+        fi
+        fail "Installing failed: $(grep -i '^error' "$log" | tail -n 1) Details: $log"
+    }
+    printf '%s\n' "$stamp" >"$VENV/installed-$extra"
+}
