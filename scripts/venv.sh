@@ -37,7 +37,9 @@ setup() {
             fail "$python cannot make a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
     fi
     printf 'Installing torch and what else is needed into .venv: some GB, a minute or more ...\n' >&2
-    "$VENV/bin/python" -m pip install --disable-pip-version-check --no-cache-dir --retries 2 -e "$ROOT[$extra]" >"$log" 2>&1 || {
+    # by environment, so that it also holds for the pip that pip starts
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
+        "$VENV/bin/python" -m pip install -e "$ROOT[$extra]" >"$log" 2>&1 || {
         if grep -qiE 'name resolution|connection|network|timed out|max retries|proxy' "$log"; then
             fail "Installing failed: the package index cannot be reached. Check the network and run this again. Details: $log"
         fi

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from typing import Any
 
@@ -56,10 +57,11 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
 
 def next_steps(folder: str) -> list[str]:
     """What to type next, with one's own pictures."""
+    here = "wdstrain" if shutil.which("wdstrain") else os.path.relpath(sys.argv[0])  # in a clone it is in .venv/bin
     return [
-        "wdstrain convert folder PICTURES shards/mine --split train=0.9,val=0.1",
-        "wdstrain train shards/mine --out runs/mine --epochs 10 --image-size 64",
-        f"wdstrain evaluate {os.path.join(folder, 'digits-run', 'checkpoints', 'best.pt')} "
+        f"{here} convert folder PICTURES shards/mine --split train=0.9,val=0.1",
+        f"{here} train shards/mine --out runs/mine --epochs 10 --image-size 64",
+        f"{here} evaluate {os.path.join(folder, 'digits-run', 'checkpoints', 'best.pt')} "
         f"'{os.path.join(folder, 'digits', 'val-*.tar')}'",
     ]
 

@@ -25,6 +25,7 @@ from wdstrain.meter import Meter
 from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Plan, Tail
 from wdstrain.storage import Urls
+from wdstrain.workers import check_travels
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 
@@ -79,6 +80,8 @@ class Loader:
         self.rank, self.world_size = _rank(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
         _check_fields(self.index, fields)
+        if num_workers:
+            check_travels(fields, transform, multiprocessing_context)
         make = partial(
             Plan,
             counts=self.index.counts,

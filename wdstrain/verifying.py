@@ -64,15 +64,17 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
 
 
 def _verify_shard(path: str, promised: Index | None, result: Verification) -> list[str]:
+    findings: list[str] = []
     try:
         with open_source(path) as source:
             result.bytes += source.size
-            findings = _checksums(source, promised) if promised else []
             if promised and source.size != promised.shards[0].bytes:
                 findings.append(f"{path} has {source.size} bytes, its index says {promised.shards[0].bytes}.")
+            elif promised:
+                findings += _checksums(source, promised)
             found = list(samples(source.read, source.size, path))
     except WdstrainError as error:
-        return [str(error)]
+        return [*findings, str(error)]
     result.samples += len(found)
     if promised is None:
         result.unindexed += 1

@@ -7,17 +7,19 @@ its care for dead workers, start methods and shutdown is torch's, well kept.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from wdstrain.decoder import Decoder, Result, Task
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import UsageError, WdstrainError
 
 PREFETCH = 2  # batches in flight per worker
 
@@ -79,6 +81,19 @@ class Threads:
             self._pool = None
 
 
+def check_travels(fields: object, transform: object, context: str | None) -> None:
+    """Raise UsageError if a field or transform cannot be sent to processes of this start method."""
+    method = multiprocessing.get_context(context).get_start_method()
+    for name, part in (("fields", fields), ("transform", transform)):
+        try:
+            _ = method == "fork" or ForkingPickler.dumps(part)
+        except Exception as error:  # what pickling raises depends on the object
+            raise UsageError(
+                f"{name} cannot be sent to worker processes, which {method} starts ({error}). Use a function or class at the "
+                f"top of a module instead of a lambda or local one, or num_workers=0."
+            ) from error
+
+
 class Processes:
     """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
 
@@ -109,13 +124,6 @@ class Processes:
             raise WdstrainError(
                 f"a worker process of the loader died ({str(error).splitlines()[0]}). If the system killed it for memory, "
                 f"lower num_workers or batch_size; dmesg tells."
-            ) from error
-        except (AttributeError, TypeError) as error:
-            if "pickle" not in str(error):
-                raise
-            raise WdstrainError(
-                f"a transform or field cannot be sent to worker processes ({error}). Use a function or class at the top of a "
-                f"module instead of a lambda or local function, or num_workers=0."
             ) from error
 
     def close(self) -> None:

@@ -1,0 +1,110 @@
+"""Shared parts of the tests: real shards of small pictures, made in a temporary folder."""
+
+from __future__ import annotations
+
+import gc
+import io
+import multiprocessing
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+from wdstrain.tar import END, header, padding
+
+ROOT = Path(__file__).parent.parent
+
+Sample = tuple[str, dict[str, bytes]]
+
+
+def picture(number: int, *, size: tuple[int, int] = (24, 20), kind: str = "PNG") -> bytes:
+    """An encoded picture whose pixels tell its number."""
+    rows = np.arange(size[1])[:, None, None] * 3
+    columns = np.arange(size[0])[None, :, None] * 5
+    pixels = (rows + columns + np.array([number, 7 * number, 13 * number])[None, None, :]) % 256
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).save(buffer, kind, quality=95)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, samples: list[Sample]) -> Path:
+    """A shard of these samples, by our own headers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        for key, fields in samples:
+            for field, data in fields.items():
+                file.write(header(f"{key}.{field}", len(data)) + data + bytes(padding(len(data))))
+        file.write(END)
+    return path
+
+
+def write_shards(folder: Path, counts: list[int]) -> Path:
+    """Shards of text samples: sample i of the whole set has the key s00000i, its number as `cls` and as `txt`."""
+    number = 0
+    for shard, count in enumerate(counts):
+        samples: list[Sample] = []
+        for _ in range(count):
+            text = str(number).encode()
+            samples.append((f"s{number:06d}", {"cls": text, "txt": b"sample " + text}))
+            number += 1
+        write_tar(folder / f"part-{shard:03d}.tar", samples)
+    return folder
+
+
+def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png") -> Path:
+    """<folder>/<class>/<n>.png"""
+    number = 0
+    for name, count in classes.items():
+        (folder / name).mkdir(parents=True)
+        for _ in range(count):
+            (folder / name / f"{number:03d}.{kind}").write_bytes(picture(number, kind="JPEG" if kind == "jpg" else "PNG"))
+            number += 1
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Three shards of 7, 13 and 1 text samples."""
+    return write_shards(tmp_path / "shards", [7, 13, 1])
+
+
+@pytest.fixture(scope="session")
+def data() -> Callable[[str], Path]:
+    """A real data set by name; the test is skipped where the data is not on this machine."""
+    place = Path(os.environ.get("WDSTRAIN_DATA", ROOT.parent / "shared" / "data"))
+
+    def find(name: str) -> Path:
+        if not (place / name).exists():
+            pytest.skip(f"the real data set {name} is not here; WDSTRAIN_DATA names its folder")
+        return place / name
+
+    return find
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    """No test leaves a thread of ours or a child process behind."""
+    yield
+    gc.collect()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain")]
+    assert not left, f"threads left behind: {left}"
+    assert not multiprocessing.active_children()
+
+
+def read_with_webdataset(paths: list[Path]) -> list[Sample]:
+    """All samples of shards through webdataset, which leaves its files to the garbage collector to close."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        found = [
+            (sample["__key__"], {name: data for name, data in sample.items() if not name.startswith("__")})
+            for path in paths
+            for sample in webdataset.WebDataset(str(path), shardshuffle=False)
+        ]
+        gc.collect()
+    return found

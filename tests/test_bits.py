@@ -1,0 +1,37 @@
+"""Random bits are a function of a key and an index."""
+
+import numpy as np
+
+from wdstrain.bits import below, bits, key, uniform
+
+
+def test_a_golden_value_never_changes() -> None:
+    # literal numbers: whoever changes them changes the order of everybody's training
+    assert key("jitter", 0, 0) == 11878362859209367231
+    assert bits(np.arange(3), "jitter", 0, 0).tolist() == [
+        12648278526698734922,
+        5971187620612422984,
+        1818264252822531859,
+    ]
+
+
+def test_a_value_does_not_depend_on_its_neighbours() -> None:
+    whole = bits(np.arange(1000), "x", 3)
+    assert (bits(np.arange(500, 510), "x", 3) == whole[500:510]).all()
+    assert bits(np.array([777]), "x", 3)[0] == whole[777]
+
+
+def test_words_of_different_kind_are_different_keys() -> None:
+    assert len({key(1), key("1"), key("1", 2), key("12"), key(1, 2), key(12)}) == 6
+
+
+def test_values_are_uniform() -> None:
+    values = uniform(np.arange(20_000), 5, "u")
+    assert values.shape == (20_000, 5)
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert abs(values.mean() - 0.5) < 0.005
+    assert abs(np.corrcoef(values[:, 0], values[:, 1])[0, 1]) < 0.03
+    counts = np.bincount(below(10, np.arange(50_000), "b"), minlength=10)
+    assert len(counts) == 10
+    assert abs(counts - 5000).max() < 350  # five standard deviations

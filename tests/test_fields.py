@@ -1,0 +1,204 @@
+"""Bytes become the right values, or a reason; nothing is unpickled and no partial picture is taken for whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+from torchvision.transforms import v2
+
+import wdstrain as wt
+from tests.conftest import picture
+from wdstrain.augment import DRAWS, Augment, middle_crop, random_crop, shape
+from wdstrain.bits import uniform
+from wdstrain.decode import decode_image
+from wdstrain.errors import SampleError, UsageError
+
+NO_DRAWS = np.zeros(DRAWS)
+
+
+def value(field: Any, data: bytes) -> Any:
+    """What a field makes of bytes."""
+    out = np.zeros(field.example.shape, field.example.dtype) if field.example else None
+    returned = field.read(field.names[0], memoryview(data), out, NO_DRAWS)
+    return out if out is not None else returned
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
+def test_pixels_are_those_that_pillow_sees(kind: str) -> None:
+    data = picture(5, kind=kind)
+    wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+    assert abs(decode_image(data).astype(int) - wanted).max() <= 2
+
+
+def test_exif_orientation_is_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain = Image.open(io.BytesIO(picture(1))).resize((64, 32))
+    data = encoded(plain, "JPEG", exif=exif, quality=95)
+    turned = decode_image(data)
+    assert turned.shape == (64, 32, 3)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(turned, np.asarray(upright))
+
+
+def test_sixteen_bit_greys_keep_their_high_byte() -> None:
+    grey = (np.arange(100, dtype=np.uint16) * 600).reshape(10, 10)
+    pixels = decode_image(encoded(Image.fromarray(grey), "PNG"))
+    assert np.array_equal(pixels[:, :, 0], (grey >> 8).astype(np.uint8))
+
+
+def test_cmyk_palette_and_alpha_become_rgb() -> None:
+    red = Image.new("RGB", (8, 8), (250, 10, 10))
+    for data in (
+        encoded(red.convert("CMYK"), "JPEG", quality=95),
+        encoded(red.convert("P"), "PNG"),
+        encoded(red.convert("RGBA"), "PNG"),
+    ):
+        pixels = decode_image(data)
+        assert pixels.shape == (8, 8, 3)
+        assert abs(pixels[4, 4].astype(int) - [250, 10, 10]).max() < 20
+
+
+def test_a_truncated_picture_is_never_taken_for_whole() -> None:
+    for kind in ("JPEG", "PNG", "WEBP"):
+        noise = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+        data = encoded(Image.fromarray(noise), kind)
+        for share in (0.1, 0.5, 0.9):
+            with pytest.raises(SampleError):
+                decode_image(data[: int(len(data) * share)])
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
+def test_what_is_no_picture_is_a_reason(data: bytes) -> None:
+    with pytest.raises(SampleError, match="bytes, starting"):
+        decode_image(data)
+
+
+def test_difficult_pictures_end_as_pillow_ends_with_them(data: Callable[[str], Path]) -> None:
+    folder = data("difficult")
+    seen = 0
+    with open(folder / "manifest.csv", newline="") as table:
+        for row in csv.DictReader(table):
+            raw = (folder / row["file"]).read_bytes()
+            seen += 1
+            if row["pillow_rgb"].startswith("ok"):
+                width, height = map(int, row["size"].split("x"))
+                assert sorted(decode_image(raw).shape[:2]) == sorted((height, width)), row["file"]
+            else:
+                with pytest.raises(SampleError):
+                    decode_image(raw)
+    assert seen > 60
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"), [(b"7", 7), (b"7\n", 7), (b" 0 ", 0), (b"\xef\xbb\xbf12", 12), (b"dog", 1), (b"cat", 0)]
+)
+def test_labels_are_numbers_or_names_of_classes(data: bytes, wanted: int) -> None:
+    classes = ("cat", "dog") if data.isalpha() else ()
+    assert value(wt.label(classes=classes), data) == wanted
+
+
+@pytest.mark.parametrize("data", [b"", b"1.5", b"-1", b"bird", b"\xff", b"99"])
+def test_what_is_no_class_is_a_reason(data: bytes) -> None:
+    with pytest.raises((SampleError, UnicodeDecodeError)):
+        value(wt.label(classes=("cat", "dog")), data)
+
+
+def test_columns_of_json_are_labels_and_numbers() -> None:
+    data = b'{"angle": -0.25, "kind": "dog", "n": 3}'
+    assert value(wt.number("json", column="angle"), data) == np.float32(-0.25)
+    assert value(wt.label("json", column="kind", classes=["cat", "dog"]), data) == 1
+    assert value(wt.label("json", column="n"), data) == 3
+    with pytest.raises(SampleError, match="no entry 'speed'"):
+        value(wt.number("json", column="speed"), data)
+    with pytest.raises(SampleError, match="'dog' is not a number"):
+        value(wt.number("json", column="kind"), data)
+
+
+def test_text_json_and_arrays() -> None:
+    assert value(wt.text(), "grüß\n".encode()) == "grüß\n"
+    assert value(wt.json(), b'{"a": [1, 2]}') == {"a": [1, 2]}
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(6.0).reshape(2, 3))
+    assert np.array_equal(value(wt.array(), buffer.getvalue()), np.arange(6.0).reshape(2, 3))
+
+
+def test_arrays_of_objects_are_not_unpickled() -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        value(wt.array(), buffer.getvalue())
+
+
+def test_a_middle_crop_keeps_the_shape_asked_for() -> None:
+    assert middle_crop(100, 200, 1.0) == (0, 50, 100, 100)
+    assert middle_crop(200, 100, 1.0) == (50, 0, 100, 100)
+    assert middle_crop(100, 100, 2.0) == (25, 0, 50, 100)
+    assert middle_crop(1, 1, 7.0) == (0, 0, 1, 1)
+
+
+def test_random_crops_are_distributed_as_torchvision_draws_them() -> None:
+    count, height, width = 4000, 375, 500
+    ours = np.array([random_crop(height, width, row) for row in uniform(np.arange(count), DRAWS, "t")])
+    torch.manual_seed(0)
+    picture = torch.empty(3, height, width)
+    drawn = [v2.RandomResizedCrop(224).make_params([picture]) for _ in range(count)]
+    theirs = np.array([[one[k] for k in ("top", "left", "height", "width")] for one in drawn])
+    for column in range(4):
+        spread = theirs[:, column].std()
+        assert abs(ours[:, column].mean() - theirs[:, column].mean()) < 0.1 * spread
+        assert abs(ours[:, column].std() - spread) < 0.1 * spread
+    assert (ours[:, 0] + ours[:, 2] <= height).all()
+    assert (ours[:, 1] + ours[:, 3] <= width).all()
+
+
+def test_resizing_is_torchvisions() -> None:
+    pixels = decode_image(picture(3, size=(60, 40)))
+    out = np.empty((20, 30, 3), np.uint8)
+    shape(pixels, (20, 30), Augment(), NO_DRAWS, out)
+    wanted = v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True).permute(1, 2, 0)
+    assert abs(out.astype(int) - wanted.numpy().astype(int)).max() <= 1
+
+
+def test_a_flip_is_a_mirror_half_of_the_time() -> None:
+    pixels = decode_image(picture(3))
+    plain, flipped = np.empty_like(pixels), np.empty_like(pixels)
+    draws = NO_DRAWS.copy()
+    draws[22] = 0.7
+    shape(pixels, pixels.shape[:2], Augment(flip=True), draws, plain)
+    draws[22] = 0.3
+    shape(pixels, pixels.shape[:2], Augment(flip=True), draws, flipped)
+    assert np.array_equal(plain, pixels)
+    assert np.array_equal(flipped, pixels[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: wt.image(augment="rrc"),
+        lambda: wt.image(size=8, augment="spin"),
+        lambda: wt.image(size=0),
+        lambda: wt.label(" ; "),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_pictures_without_a_size_come_as_they_are() -> None:
+    assert value(wt.image(), picture(1)).shape == (3, 20, 24)

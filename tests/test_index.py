@@ -1,0 +1,236 @@
+"""An index says what is in the shards, survives the disk, and is never believed against the shards."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture, write_shards, write_tar
+from wdstrain.errors import ShardError, UsageError
+from wdstrain.index_files import open_index
+from wdstrain.storage import expand
+
+
+def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:
+    told: list[str] = []
+    index = open_index(str(shards), note=told.append)
+    assert index.counts.tolist() == [7, 13, 1]
+    assert index.fields == ("cls", "txt")
+    assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
+    assert told == ["no index beside part-000.tar: walked over the headers of 21 samples"]
+
+
+def test_an_index_comes_back_from_the_disk_as_it_was(shards: Path) -> None:
+    made = wt.index(shards)
+    found = open_index(shards)
+    assert (found.shards, found.fields, found.fingerprint) == (made.shards, made.fields, made.fingerprint)
+    for number in range(21):
+        assert found.key(number) == made.key(number)
+        assert found.members(number) == made.members(number)
+    document = json.loads((shards / "index.json").read_text())
+    assert document["__kind__"] == "wids-shard-index-v1"
+    assert [row["nsamples"] for row in document["shardlist"]] == [7, 13, 1]
+
+
+def test_every_kind_of_address_means_the_same_shards(shards: Path) -> None:
+    paths = [str(path) for path in sorted(shards.glob("*.tar"))]
+    for urls in (
+        str(shards),
+        shards,
+        f"{shards}/part-*.tar",
+        f"{shards}/part-{{000..002}}.tar",
+        f"file://{shards}",
+        paths,
+        [shards / "part-000.tar", f"{shards}/part-00[12].tar"],
+    ):
+        assert expand(urls) == paths
+    wt.index(shards)
+    for urls in (str(shards), shards / "index.json", paths, f"{shards}/*.tar"):
+        assert [shard.path for shard in open_index(urls).shards] == paths
+
+
+def test_a_file_whose_name_has_braces_or_stars_is_itself(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a{0..3}*.tar", [("k", {"txt": b"1"})])
+    assert expand(str(path)) == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nothing/here", "there is no such file or folder"),
+        ("{folder}", "holds no index.json and no .tar"),
+        ("{folder}/*.tar", "no file matches this pattern"),
+        ("{folder}/a-{{0..2}}.tar", "a-0.tar: there is no such file"),
+        ("{folder}/a-{{0..2.tar", "braces do not pair|no such file"),
+        ("ftp://host/x.tar", "ftp:// cannot be read"),
+    ],
+)
+def test_an_address_that_means_nothing_is_named(tmp_path: Path, address: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        open_index(address.format(folder=tmp_path))
+
+
+def test_no_address_at_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="no address"):
+        open_index([])
+
+
+def test_single_shards_of_an_indexed_folder_keep_their_labels_and_checksums(tmp_path: Path) -> None:
+    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.folder import list_folder
+
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        for i in range(6):
+            (tmp_path / "in" / name / f"{i}.png").write_bytes(picture(i))
+    convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=5))
+    index = open_index(tmp_path / "out" / "train-000001.tar")
+    assert index.labels[0].classes == ("cat", "dog")
+    assert index.shards[0].sha256
+    assert len(index.table.member_crc) == 10
+    both = open_index([tmp_path / "out" / "train-000002.tar", tmp_path / "out" / "train-000000.tar"])
+    assert both.counts.tolist() == [2, 5]
+    assert len({both.key(i) for i in range(7)}) == 7
+
+
+def test_a_shard_that_changed_since_it_was_indexed_is_refused(shards: Path) -> None:
+    wt.index(shards)
+    os.truncate(shards / "part-001.tar", 1024)
+    with pytest.raises(ShardError, match="part-001.tar has 1024 bytes, its index says"):
+        open_index(shards)
+    (shards / "part-001.tar").unlink()
+    with pytest.raises(ShardError, match="part-001.tar is in the index but cannot be found"):
+        open_index(shards)
+
+
+def test_a_cut_shard_without_an_index_is_refused(shards: Path) -> None:
+    size = (shards / "part-001.tar").stat().st_size
+    os.truncate(shards / "part-001.tar", size - 1024)
+    with pytest.raises(ShardError, match="part-001.tar ends at byte .* without the two zero blocks"):
+        open_index(shards)
+
+
+def test_a_folder_that_is_being_filled_is_refused(shards: Path) -> None:
+    (shards / ".unfinished").write_text("[]")
+    for urls in (shards, shards / "part-000.tar"):
+        with pytest.raises(ShardError, match="not finished"):
+            open_index(urls)
+
+
+def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(shards: Path, tmp_path: Path) -> None:
+    wt.index(shards)
+    document = json.loads((shards / "index.json").read_text())
+    document["shardlist"][0]["split"] = "val"
+    (shards / "index.json").write_text(json.dumps(document))
+    write_shards(tmp_path / "other", [3])
+    (tmp_path / "other" / "part-000.tar").rename(shards / "part-003.tar")
+    index = wt.index(shards)
+    assert index.counts.tolist() == [7, 13, 1, 3]
+    assert [shard.split for shard in index.shards] == ["val", "", "", ""]
+
+
+def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> None:
+    write_shards(tmp_path / "other", [3])
+    with pytest.raises(UsageError, match="2 folders"):
+        wt.index([shards, tmp_path / "other"])
+
+
+def test_a_pair_of_files_that_does_not_belong_together_is_refused(shards: Path, tmp_path: Path) -> None:
+    wt.index(shards)
+    other = write_shards(tmp_path / "other", [7, 13, 2])
+    wt.index(other)
+    (other / "index.bin").rename(shards / "index.bin")
+    with pytest.raises(ShardError, match="belongs to another index.json"):
+        open_index(shards)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"wdstrain": 3}', "nul", "[" * 100_000])
+def test_a_json_that_is_no_index_is_refused(shards: Path, text: str) -> None:
+    (shards / "index.json").write_text(text)
+    with pytest.raises(ShardError, match="is no index of this package"):
+        open_index(shards)
+
+
+def test_an_index_may_not_name_files_elsewhere(shards: Path) -> None:
+    wt.index(shards)
+    text = (shards / "index.json").read_text()
+    for name in ("../part-000.tar", "/etc/passwd", ".."):
+        (shards / "index.json").write_text(text.replace("part-000.tar", name))
+        with pytest.raises(ShardError, match="shards lie beside their index"):
+            open_index(shards)
+
+
+def test_damaged_offsets_never_read_outside_a_shard(shards: Path) -> None:
+    """Flip bits all over the binary: each time it is refused, or the offsets still lie inside the shards."""
+    wt.index(shards)
+    whole = (shards / "index.bin").read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 5):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x84
+        (shards / "index.bin").write_bytes(damaged)
+        try:
+            index = open_index(shards)
+        except ShardError:
+            refused += 1
+            continue
+        sizes = np.repeat([shard.bytes for shard in index.shards], index.counts)
+        for number in range(len(index)):
+            for _, offset, size in index.members(number):
+                assert 0 <= offset <= offset + size <= sizes[number]
+    assert refused > 100
+
+
+def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [3, 4])
+    wt.index(folder)
+    document = json.loads((folder / "index.json").read_text())
+    document["shardlist"][0]["split"], document["shardlist"][1]["split"] = "train", "val"
+    (folder / "index.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"):
+        wt.Loader(folder)
+
+
+def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path) -> None:
+    wt.index(shards)
+    assert wt.verify(shards).ok
+    found = wt.verify(f"{shards}/part-*.tar")
+    assert (found.ok, found.shards, found.samples) == (True, 3, 21)
+    os.truncate(shards / "part-002.tar", 100)
+    findings = wt.verify(shards).findings
+    assert any("part-002.tar has 100 bytes, its index says" in finding for finding in findings)
+
+
+def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
+    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.folder import list_folder
+
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    for i in range(4):
+        (tmp_path / "in" / "cat" / f"{i}.png").write_bytes(picture(i))
+    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options())
+    path = tmp_path / "out" / "train-000000.tar"
+    name, offset, _ = index.members(2)[0]
+    data = bytearray(path.read_bytes())
+    data[offset + 60] ^= 1
+    path.write_bytes(data)
+    findings = wt.verify(tmp_path / "out").findings
+    assert len(findings) == 1
+    assert f"'{index.key(2)}', field '{name}' at offset {offset}" in findings[0]
+
+
+def test_other_samples_than_indexed_are_found(shards: Path) -> None:
+    wt.index(shards)
+    data = bytearray((shards / "part-000.tar").read_bytes())
+    at = data.find(b"s000003.cls")
+    data[at + 6 : at + 7] = b"9"
+    data[at + 148 : at + 156] = b"%06o\0 " % (sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256)
+    (shards / "part-000.tar").write_bytes(data)
+    findings = wt.verify(shards).findings
+    assert len(findings) == 1
+    assert "holds other samples than its index says" in findings[0]

@@ -1,0 +1,459 @@
+"""The loader delivers what the plan says, whoever decodes it, and its batches are the caller's."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import Sample, picture, write_shards, write_tar
+from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+FIELDS = {"image": wt.image(size=(16, 20), augment="rrc+flip"), "label": wt.label(), "text": wt.text()}
+
+
+def keys(loader: wt.Loader) -> list[list[str]]:
+    return [batch["__key__"] for batch in loader]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three shards with 41 pictures, PNG and JPEG, of different sizes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    number = 0
+    for shard, count in enumerate([17, 1, 23]):
+        samples: list[Sample] = []
+        for _ in range(count):
+            kind = "JPEG" if number % 3 == 0 else "PNG"
+            data = picture(number, size=(24 + number % 5, 20 + number % 7), kind=kind)
+            fields = {kind.lower().replace("jpeg", "jpg"): data, "cls": b"%d" % number, "txt": b"n%d" % number}
+            samples.append((f"s{number:06d}", fields))
+            number += 1
+        write_tar(folder / f"p-{shard}.tar", samples)
+    return folder
+
+
+def test_every_sample_comes_once_and_is_what_it_was(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4, tail="keep")
+    assert len(loader) == 6
+    found = {}
+    for batch in loader:
+        for key, number, text in zip(batch["__key__"], batch["cls"], batch["txt"], strict=True):
+            assert text == b"sample " + number
+            found[key] = int(number)
+    assert found == {f"s{i:06d}": i for i in range(21)}
+    assert loader.report()["samples"] == 21
+
+
+def test_file_order_without_shuffle(shards: Path) -> None:
+    found = [key for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep")) for key in batch]
+    assert found == [f"s{i:06d}" for i in range(21)]
+
+
+def test_every_for_is_the_next_epoch_and_a_new_loader_repeats_them(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    epochs = [keys(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert all(len(epoch) == len(loader) == 5 for epoch in epochs)
+    again = wt.Loader(shards, batch_size=4)
+    again.set_epoch(2)
+    assert keys(again) == epochs[2]
+    assert [batch["__key__"] for batch in again.epoch(1, start=2)] == epochs[1][2:]
+    assert keys(again) == epochs[2]  # the next after epoch 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_any_number_of_workers_gives_the_same_batches_and_pixels(pictures: Path, num_workers: int) -> None:
+    def epochs(workers: int) -> list[Any]:
+        loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=workers, shuffle_buffer=11)
+        found = [(b["__key__"], b["label"].tolist(), b["text"], b["image"].clone()) for _ in range(3) for b in loader]
+        loader.close()
+        return found
+
+    for ours, theirs in zip(epochs(0), epochs(num_workers), strict=True):
+        assert ours[:3] == theirs[:3]
+        assert torch.equal(ours[3], theirs[3])
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_any_start_method_gives_the_same_batches(pictures: Path, context: Any) -> None:
+    wanted = keys(wt.Loader(pictures, FIELDS, batch_size=8))
+    loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=1, multiprocessing_context=context)
+    assert keys(loader) == wanted
+    loader.close()
+
+
+def test_a_batch_is_a_tensor_per_field_in_the_promised_shape(pictures: Path) -> None:
+    batch = next(iter(wt.Loader(pictures, FIELDS, batch_size=8)))
+    assert batch["image"].shape == (8, 3, 16, 20)
+    assert batch["image"].dtype == torch.uint8
+    assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+    assert batch["label"].dtype == torch.int64
+    assert batch["text"] == [f"n{i}" for i in batch["label"].tolist()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_that_are_kept_stay_as_they_were(pictures: Path, num_workers: int) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
+    first = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in loader.epoch(0)]
+    kept = [batch for _ in range(3) for batch in loader.epoch(0)]  # 30 batches, far more than there are slots
+    again = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in kept]
+    assert again == first * 3
+    assert loader.report()["copies"] > 0
+    loader.close()
+
+
+def test_a_view_of_a_batch_keeps_its_memory_alone(pictures: Path) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=4)
+    views = []
+    for batch in loader.epoch(0):
+        views.append((batch["image"][0, 0], batch["image"][0, 0].clone()))
+    del batch
+    gc.collect()
+    for _ in loader.epoch(1):
+        pass
+    assert all(torch.equal(view, copy) for view, copy in views)
+
+
+def test_memory_of_batches_that_were_let_go_is_used_again(pictures: Path) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=4)
+    places = {batch["image"].data_ptr() for _ in range(8) for batch in loader}
+    assert len(places) <= 16
+    assert loader.report()["copies"] == 0
+
+
+def test_ranks_share_the_epoch_without_overlap(shards: Path) -> None:
+    loaders = [wt.Loader(shards, batch_size=2, rank=rank, world_size=4) for rank in range(4)]
+    assert {len(loader) for loader in loaders} == {2}
+    found = [key for loader in loaders for batch in keys(loader) for key in batch]
+    assert len(found) == len(set(found)) == 16
+    assert loaders[0].report()["left_out"] == 5
+
+
+def test_lanes_give_the_same_global_batches_for_any_world_size(shards: Path) -> None:
+    def steps(world: int) -> list[list[str]]:
+        loaders = [
+            wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world, shuffle_buffer=3) for r in range(world)
+        ]
+        return [sorted(key for batch in batches for key in batch) for batches in zip(*map(keys, loaders), strict=True)]
+
+    assert steps(1) == steps(2) == steps(4)
+
+
+def test_padding_is_marked_and_every_sample_is_there_once(shards: Path) -> None:
+    found: list[str] = []
+    for rank in range(2):
+        loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, tail="pad", rank=rank, world_size=2)
+        for batch in loader:
+            assert batch["__valid__"].dtype == torch.bool
+            assert len(batch["label"]) == 4
+            found += [key for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True) if valid]
+        assert loader.report()["padded"] == (1 if rank == 0 else 2)
+    assert sorted(found) == [f"s{i:06d}" for i in range(21)]
+
+
+def test_more_ranks_than_samples_can_pad(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "few", [2])
+    found = []
+    for rank in range(4):
+        for batch in wt.Loader(folder, batch_size=3, tail="pad", rank=rank, world_size=4):
+            found += [key for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True) if valid]
+    assert sorted(found) == ["s000000", "s000001"]
+
+
+def test_the_rank_is_found_in_the_environment(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    loader = wt.Loader(shards, batch_size=2)
+    assert (loader.rank, loader.world_size) == (1, 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("step", [0, 1, 4, 9, 10])
+def test_a_state_goes_on_where_it_was_taken(pictures: Path, num_workers: int, step: int) -> None:
+    def batches(loader: wt.Loader) -> list[Any]:
+        return [(batch["__key__"], batch["image"].clone()) for batch in loader]
+
+    whole = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
+    undisturbed = batches(whole) + batches(whole)
+    first = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9, num_workers=num_workers)
+    for taken, _ in enumerate(first, start=1):
+        if taken == step:
+            break
+    state = json.loads(
+        json.dumps(first.state_dict() if step else wt.Loader(pictures, batch_size=4, shuffle_buffer=9).state_dict())
+    )
+    first.close()
+    second = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
+    second.load_state_dict(state)
+    rest = batches(second)
+    rest += batches(second) if step < 10 else []
+    assert [key for key, _ in rest] == [key for key, _ in undisturbed[step:]]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(rest, undisturbed[step:], strict=True))
+
+
+def test_a_state_of_another_order_is_refused_with_the_values(shards: Path) -> None:
+    state = wt.Loader(shards, batch_size=4, seed=1).state_dict()
+    with pytest.raises(UsageError, match=r"seed was 1, is 2; global_batch was 4, is 5"):
+        wt.Loader(shards, batch_size=5, seed=2).load_state_dict(state)
+
+
+def test_after_a_break_the_next_for_is_the_next_epoch(shards: Path) -> None:
+    wanted = wt.Loader(shards, batch_size=4)
+    wanted.set_epoch(1)
+    expected = keys(wanted)
+    loader = wt.Loader(shards, batch_size=4)
+    for _ in loader:
+        break
+    assert keys(loader) == expected
+
+
+def test_two_loops_over_one_loader_are_refused(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    first, second = iter(loader), loader.epoch(0)
+    next(first)
+    next(second)
+    with pytest.raises(WdstrainError, match="another loop"):
+        next(first)
+
+
+def test_a_bad_sample_is_named_with_shard_key_field_and_offset(tmp_path: Path) -> None:
+    for number, workers in ((0, 0), (1, 2)):
+        folder = tmp_path / str(number)
+        samples: list[Sample] = [(f"k{i}", {"png": picture(i), "cls": b"1"}) for i in range(5)]
+        samples[3][1]["png"] = picture(3)[:60]
+        write_tar(folder / "a.tar", samples)
+        loader = wt.Loader(folder, {"image": wt.image(size=8), "label": wt.label()}, batch_size=5, num_workers=workers)
+        offset = dict((name, at) for name, at, _ in loader.index.members(3))["png"]
+        with pytest.raises(SampleError, match=rf"a.tar: 'k3', field 'png' at offset {offset}: .*truncated|cannot"):
+            keys(loader)
+
+
+def test_a_missing_field_and_a_bad_label_are_named(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("k0", {"txt": b"x", "cls": b"1"}), ("k1", {"txt": b"x"})])
+    with pytest.raises(SampleError, match="'k1'.*none of cls; the sample has"):
+        keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1, shuffle=False))
+    write_tar(tmp_path / "a.tar", [("k0", {"cls": b"cat"})])
+    with pytest.raises(SampleError, match="'k0', field 'cls' at offset 512: 'cat' is not a whole number"):
+        keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1))
+
+
+def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
+    with pytest.raises(UsageError, match="field 'image' looks for jpg, png; these shards hold cls, txt"):
+        wt.Loader(shards, {"image": wt.image("jpg;png", size=8)})
+
+
+def test_a_shard_cut_while_it_is_used_is_an_error_and_not_a_short_epoch(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=1, shuffle=False)
+    os.truncate(shards / "part-001.tar", 2048)
+    with pytest.raises(ShardError, match="part-001.tar ends at offset 2048"):
+        keys(loader)
+
+
+def double(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"double": 2 * int(sample["cls"]), "name": sample["__key__"], "noise": torch.rand(2)}
+
+
+def drawn(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"n": int(sample["cls"]), "x": rng.random(3)}
+
+
+def failing(sample: dict[str, Any]) -> dict[str, Any]:
+    raise KeyError("no such thing")
+
+
+def test_a_transform_makes_the_examples(shards: Path) -> None:
+    for workers in (0, 2):
+        loader = wt.Loader(shards, transform=double, batch_size=4, num_workers=workers)
+        for batch in loader:
+            assert batch["double"].tolist() == [2 * int(key[1:]) for key in batch["__key__"]]
+            assert batch["name"] == batch["__key__"]
+        loader.close()
+
+
+def test_a_transform_sees_its_own_random_numbers_in_any_worker(shards: Path) -> None:
+    def draws(workers: int) -> list[Any]:
+        loader = wt.Loader(shards, transform=drawn, batch_size=4, num_workers=workers)
+        found = [batch["x"].tolist() for _ in range(2) for batch in loader]
+        loader.close()
+        return found
+
+    assert draws(0) == draws(2)
+    assert draws(0)[0] != draws(0)[5]
+
+
+def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
+    def noise(workers: int) -> list[Any]:
+        loader = wt.Loader(shards, transform=double, batch_size=4, num_workers=workers)
+        found = [batch["noise"].tolist() for batch in loader]
+        loader.close()
+        return found
+
+    assert noise(1) == noise(3)
+
+
+def test_what_a_transform_raises_is_named(shards: Path) -> None:
+    with pytest.raises(SampleError, match="transform raised KeyError: 'no such thing'"):
+        keys(wt.Loader(shards, transform=failing, batch_size=4))
+
+
+def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
+    with pytest.raises(UsageError, match="transform cannot be sent to worker processes.*num_workers=0"):
+        wt.Loader(shards, transform=lambda sample: {"n": 1}, num_workers=1, multiprocessing_context="spawn")
+    local = wt.Loader(shards, transform=lambda sample: {"n": 1}, batch_size=4)
+    assert len(keys(local)) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer=0"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not one of 2 ranks"),
+        ({"rank": 0}, "belong together"),
+        ({"fields": {"label": wt.label()}, "transform": double}, "fields and transform"),
+        ({"batch_size": 100}, "21 samples cannot give 1 rank"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(shards: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        wt.Loader(shards, **options)
+
+
+def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "one", [1])
+    for workers in (0, 1):
+        loader = wt.Loader(folder, {"label": wt.label()}, batch_size=1, num_workers=workers)
+        assert [batch["label"].tolist() for _ in range(40) for batch in loader] == [[0]] * 40
+        loader.close()
+
+
+def test_a_loader_says_what_it_holds(shards: Path) -> None:
+    assert "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=21 holds about" in repr(
+        wt.Loader(shards, batch_size=4)
+    )
+
+
+def test_to_device_gives_the_same_batches(pictures: Path) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=8)
+    ours = [(batch["__key__"], batch["label"].tolist()) for batch in wt.to_device(loader.epoch(0), "cpu")]
+    assert ours == [(batch["__key__"], batch["label"].tolist()) for batch in loader.epoch(0)]
+
+
+def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets only grow within a shard, no byte is read twice, a shard is read in as few pieces as its size allows."""
+    samples: list[list[Sample]] = [[(f"s{n}{i:04d}", {"bin": bytes(20_000)}) for i in range(400)] for n in range(3)]
+    for n, shard in enumerate(samples):
+        write_tar(tmp_path / f"b-{n}.tar", shard)
+    reads: list[tuple[str, int, int]] = []
+    from wdstrain.storage import LocalFile
+
+    original = LocalFile.read_into
+
+    def recorded(self: LocalFile, pieces: Any, offset: int) -> None:
+        reads.append((self.path, offset, sum(len(piece) for piece in pieces)))
+        original(self, pieces, offset)
+
+    index = wt.index(tmp_path)
+    monkeypatch.setattr(LocalFile, "read_into", recorded)
+    loader = wt.Loader(index, batch_size=16, tail="keep", shuffle_buffer=200)
+    assert sum(len(batch) for batch in keys(loader)) == 1200
+    loader.close()
+    epoch = []
+    for path, offset, length in reads:
+        if sum(size for _, _, size in epoch) == sum(int(t) for t in (index.table.stop - index.table.start)):
+            break
+        epoch.append((path, offset, length))
+    shards_in_turn = list(dict.fromkeys(path for path, _, _ in epoch))
+    assert len(shards_in_turn) == 3
+    for path in shards_in_turn:
+        mine = [(offset, length) for one, offset, length in epoch if one == path]
+        assert all(a + length == b for (a, length), (b, _) in itertools.pairwise(mine))
+        assert all(length > 1 << 20 for _, length in mine[:-1])
+    assert [path for path, _, _ in epoch] == sorted([path for path, _, _ in epoch], key=shards_in_turn.index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
+    for _ in loader:
+        break
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(12):
+        for _ in loader:
+            break
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    loader.close()
+    assert not os.path.exists("/dev/shm") or not [name for name in os.listdir("/dev/shm") if "wdstrain" in name]
+
+
+def run_python(text: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(text), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+ENDLESS = """
+    import sys, os, signal, multiprocessing
+    import wdstrain as wt
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2)
+    n = 0
+    while True:
+        for batch in loader:
+            n += 1
+            if n == 3:
+                print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> None:
+    with run_python(ENDLESS, str(shards)) as process:
+        assert process.stdout is not None
+        workers = [int(word) for word in process.stdout.readline().split()]
+        assert len(workers) == 2
+        process.send_signal(sent)
+        process.wait(20)
+        wait_until(lambda: not any(alive(pid) for pid in workers), seconds=20)
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:
+    with run_python(ENDLESS, str(shards)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        workers = [int(word) for word in process.stdout.readline().split()]
+        os.kill(workers[0], signal.SIGKILL)
+        assert process.wait(20) == 1
+        assert "a worker process of the loader died" in process.stderr.read()
+
+
+def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
+    import time
+
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)

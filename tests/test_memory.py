@@ -1,0 +1,101 @@
+"""Reused memory: what is placed stays until it is released, and what is released is used again."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+
+from wdstrain.arena import Arena
+from wdstrain.errors import WdstrainError
+from wdstrain.fields import Example
+from wdstrain.memory import Memory
+from wdstrain.slots import Layout, Slots
+
+
+def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
+    """Buckets filled in an interleaved order, released in turn: placed ranges never overlap while they are held."""
+    rng = np.random.default_rng(0)
+    arena = Arena(live=8 << 20, largest=200_000, buckets=8)
+    held: dict[int, list[tuple[int, int]]] = {}
+    most = 0
+    for step in range(4000):
+        bucket = step // 100 + int(rng.integers(4))
+        size = int(rng.integers(1, 60_000))
+        offset = arena.place(bucket, size)
+        assert 0 <= offset <= offset + size <= arena.memory.size
+        for others in held.values():
+            assert all(offset + size <= a or b <= offset for a, b in others)
+        held.setdefault(bucket, []).append((offset, offset + size))
+        if step % 100 == 99:
+            arena.release(step // 100)
+            held.pop(step // 100, None)
+        most = max(most, arena.held)
+    assert most < arena.memory.size
+    for bucket in list(held):
+        arena.release(bucket)
+    assert arena.held == 0
+
+
+def test_an_arena_that_is_full_says_so() -> None:
+    arena = Arena(live=1000, largest=100, buckets=1)
+    with pytest.raises(WdstrainError, match="all that was set aside"):
+        for bucket in range(1000):
+            arena.place(bucket, 100)
+
+
+def write(memory: Memory, at: int) -> None:
+    memory.view[at] = at
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_memory_is_shared_with_processes_of_every_start_method(method: str) -> None:
+    memory = Memory(100)
+    process = multiprocessing.get_context(method).Process(target=write, args=(memory, 42))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert memory.view[42] == 42
+    process.close()
+
+
+LAYOUT = Layout.of({"image": Example((4, 5, 3), "uint8", channels_last=True), "label": Example((), "int64")}, 2)
+
+
+def test_columns_of_a_slot_do_not_overlap() -> None:
+    assert LAYOUT.size % 4096 == 0
+    buffer = bytearray(2 * LAYOUT.size)
+    arrays = LAYOUT.arrays(buffer, LAYOUT.size, 2)
+    arrays["image"][...], arrays["label"][...] = 255, 0
+    assert arrays["image"].shape == (2, 4, 5, 3)
+    assert (LAYOUT.arrays(buffer, LAYOUT.size, 2)["image"] == 255).all()
+    assert not any(buffer[: LAYOUT.size])
+
+
+def test_a_slot_comes_back_when_its_last_tensor_goes() -> None:
+    slots = Slots(LAYOUT, busy=1, spare=1)
+    batch = slots.hand_out(slots.take(), 2)
+    row = batch["image"][1, 0]
+    assert len(slots._free) == 1
+    del batch
+    gc.collect()
+    assert len(slots._free) == 1
+    del row
+    gc.collect()
+    assert len(slots._free) == 2
+
+
+def test_beyond_the_spare_slots_batches_are_copies() -> None:
+    slots = Slots(LAYOUT, busy=1, spare=2)
+    kept = []
+    for number in range(5):
+        slot = slots.take()
+        LAYOUT.arrays(slots.memory.view, slot * LAYOUT.size, 2)["label"][...] = number
+        kept.append(slots.hand_out(slot, 2))
+    assert [batch["label"].tolist() for batch in kept] == [[n, n] for n in range(5)]
+    assert slots.copies == 3
+    assert kept[0]["image"].shape == kept[4]["image"].shape == (2, 3, 4, 5)
+    assert kept[4]["image"].is_contiguous(memory_format=torch.channels_last)

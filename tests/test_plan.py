@@ -1,0 +1,219 @@
+"""The plan keeps its promises over a grid of sizes, on integers alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wdstrain.errors import PlanError
+from wdstrain.plan import Plan
+
+SHARDS = [[1], [7, 13, 1], [5, 0, 3], [40, 40, 40], [100, 3, 57]]
+
+
+def make(counts: list[int], **options: Any) -> Plan:
+    return Plan(counts=np.array(counts), **{"seed": 1, "epoch": 0, "batch_size": 4, **options})
+
+
+def grid() -> list[Plan]:
+    """Every plan of a grid of shards, world sizes, lanes, batch sizes, tails and windows that is possible at all."""
+    plans = []
+    for counts, world, lanes, batch, tail, window, shuffle in itertools.product(
+        SHARDS, [1, 2, 4], [None, 4, 8], [1, 2, 3, 8], ["drop", "pad", "keep"], [1, 7, 1000], [True, False]
+    ):
+        try:
+            plans.append(
+                make(
+                    counts, world_size=world, lanes=lanes, batch_size=batch, tail=tail, window=window, shuffle=shuffle, epoch=2
+                )
+            )
+        except PlanError:
+            continue
+    return plans
+
+
+GRID = grid()
+
+
+def batch(plan: Plan, rank: int, step: int) -> tuple[list[int], list[bool]]:
+    """(ids, valid) of a batch."""
+    ids: list[int] = []
+    valid: list[bool] = []
+    for lane in plan.lanes_of(rank):
+        start, stop = plan.span(lane, step)
+        ids += plan.ids(lane, plan.order(lane, start, stop)).tolist()
+        valid += (np.arange(start, stop) < plan.lane_samples(lane)).tolist()
+    return ids, valid
+
+
+def delivered(plan: Plan) -> list[int]:
+    """Ids of a whole epoch over all ranks, padding left out."""
+    found = []
+    for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
+        ids, valid = batch(plan, rank, step)
+        found += [i for i, ok in zip(ids, valid, strict=True) if ok]
+    return found
+
+
+def test_the_grid_is_not_empty() -> None:
+    assert len(GRID) > 1000
+    assert {plan.tail for plan in GRID} == {"drop", "pad", "keep"}
+
+
+def test_every_sample_once_and_fewer_than_a_global_batch_left_out() -> None:
+    for plan in GRID:
+        ids = delivered(plan)
+        assert len(set(ids)) == len(ids), plan
+        assert len(ids) == plan.samples - plan.left_out, plan
+        assert plan.left_out < plan.global_batch
+        assert plan.tail == "drop" or plan.left_out == 0
+
+
+def test_every_rank_has_full_batches_in_every_step() -> None:
+    for plan in GRID:
+        for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
+            size = len(batch(plan, rank, step)[0])
+            if plan.tail == "keep" and step >= plan.steps - 2:
+                assert 0 < size <= plan.batch_size, plan
+            else:
+                assert size == plan.batch_size, plan
+
+
+def test_a_sample_leaves_within_one_window_of_its_place() -> None:
+    for plan in GRID:
+        for lane in range(plan.lane_count):
+            count = plan.lane_samples(lane)
+            order = plan.order(lane, 0, count)
+            assert sorted(order.tolist()) == list(range(count))
+            assert count == 0 or abs(order - np.arange(count)).max() < plan.window, plan
+
+
+def test_the_order_can_be_entered_anywhere() -> None:
+    for plan in GRID:
+        for lane in range(plan.lane_count):
+            count = plan.lane_samples(lane)
+            whole = plan.order(lane, 0, count)
+            for start in range(0, count, 5):
+                assert (plan.order(lane, start, count) == whole[start:]).all(), plan
+
+
+def test_due_is_the_last_step_that_needs_a_place() -> None:
+    for plan in GRID:
+        for lane in range(plan.lane_count):
+            last = np.full(plan.lane_places(lane), -1)
+            for step in range(plan.steps):
+                places = plan.order(lane, *plan.span(lane, step))
+                last[places] = step
+            assert (plan.due(lane, 0, len(last)) == last).all(), plan
+            middle = len(last) // 2
+            assert (plan.due(lane, middle, len(last)) == last[middle:]).all(), plan
+
+
+def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
+    for plan in GRID:
+        for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
+            first = plan.first_place(lane, step)
+            start = min(plan.span(lane, step)[0], plan.lane_samples(lane))
+            assert start - first < plan.window
+            rest = plan.order(lane, start, plan.lane_samples(lane))
+            assert len(rest) == 0 or rest.min() >= first, plan
+
+
+def test_places_of_a_lane_are_neighbours_in_their_shards() -> None:
+    """Reading is forward: consecutive places of a lane are consecutive samples but where a shard, or the hole, ends."""
+    for plan in GRID:
+        shard = np.repeat(np.arange(len(plan.counts)), plan.counts)
+        for lane in range(plan.lane_count):
+            ids = plan.ids(lane, np.arange(plan.lane_samples(lane)))
+            jumps = np.flatnonzero(np.diff(ids) != 1)
+            forward = [(ids[i + 1] > ids[i]) for i in jumps if shard[ids[i]] == shard[ids[i + 1]]]
+            assert all(forward)
+            assert len(forward) <= 1  # the hole
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_global_batches_are_the_same_for_every_world_size(tail: Any) -> None:
+    counts = [37, 5, 61, 8]
+    plans = [
+        make(counts, world_size=world, batch_size=16 // world, lanes=8, window=9, tail=tail, epoch=3) for world in (1, 2, 4, 8)
+    ]
+    for step in range(plans[0].steps):
+        sets = [sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)[0]) for plan in plans]
+        assert all(one == sets[0] for one in sets)
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    def ids(**options: Any) -> list[int]:
+        return delivered(make([50, 20, 30], window=30, **options))
+
+    assert ids() == ids()
+    assert ids() != ids(epoch=1)
+    assert ids() != ids(seed=2)
+
+
+def test_what_is_left_out_changes_from_epoch_to_epoch() -> None:
+    for counts in ([103], [50, 53]):
+        left = [frozenset(range(103)) - set(delivered(make(counts, epoch=epoch, window=10))) for epoch in range(8)]
+        assert all(len(one) == 3 for one in left)
+        assert len(set(left)) > 4
+
+
+def test_without_shuffle_the_order_is_file_order() -> None:
+    plan = make([7, 13, 1], shuffle=False, tail="keep")
+    assert delivered(plan) == list(range(21))
+
+
+def test_a_golden_order_never_changes() -> None:
+    # literal numbers: a change here is a change of everybody's order and needs a new ORDER in plan.py
+    plan = make([7, 13, 1], world_size=2, window=6)
+    assert [batch(plan, 0, step)[0] for step in range(plan.steps)] == [[20, 7, 8, 10], [11, 9, 12, 18]]
+    assert [batch(plan, 1, step)[0] for step in range(plan.steps)] == [[19, 1, 0, 2], [3, 5, 6, 4]]
+
+
+def test_the_window_mixes_like_a_reservoir_of_half_of_it() -> None:
+    """Neighbours on the disk share a batch of 64 about as often as with a reservoir that holds as many samples."""
+    plan = make([20_000], batch_size=64, window=2048)
+    place = np.empty(20_000, np.int64)
+    place[plan.order(0, 0, plan.lane_samples(0))] = np.arange(plan.lane_samples(0))
+    ours = np.mean(place[:-1] // 64 == place[1:] // 64)
+    rng = np.random.default_rng(0)
+    held: list[int] = []
+    out: list[int] = []
+    for i in range(20_000):
+        if len(held) < 1024:
+            held.append(i)
+            continue
+        k = int(rng.integers(1024))
+        out.append(held[k])
+        held[k] = i
+    place[out + held] = np.arange(20_000)
+    reservoir = np.mean(place[:-1] // 64 == place[1:] // 64)
+    assert ours < 1.25 * reservoir
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 64}, "21 samples cannot give 1 rank.*64 needed.*pad"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"lanes": 6, "world_size": 4}, r"6 lanes cannot be shared by 4 ranks.*\[1, 2, 3, 6\]"),
+        ({"lanes": 3}, "4 cannot be taken equally from 3 lanes"),
+        ({"tail": "repeat"}, "tail='repeat' is not one of drop, pad, keep"),
+        ({"tail": "keep", "world_size": 2, "batch_size": 1}, "use tail=.pad|Use tail=.pad"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        make([7, 13, 1], **options)
+
+
+def test_a_plan_costs_the_same_at_any_step() -> None:
+    """The work is counted, not timed: positions near the end look at as few blocks as those at the start."""
+    plan = make([1_000_000_000], batch_size=64, window=5000)
+    for step in (0, plan.steps // 2, plan.steps - 1):
+        fresh = make([1_000_000_000], batch_size=64, window=5000)
+        assert len(batch(fresh, 0, step)[0]) == 64
+        assert len(fresh._blocks) <= 2

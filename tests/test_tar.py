@@ -1,0 +1,168 @@
+"""Our tars are everybody's tars, everybody's tars are ours, and a cut one is never taken for whole."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import webdataset
+
+from tests.conftest import Sample, picture, read_with_webdataset, write_tar
+from wdstrain.errors import ShardError, UsageError
+from wdstrain.storage import open_source
+from wdstrain.tar import Walk, header, samples, split_name
+
+LONG = "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72  # fits ustar's prefix and name
+ENDLESS = "n" * 200  # does not: no slash to cut at
+
+ODD: list[Sample] = [
+    ("plain", {"jpg": picture(1, kind="JPEG"), "cls": b"1", "seg.png": picture(2), "json": b"{}"}),
+    ("grüße/日本/ключ", {"jpg": b"x" * 511, "txt": "päckchen".encode()}),
+    (LONG, {"jpg": b"x" * 512}),
+    (ENDLESS, {"jpg": b"x" * 513, "cls": b"7"}),
+    ("empty", {"txt": b""}),
+]
+
+
+def read(path: Path, walk: Walk | None = None) -> list[Sample]:
+    """All samples of a shard through our reader."""
+    with open_source(str(path)) as source:
+        found = list(samples(source.read, source.size, str(path), walk))
+        return [(s.key, {name: source.read(offset, size) for name, offset, size in s.fields}) for s in found]
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Path:
+    return write_tar(tmp_path / "odd.tar", ODD)
+
+
+def test_we_read_what_we_write(odd: Path) -> None:
+    assert read(odd) == ODD
+
+
+def test_python_tarfile_reads_our_shards(odd: Path) -> None:
+    with tarfile.open(odd) as tar:
+        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert found == {f"{key}.{name}": data for key, fields in ODD for name, data in fields.items()}
+
+
+def test_gnu_tar_lists_our_shards(odd: Path) -> None:
+    listed = subprocess.run(["tar", "--quoting-style=literal", "-tf", odd], capture_output=True, check=True)
+    assert listed.stderr == b""
+    assert listed.stdout.decode().splitlines() == [f"{key}.{name}" for key, fields in ODD for name in fields]
+
+
+def test_webdataset_reads_our_shards(odd: Path) -> None:
+    assert read_with_webdataset([odd]) == ODD
+
+
+def test_we_read_shards_that_webdataset_wrote_with_its_pax_headers(tmp_path: Path) -> None:
+    with webdataset.ShardWriter(str(tmp_path / "w-%06d.tar"), maxcount=3, verbose=0) as writer:
+        for key, fields in ODD:
+            writer.write({"__key__": key, **{n: d for n, d in fields.items() if n != "cls"}})
+    paths = sorted(tmp_path.glob("w-*.tar"))
+    assert b"mtime" in paths[0].read_bytes()  # the float time in a PAX header is there
+    found = [sample for path in paths for sample in read(path)]
+    wanted = [(key, {name: data for name, data in fields.items() if name != "cls"}) for key, fields in ODD]
+    assert [key for key, _ in found] == [key for key, _ in wanted]
+    assert found[1][1]["jpg"] == b"x" * 511
+    assert found[0][1]["seg.png"] == picture(2)
+
+
+@pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_we_read_every_format_of_python_tarfile(tmp_path: Path, style: int) -> None:
+    path = tmp_path / "t.tar"
+    with tarfile.open(path, "w", format=style) as tar:
+        folder = tarfile.TarInfo("folder")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        for name, data in (("folder/a.JPG", b"1" * 600), ("folder/a.cls", b"2"), (f"{LONG[:150]}.txt", b"3")):
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), 1.5 if style == tarfile.PAX_FORMAT else 1
+            tar.addfile(member, io.BytesIO(data))
+    walk = Walk()
+    assert read(path, walk) == [("folder/a", {"jpg": b"1" * 600, "cls": b"2"}), (LONG[:150], {"txt": b"3"})]
+    assert walk.ignored == {"a directory": 1}
+
+
+def test_names_are_split_as_webdataset_splits_them() -> None:
+    assert split_name("a/b.c/d.seg.PNG") == ("a/b.c/d", "seg.png")
+    assert split_name("x.tar/y.jpg") == ("x.tar/y", "jpg")
+    for path in ("a.jpg", "a/b.c/d.seg.png", "x.tar/y.jpg", "noext", ".b", "a.b/c", "a..b", "a/b."):
+        assert (split_name(path) or (None, None)) == webdataset.tariterators.base_plus_ext(path)
+    assert split_name("a/.hidden") is None  # webdataset takes the folder for a key here
+
+
+def test_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, kind in (("README", tarfile.REGTYPE), ("a.txt", tarfile.REGTYPE), ("l.txt", tarfile.SYMTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            tar.addfile(member)
+    walk = Walk()
+    assert read(path, walk) == [("a", {"txt": b""})]
+    assert walk.ignored == {"no key in the name": 1, "a link or device": 1}
+
+
+def test_a_shard_cut_at_any_block_is_never_taken_for_whole(odd: Path, tmp_path: Path) -> None:
+    whole = odd.read_bytes()
+    for length in range(0, len(whole) - 512, 256):
+        cut = tmp_path / "cut.tar"
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ShardError, match="cut.tar"):
+            read(cut)
+
+
+def test_a_flipped_bit_in_a_header_is_an_error_with_its_offset(odd: Path, tmp_path: Path) -> None:
+    whole = bytearray(odd.read_bytes())
+    second = 512 + len(ODD[0][1]["jpg"]) + -len(ODD[0][1]["jpg"]) % 512
+    for at in range(0, 512, 7):
+        if whole[second + at] or at < 345:
+            damaged = whole.copy()
+            damaged[second + at] ^= 4
+            path = tmp_path / "damaged.tar"
+            path.write_bytes(damaged)
+            with pytest.raises(ShardError, match=str(second)):
+                read(path)
+
+
+def test_a_sample_that_comes_back_is_an_error(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "t.tar", [("a", {"jpg": b"1"}), ("b", {"jpg": b"2"}), ("a", {"cls": b"3"})])
+    with pytest.raises(ShardError, match="'a' in two places, the second .'a.cls'. at offset 2048"):
+        read(path)
+
+
+def test_two_members_of_one_name_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "t.tar"
+    path.write_bytes((header("a.jpg", 0)) * 2 + bytes(1024))
+    with pytest.raises(ShardError, match="two members named 'a.jpg'"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"\x1f\x8b\x08" + bytes(600), "gzip"), (b"<html>" + bytes(1018), "no valid tar header"), (b"", "was cut")],
+)
+def test_what_is_no_tar_is_refused_with_a_sentence(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "t.tar").write_bytes(data)
+    with pytest.raises(ShardError, match=words):
+        read(tmp_path / "t.tar")
+
+
+def test_sizes_beyond_octal_go_into_a_pax_header_and_come_back() -> None:
+    size = 9 * 2**30
+    blocks = header("big.bin", size)
+    info = tarfile.TarInfo.frombuf(blocks[1024:1536], "utf-8", "strict")
+    assert info.name == "big.bin"
+    assert b"%d" % size in blocks[512:1024]
+    with pytest.raises(ShardError, match=f"{size} bytes promised"):
+        list(samples(lambda offset, length: blocks[offset : offset + length], len(blocks), "s"))
+
+
+def test_a_member_needs_a_name() -> None:
+    with pytest.raises(UsageError, match="cannot be a member name"):
+        header("", 1)
