@@ -32,7 +32,9 @@ def main(words: Sequence[str]) -> int:
     """Run one command; returns its exit status."""
     arguments = _parser().parse_args(words)
     try:
-        return int(arguments.verb(arguments))
+        status = int(arguments.verb(arguments))
+        sys.stdout.flush()
+        return status
     except WdstrainError as error:
         if arguments.debug:
             raise

@@ -88,4 +88,10 @@ def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     drawn.add_column(overflow="fold")
     for name, value in rows:
         drawn.add_row(name, value)
-    Console(highlight=False, markup=False).print(drawn)
+    _Stdout(highlight=False, markup=False).print(drawn)
+
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read our output has gone; the caller ends quietly, where rich would end the process as failed."""
+        raise BrokenPipeError

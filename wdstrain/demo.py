@@ -57,7 +57,12 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
 
 def next_steps(folder: str) -> list[str]:
     """What to type next, with one's own pictures."""
-    here = "wdstrain" if shutil.which("wdstrain") else os.path.relpath(sys.argv[0])  # in a clone it is in .venv/bin
+    if shutil.which("wdstrain"):
+        here = "wdstrain"
+    elif os.path.basename(sys.argv[0]) == "wdstrain":  # in a clone: .venv/bin/wdstrain
+        here = os.path.relpath(sys.argv[0])
+    else:
+        here = "python -m wdstrain"
     return [
         f"{here} convert folder PICTURES shards/mine --split train=0.9,val=0.1",
         f"{here} train shards/mine --out runs/mine --epochs 10 --image-size 64",

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
@@ -185,14 +186,17 @@ def _written(pieces: list[_Piece], jobs: int) -> Iterator[Index]:
             yield write_shard(piece.path, piece.items, piece.split)
         return
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    with ProcessPoolExecutor(min(jobs, len(pieces)), context, _leave_interrupts) as pool:
-        futures: list[Future[Index]] = [pool.submit(write_shard, p.path, p.items, p.split) for p in pieces]
-        try:
-            for future in futures:
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _leave_interrupts)
+    waiting: deque[Future[Index]] = deque()  # few, so that an interruption has little to wait for
+    try:
+        for piece in pieces:
+            waiting.append(pool.submit(write_shard, piece.path, piece.items, piece.split))
+            if len(waiting) > 2 * jobs:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _leave_interrupts() -> None:

@@ -1,0 +1,169 @@
+"""What is typed: results on stdout, sentences on stderr, exit statuses that scripts can trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import write_class_folder, write_shards
+from wdstrain.cli import main
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_class_folder(tmp_path / "photos", {"cat": 20, "dog": 20})
+
+
+def convert(photos: Path, out: Path, *words: str) -> int:
+    return main(["convert", "folder", str(photos), str(out), *words])
+
+
+def test_convert_index_info_and_verify_print_a_summary(photos: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert convert(photos, out, "--split", "train=0.8,val=0.2") == 0
+    text = capsys.readouterr().out
+    assert "40" in text
+    assert "2 classes: cat, dog" in text
+    for verb in ("info", "verify", "index"):
+        assert main([verb, str(out)]) == 0
+        assert "40" in capsys.readouterr().out
+
+
+def test_json_is_one_object_on_stdout(photos: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert convert(photos, out, "--json", "--shard-samples", "15") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (made["samples"], made["shards"], made["splits"]) == (40, 3, {"train": 40})
+    assert main(["verify", str(out), "--json"]) == 0
+    checked = json.loads(capsys.readouterr().out)
+    assert checked["ok"] is True
+    assert checked["samples"] == 40
+    assert main(["info", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels"][0]["classes"] == ["cat", "dog"]
+
+
+def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    convert(photos, out)
+    os.truncate(out / "train-000000.tar", 5000)
+    capsys.readouterr()
+    assert main(["verify", str(out)]) == 1
+    assert "train-000000.tar has 5000 bytes, its index says" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (["convert", "folder", "absent", "out"], 1, "absent: there is no such folder"),
+        (["convert", "folder", "empty", "out"], 1, "empty holds 0 pictures and no class folders"),
+        (["convert", "folder", "photos/cat", "out"], 1, "photos/cat holds 20 pictures and no class folders"),
+        (["convert", "table", "absent.csv", "out", "--image", "f"], 1, "absent.csv cannot be read"),
+        (["convert", "table", "log.csv", "out", "--image", "f"], 2, "log.csv has no column 'f'. Its columns are: file, n"),
+        (["convert", "table", "log.csv", "out", "--image", "file"], 1, "log.csv, row 2: the picture 'gone.jpg' is not there"),
+        (["info", "photos"], 2, "photos: this folder holds no index.json and no .tar file"),
+        (["info", "cut"], 1, "part-000.tar ends"),
+        (["verify", "absent"], 2, "absent: there is no such file or folder"),
+        (["train", "cut", "--out", "run"], 1, "part-000.tar ends"),
+        (["train", "plain", "--out", "run"], 2, "the index says nothing of labels"),
+        (["train", "photos", "--out", "run", "--epochs", "0"], 2, "epochs=0"),
+        (["evaluate", "log.csv", "plain"], 2, "log.csv is no checkpoint"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], status: int, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "log.csv").write_text("file,n\ngone.jpg,1\n")
+    write_shards(tmp_path / "plain", [4])
+    write_shards(tmp_path / "cut", [4])
+    os.truncate(tmp_path / "cut" / "part-000.tar", 1500)
+    assert main(words) == status
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
+    for words in (["nonsense"], [], ["convert"], ["convert", "folder", "a", "b", "--split", "x"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(words)
+        assert stopped.value.code == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("words", [["convert", "folder"], ["convert", "table"], ["train"], ["verify"], ["demo"], ["evaluate"]])
+def test_every_verb_helps_with_an_example(words: list[str], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--help"])
+    assert stopped.value.code == 0
+    assert f"example: wdstrain {' '.join(words)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_sizes_are_typed_as_people_write_them(photos: Path, tmp_path: Path) -> None:
+    assert convert(photos, tmp_path / "a", "--shard-bytes", "16KB") == 0
+    assert len(list((tmp_path / "a").glob("*.tar"))) > 3
+
+
+def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
+    convert(photos, tmp_path / "out")
+    command = f"{sys.executable} -m wdstrain info {tmp_path / 'out'} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    photos = write_class_folder(tmp_path / "many", {"a": 3000})
+    command = [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "convert",
+        "folder",
+        str(photos),
+        str(tmp_path / "out"),
+        "--shard-samples",
+        "2",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(lambda: (tmp_path / "out").exists() and len(list((tmp_path / "out").glob("*.tar"))) > 3, process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "wdstrain: interrupted. Nothing half-made is left" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
+    photos = write_class_folder(tmp_path / "many", {"a": 3000})
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for(lambda: out.exists() and len(list(out.glob("*.tar"))) > 3, process)
+        process.kill()
+    assert main(["info", str(out)]) == 1
+    assert "a conversion into this folder was not finished" in capsys.readouterr().err
+    assert convert(photos, out) == 2
+    assert "holds an unfinished conversion" in capsys.readouterr().err
+    assert convert(photos, out, "--overwrite") == 0
+    assert main(["verify", str(out)]) == 0
+
+
+def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert process.poll() is None, "it ended before it could be interrupted"
+        assert time.monotonic() < end
+        time.sleep(0.002)

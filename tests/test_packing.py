@@ -1,0 +1,340 @@
+"""Conversion: bytes are kept, the same input gives the same output, and what fails leaves nothing that looks whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture, read_with_webdataset, write_class_folder
+from wdstrain.errors import SourceError, StorageError, UsageError
+from wdstrain.index_files import open_index
+from wdstrain.packing.convert import Options, convert
+from wdstrain.packing.folder import list_folder
+from wdstrain.packing.listing import Keys
+from wdstrain.packing.table import list_table
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_class_folder(tmp_path / "photos", {"dog": 13, "cat": 9})
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """The sha256 of every file of a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def pack(source: Path, out: Path, **options: Any) -> wt.Index:
+    return convert(list_folder(str(source)), str(out), Options(**options))
+
+
+def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_path: Path) -> None:
+    index = pack(photos, tmp_path / "out", shard_samples=8)
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
+        "index.bin",
+        "index.json",
+        *(f"train-{i:06d}.tar" for i in range(3)),
+    ]
+    assert index.labels[0].classes == ("cat", "dog")
+    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert len(found) == len(index) == 22
+    for key, fields in found.items():
+        assert fields["png"] == (photos / f"{key}.png").read_bytes()
+        assert fields["cls"] == (b"0" if key.startswith("cat/") else b"1")
+    assert wt.verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("jobs", [2, 4])
+def test_any_number_of_jobs_gives_the_same_bytes(photos: Path, tmp_path: Path, jobs: int) -> None:
+    pack(photos, tmp_path / "one", shard_samples=4, jobs=1)
+    pack(photos, tmp_path / "many", shard_samples=4, jobs=jobs)
+    assert digest(tmp_path / "one") == digest(tmp_path / "many")
+
+
+def test_shuffled_by_default_and_in_source_order_when_asked(photos: Path, tmp_path: Path) -> None:
+    def keys(**options: Any) -> list[str]:
+        index = pack(photos, tmp_path / "out", overwrite=True, **options)
+        return [index.key(i) for i in range(len(index))]
+
+    listed = [item.key for item in list_folder(str(photos)).items]
+    assert keys(shuffle=False) == listed == sorted(listed)
+    assert keys() == keys() != listed
+    assert keys(seed=1) != keys()
+    assert sorted(keys()) == listed
+
+
+def test_shards_are_cut_by_bytes_and_hold_no_more(photos: Path, tmp_path: Path) -> None:
+    index = pack(photos, tmp_path / "out", shard_bytes=10_240 - 1024)
+    assert len(index.shards) > 3
+    assert all(shard.bytes <= 10_240 for shard in index.shards)
+
+
+def test_overhead_per_picture_and_label_is_at_most_2500_bytes(photos: Path, tmp_path: Path) -> None:
+    index = pack(photos, tmp_path / "out")
+    payload = sum(path.stat().st_size for path in photos.rglob("*.png"))
+    assert (index.shards[0].bytes - payload) / len(index) <= 2500
+
+
+def test_splits_are_drawn_by_key_and_stay_when_samples_are_added(photos: Path, tmp_path: Path) -> None:
+    def by_split(out: str) -> dict[str, set[str]]:
+        index = pack(photos, tmp_path / out, split={"train": 0.7, "val": 0.3})
+        found: dict[str, set[str]] = {split: set() for split in index.splits}
+        for number in range(len(index)):
+            shard = index.shards[int(index.shard_of(wt.indexing.np.array([number]))[0])]
+            found[shard.split].add(index.key(number))
+        return found
+
+    before = by_split("before")
+    assert set(before) == {"train", "val"}
+    assert not before["train"] & before["val"]
+    (photos / "cat" / "new.png").write_bytes(picture(99))
+    after = by_split("after")
+    assert before["train"] <= after["train"]
+    assert before["val"] <= after["val"]
+
+
+def test_split_folders_are_kept(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in" / "train", {"a": 3, "b": 4})
+    write_class_folder(tmp_path / "in" / "val", {"a": 2})
+    index = pack(tmp_path / "in", tmp_path / "out")
+    assert [(shard.name, shard.samples) for shard in index.shards] == [("train-000000.tar", 7), ("val-000000.tar", 2)]
+    with pytest.raises(UsageError, match="own splits already"):
+        pack(tmp_path / "in", tmp_path / "again", split={"x": 0.5, "y": 0.5})
+
+
+def test_names_with_dots_and_twins_are_kept_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "a"
+    folder.mkdir(parents=True)
+    for name in ("x.v1.png", "x.v2.png", "x_v2.png", "y.png", "y.jpg", "grüße.PNG"):
+        (folder / name).write_bytes(picture(len(name)))
+    index = pack(tmp_path / "in", tmp_path / "out", shuffle=False)
+    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert set(found) == {"a/grüße", "a/x_v1", "a/x_v2", "a/x_v2-2", "a/y", "a/y-2"}
+    assert len(index) == 6
+    assert found["a/grüße"]["png"] == picture(len("grüße.PNG"))
+
+
+def test_keys_are_never_paths_that_climb() -> None:
+    keys = Keys()
+    assert [keys.key(path) for path in ("../../etc/x", "/etc/x", "D:/a/x", "./a/x", "", "__x__")] == [
+        "etc/x",
+        "etc/x-2",
+        "a/x",
+        "a/x-2",
+        "_",
+        "__x___",
+    ]
+
+
+def test_what_is_passed_over_is_counted(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / ".DS_Store").write_bytes(b"x")
+    (photos / "cat" / "._001.png").write_bytes(b"x")
+    (photos / "cat" / "notes.TXT").write_bytes(b"x")
+    (photos / "lonely.png").write_bytes(picture(1))
+    listing = list_folder(str(photos))
+    assert len(listing.items) == 22
+    assert listing.ignored == {"hidden or system files": 2, "*.txt": 1, "pictures outside a class folder": 1}
+
+
+def test_flat_folders_give_pictures_without_labels(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i in range(3):
+        (tmp_path / "in" / f"{i}.jpg").write_bytes(picture(i, kind="JPEG"))
+    index = convert(list_folder(str(tmp_path / "in"), flat=True), str(tmp_path / "out"), Options())
+    assert (len(index), index.fields, index.labels) == (3, ("jpg",), ())
+
+
+def test_a_limit_packs_so_many(photos: Path, tmp_path: Path) -> None:
+    assert len(pack(photos, tmp_path / "out", limit=5)) == 5
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def write_table(folder: Path, header: str, rows: list[str], name: str = "log.csv") -> str:
+    (folder / "IMG").mkdir(exist_ok=True)
+    for i in range(len(rows)):
+        (folder / "IMG" / f"{i}.png").write_bytes(picture(i))
+    (folder / name).write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
+    return str(folder / name)
+
+
+def json_of(out: Path) -> dict[str, Any]:
+    found = dict(read_with_webdataset(sorted(out.glob("*.tar"))))
+    return {key: json.loads(fields["json"]) for key, fields in found.items()}
+
+
+def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
+    rows = [f"IMG/{i}.png,{i / 4 - 1},{i},night" for i in range(4)]
+    file = write_table(tmp_path, "center,steering,gear,sky", rows)
+    index = convert(list_table(file, image="center", labels=["steering"]), str(tmp_path / "out"), Options())
+    assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == ("steering", "number", "json")
+    assert json_of(tmp_path / "out")["IMG/2"] == {"steering": -0.5, "gear": 2, "sky": "night"}
+
+
+def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
+    index = convert(list_table(file, image="file", labels=["kind"]), str(tmp_path / "out"), Options())
+    assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == ("class", ("cat", "dog"), "cls")
+    found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    assert {key: fields["cls"] for key, fields in found.items()} == {"IMG/0": b"1", "IMG/1": b"0", "IMG/2": b"1"}
+
+
+def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file,kind,age", ["IMG/0.png,dog,1.5", "IMG/1.png,cat,2.5"])
+    index = convert(list_table(file, image="file", labels=["kind", "age"]), str(tmp_path / "out"), Options(shuffle=False))
+    fields = {
+        "kind": wt.label("json", column="kind", classes=index.labels[0].classes),
+        "age": wt.number("json", column="age"),
+    }
+    batch = next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))
+    assert (batch["kind"].tolist(), batch["age"].tolist()) == ([1, 0], [1.5, 2.5])
+
+
+def test_a_kind_can_be_said_outright(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file,n", ["IMG/0.png,0", "IMG/1.png,3"])
+    assert list_table(file, image="file", labels=["n"]).labels[0].classes == ("0", "1", "2", "3")
+    assert list_table(file, image="file", labels=["n:number"]).labels[0].kind == "number"
+    with pytest.raises(UsageError, match="holds 'x'"):
+        list_table(write_table(tmp_path, "file,n", ["IMG/0.png,x"]), image="file", labels=["n:number"])
+
+
+def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file\tn", ["IMG\\0.png\t1"], "log.tsv")
+    assert list_table(file, image="file", labels=["n"]).items[0].key == "IMG/0"
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "log.csv").write_text("file,n\nIMG/0.png,1\n")
+    assert len(list_table(str(other / "log.csv"), image="file", labels=["n"], root=str(tmp_path)).items) == 1
+
+
+def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path: Path) -> None:
+    file = data("driving") / "driving_log_clean.csv"
+    index = convert(list_table(str(file), image="center", labels=["steering"]), str(tmp_path / "out"), Options(limit=200))
+    assert index.labels[0].kind == "number"
+    some = next(iter(json_of(tmp_path / "out").values()))
+    assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: folder / "absent", "there is no such folder"),
+        (lambda folder: folder, "holds 0 pictures and no class folders"),
+        (lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a", "holds 2 pictures and no class folders.*--flat"),
+        (lambda folder: (folder / "c").mkdir() or folder, "holds no pictures .found: nothing"),
+    ],
+)
+def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[Path], Path], words: str) -> None:
+    (tmp_path / "in").mkdir()
+    source = make(tmp_path / "in")
+    with pytest.raises(SourceError, match=words):
+        pack(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "words"),
+    [
+        ("path,n", ["IMG/0.png,1"], "has no column 'file'. Its columns are: path, n"),
+        ("file,m", ["IMG/0.png,1"], "has no column 'n'. Its columns are: file, m"),
+        ("file,n", ["IMG/0.png,1", "IMG/zzz.png,1"], "row 3: the picture 'IMG/zzz.png' is not there"),
+        ("file,n", ["IMG/0.png,1", "IMG/1.png"], "row 3 has 1 cells, the header 2"),
+        ("file,n", ["IMG/0.png,1", "IMG/1.png,"], "row 3: the label column 'n' is empty"),
+        ("file,n", [], "a header and at least one row are needed"),
+        ("file,file", ["IMG/0.png,1"], "names a column twice"),
+    ],
+)
+def test_a_table_that_is_no_source_is_refused(tmp_path: Path, header: str, rows: list[str], words: str) -> None:
+    with pytest.raises((SourceError, UsageError), match=words):
+        list_table(write_table(tmp_path, header, rows), image="file", labels=["n"])
+    with pytest.raises(SourceError, match="nothing.csv cannot be read"):
+        list_table(str(tmp_path / "nothing.csv"), image="file", labels=["n"])
+
+
+def test_an_empty_picture_is_refused_before_anything_is_written(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"")
+    (photos / "cat" / "zero.png").write_bytes(b"")
+    with pytest.raises(SourceError, match="zero.png has 0 bytes|000.png has 0 bytes"):
+        pack(photos, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use_is_refused_and_left_as_it_is(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "out")
+    before = digest(tmp_path / "out")
+    with pytest.raises(UsageError, match="holds 3 files.*--overwrite"):
+        pack(photos, tmp_path / "out", seed=1)
+    assert digest(tmp_path / "out") == before
+
+
+def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "out", shard_samples=2)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    index = pack(photos, tmp_path / "out", overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "index.bin",
+        "index.json",
+        "notes.txt",
+        "train-000000.tar",
+    ]
+    assert len(open_index(tmp_path / "out")) == len(index) == 22
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_source_that_vanishes_leaves_nothing_that_looks_whole(photos: Path, tmp_path: Path, jobs: int) -> None:
+    listing = list_folder(str(photos))
+    out = tmp_path / "out"
+
+    def removed(done: int, total: int, size: int) -> None:
+        for path in photos.rglob("*.png"):
+            path.unlink()
+
+    with pytest.raises(SourceError, match="cannot be read: No such file"):
+        convert(listing, str(out), Options(shard_samples=1, jobs=jobs, shuffle=False), removed)
+    assert not out.exists()
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal
+
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a file beyond this is refused as on a full disk
+    try:
+        with pytest.raises(StorageError, match="train-000000.tar cannot be written: File too large"):
+            pack(photos, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the split 'val' gets none of 1 samples"):
+        pack(photos, tmp_path / "out", split={"train": 0.99, "val": 0.01}, limit=1)
+
+
+@pytest.mark.parametrize("options", [{"jobs": 0}, {"limit": 0}, {"shard_bytes": 0}, {"split": {"a": 0.5, "b": 0.6}}])
+def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Options(**options)
+
+
+def test_an_output_that_is_a_file_is_refused(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        pack(photos, tmp_path / "out")
+    assert os.path.getsize(tmp_path / "out") == 1

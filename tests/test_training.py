@@ -1,0 +1,130 @@
+"""Training on shards learns, tells what it did, and can be scored again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from wdstrain.cli import main
+from wdstrain.errors import UsageError
+from wdstrain.training.loop import Config, evaluate, train
+from wdstrain.training.models import build
+from wdstrain.training.run import read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of pictures that are dark or bright (label class), with how bright they are (label light)."""
+    folder = tmp_path_factory.mktemp("bright")
+    rng = np.random.default_rng(0)
+    (folder / "img").mkdir()
+    rows = ["file,kind,light"]
+    for i in range(240):
+        light = float(rng.random())
+        pixels = np.clip(rng.normal(40 + 170 * light, 20, (16, 16, 3)), 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "img" / f"{i:03d}.png")
+        rows.append(f"img/{i:03d}.png,{'bright' if light > 0.5 else 'dark'},{light:.4f}")
+    (folder / "log.csv").write_text("\n".join(rows) + "\n")
+    words = ["convert", "table", str(folder / "log.csv"), str(folder / "out"), "--image", "file", "--label", "kind,light"]
+    assert main([*words, "--split", "train=0.8,val=0.2"]) == 0
+    return folder / "out"
+
+
+CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 16, "image_size": 16}
+
+
+def test_classes_are_learnt_and_the_checkpoint_scores_the_same(bright: Path, tmp_path: Path) -> None:
+    done = train(str(bright), Config(label="kind", **CONFIG), str(tmp_path / "run"))
+    assert done.val["accuracy"] > 0.85
+    _, again = evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{bright}/val-*.tar")
+    assert again["accuracy"] == done.val["accuracy"]
+    assert again["samples"] == 240 - done.epochs[0]["samples"] - done.epochs[0]["left_out"]
+
+
+def test_a_number_is_learnt_better_than_its_mean(bright: Path, tmp_path: Path) -> None:
+    done = train(str(bright), Config(label="light", **CONFIG), str(tmp_path / "run"))
+    assert done.best is not None
+    assert done.best["mse"] < 0.5 * done.best["mse_of_mean"]
+    _, metrics = evaluate(str(tmp_path / "run" / "checkpoints" / "best.pt"), f"{bright}/val-*.tar")
+    assert metrics["mse"] == pytest.approx(done.best["mse"])
+
+
+def test_the_error_of_the_mean_is_what_it_says(bright: Path, tmp_path: Path) -> None:
+    done = train(str(bright), Config(label="light", epochs=1, batch_size=1, image_size=8), str(tmp_path / "run"))
+    rows = [line.split(",") for line in (bright.parent / "log.csv").read_text().splitlines()[1:]]
+    light = {row[0].removesuffix(".png"): float(row[2]) for row in rows}
+    from wdstrain.index_files import open_index
+
+    keys = {split: open_index(f"{bright}/{split}-*.tar") for split in ("train", "val")}
+    mean = np.mean([light[keys["train"].key(i)] for i in range(len(keys["train"]))])
+    val = np.array([light[keys["val"].key(i)] for i in range(len(keys["val"]))])
+    assert done.val["mse_of_mean"] == pytest.approx(np.mean((val - mean) ** 2), rel=1e-3)
+
+
+def test_a_run_folder_tells_what_was_done(bright: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(str(bright), Config(label="kind", epochs=2, batch_size=16, image_size=8), str(out))
+    assert "image_size = 8" in (out / "config.toml").read_text().splitlines()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert {"loss", "samples_per_second", "stall", "verdict", "val"} <= set(lines[0])
+    state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
+    assert set(state["model"]) == set(build("small", 2, 8).state_dict())
+    assert state["loader"]["epoch"] == 2
+    with pytest.raises(UsageError, match="holds a run or other files"):
+        train(str(bright), Config(label="kind"), str(out))
+
+
+def test_several_labels_need_a_name(bright: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="several labels: kind, light"):
+        train(str(bright), Config(**CONFIG), str(tmp_path / "run"))
+    with pytest.raises(UsageError, match="no label 'age'"):
+        train(str(bright), Config(label="age", **CONFIG), str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18", "mobilenet_v3_small"])
+def test_models_by_name_give_as_many_outputs_as_asked(name: str) -> None:
+    model = build(name, 7, 64).eval()
+    assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+
+
+def test_an_unknown_model_or_device_is_refused_with_names(bright: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no model 'resnet19'.*resnet101"):
+        build("resnet19", 2, 64)
+    with pytest.raises(UsageError, match="device='gpu'"):
+        train(str(bright), Config(label="kind", device="gpu", **CONFIG), str(tmp_path / "run"))
+
+
+def test_train_and_evaluate_are_typed(bright: Path, tmp_path: Path, capsys: Any) -> None:
+    run = str(tmp_path / "run")
+    words = ["--label", "kind", "--epochs", "1", "--batch-size", "16", "--image-size", "8", "--num-workers", "1"]
+    assert main(["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run, *words]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert main(["evaluate", f"{run}/checkpoints/best.pt", f"{bright}/val-*.tar", "--json"]) == 0
+    assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
+
+
+def test_the_demo_reaches_97_percent_and_says_what_to_type_next(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "wdstrain", "demo"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = json.loads((tmp_path / "shards" / "digits-run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val"]["accuracy"] >= 0.97
+    for word in ("1797 (train", "shards", "MB", "samples/s", "stall", "accuracy", "python -m wdstrain convert folder PICTURES"):
+        assert word in done.stdout
+    drawn = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    assert max(map(len, drawn)) <= 80
+
+
+def test_the_demo_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("wdstrain.demo._CONFIG", Config(epochs=1, batch_size=32, image_size=8))
+    for _ in range(2):
+        assert main(["demo", "--dir", str(tmp_path)]) == 0
+        assert "1797 (train" in capsys.readouterr().out
