@@ -246,11 +246,78 @@ def test_a_bad_sample_is_named_with_shard_key_field_and_offset(tmp_path: Path) -
 
 def test_a_missing_field_and_a_bad_label_are_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k0", {"txt": b"x", "cls": b"1"}), ("k1", {"txt": b"x"})])
-    with pytest.raises(SampleError, match="'k1'.*none of cls; the sample has"):
+    with pytest.raises(SampleError, match="'k1', the sample at offset 2048: it has none of cls .but txt"):
         keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1, shuffle=False))
     write_tar(tmp_path / "a.tar", [("k0", {"cls": b"cat"})])
     with pytest.raises(SampleError, match="'k0', field 'cls' at offset 512: 'cat' is not a whole number"):
         keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1))
+
+
+def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
+    """A shard of pictures, some of them cut short."""
+    samples: list[Sample] = []
+    for i in range(count):
+        data = picture(i, kind="JPEG")
+        samples.append((f"k{i:03d}", {"jpg": data[: len(data) // 2] if i in bad else data, "cls": b"%d" % i}))
+    write_tar(folder / "a.tar", samples)
+    return folder
+
+
+PICTURE = {"image": wt.image(size=8), "label": wt.label()}
+
+
+def test_bad_samples_are_replaced_alike_by_any_worker_and_counted(tmp_path: Path) -> None:
+    folder = damaged(tmp_path, {3, 4, 17})
+
+    def epoch(workers: int) -> tuple[list[Any], dict[str, Any]]:
+        loader = wt.Loader(folder, PICTURE, batch_size=8, num_workers=workers, on_bad="replace", max_bad=0.1)
+        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader]
+        loader.close()
+        return found, loader.report()
+
+    ours, report = epoch(0)
+    theirs, _ = epoch(2)
+    for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(ours, theirs, strict=True):
+        assert keys_a == keys_b
+        assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
+        assert len(keys_a) == 8
+        assert torch.equal(image_a, image_b)
+    delivered = {key for keys, _, _ in ours for key in keys}
+    assert delivered == {f"k{i:03d}" for i in range(40)} - {"k003", "k004", "k017"}
+    assert report["bad"] == 3
+    assert sum(report["bad_reasons"].values()) == 3
+    assert {one["key"] for one in report["bad_samples"]} == {"k003", "k004", "k017"}
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_replaced_example_of_a_transform_is_a_whole_example(shards: Path) -> None:
+    loader = wt.Loader(shards, transform=picky, batch_size=7, on_bad="replace", max_bad=0.5)
+    for batch in loader:
+        assert batch["n"].tolist() == [int(key[1:]) for key in batch["__key__"]]
+        assert all(number % 3 for number in batch["n"].tolist())
+    assert loader.report()["bad"] == 7
+
+
+def picky(sample: dict[str, Any]) -> dict[str, Any]:
+    if int(sample["cls"]) % 3 == 0:
+        raise ValueError("a third is bad")
+    return {"n": int(sample["cls"])}
+
+
+def test_too_many_bad_samples_are_an_error_with_their_reasons(tmp_path: Path) -> None:
+    loader = wt.Loader(damaged(tmp_path, set(range(0, 40, 4))), PICTURE, batch_size=8, on_bad="replace", max_bad=0.1)
+    with pytest.raises(SampleError, match=r"6 of the 40 samples of epoch 0 are bad, more than max_bad=0.1.*6 x jpg"):
+        keys(loader)
+
+
+def test_when_all_is_bad_the_wanted_and_the_found_fields_are_named(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        [("k0", {"txt": b"x", "jpg": picture(0, kind="JPEG")}), *[(f"k{i}", {"txt": b"x"}) for i in range(1, 9)]],
+    )
+    loader = wt.Loader(tmp_path, {"image": wt.image(size=8)}, batch_size=4, shuffle=False, on_bad="replace", max_bad=1.0)
+    with pytest.raises(SampleError, match="'k4'.*it has none of jpg, jpeg, .*but txt"):
+        keys(loader)
 
 
 def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:

@@ -46,11 +46,15 @@ class Task(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why."""
+    """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why.
+
+    `donor` is the row whose sample took its place, -1 if none did.
+    """
 
     row: int
     field: str
     reason: str
+    donor: int = -1
 
 
 class Result(NamedTuple):
@@ -71,12 +75,14 @@ class Decoder:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         takes_rng: bool,
+        replace: bool,
         seed: int,
         arena: Memory,
         slots: Memory,
         layout: Layout,
     ) -> None:
         self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
+        self._replace = replace
         self._seed, self._arena, self._slots, self._layout = seed, arena, slots, layout
 
     def __call__(self, task: Task, *, own_process: bool = False) -> Result:
@@ -100,7 +106,7 @@ class Decoder:
         assert self._fields is not None
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
-        loose: dict[str, list[Any]] = {name: [] for name, field in self._fields.items() if field.example is None}
+        loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         bad: list[Bad] = []
         for row in range(len(task.ids)):
             members = self._members(task, row)
@@ -108,19 +114,21 @@ class Decoder:
                 found = next((one for one in field.names if one in members), None)
                 try:
                     if found is None:
-                        raise LookupError(f"none of {', '.join(field.names)}; the sample has {', '.join(members)}")
+                        raise LookupError(f"it has none of {', '.join(field.names)}")
                     out = columns[name][row : row + 1].reshape(columns[name].shape[1:]) if name in columns else None
                     value = field.read(found, members[found], out, draws[row])
                     if name in loose:
-                        loose[name].append(value)
+                        loose[name][row] = value
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
                     bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
                     break
-        return {} if bad else {name: _gather(values) for name, values in loose.items()}, bad
+        bad = self._substitute(bad, len(task.ids), [*columns.values(), *loose.values()])
+        return {} if _fails(bad) else {name: _gather(values) for name, values in loose.items()}, bad
 
     def _transformed(self, task: Task, own_process: bool) -> tuple[dict[str, Any], list[Bad]]:
         assert self._transform is not None
-        examples, bad = [], []
+        examples: list[Any] = [None] * len(task.ids)
+        bad: list[Bad] = []
         for row in range(len(task.ids)):
             sample: dict[str, Any] = {"__key__": task.keys[row]}
             sample |= {name: bytes(data) for name, data in self._members(task, row).items()}
@@ -131,10 +139,11 @@ class Decoder:
                 torch.manual_seed(word)
             try:
                 rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
-                examples.append(self._transform(sample, *rng))
+                examples[row] = self._transform(sample, *rng)
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
-        if bad:
+        bad = self._substitute(bad, len(task.ids), [examples])
+        if _fails(bad):
             return {}, bad
         try:
             collated = default_collate(examples)
@@ -142,12 +151,33 @@ class Decoder:
             return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")]
         return (collated if isinstance(collated, dict) else {"example": collated}), bad
 
+    def _substitute(self, bad: list[Bad], rows: int, columns: list[Any]) -> list[Bad]:
+        """Put good samples of the batch in the places of bad ones, if that is asked for and there is a good one.
+
+        The one before takes the place, around the end: a function of the batch alone, so that it does not depend on who
+        decodes or where a run was resumed. columns: sequences with a value for each row.
+        """
+        good = sorted(set(range(rows)) - {one.row for one in bad})
+        if not self._replace or not good:
+            return bad
+        done = []
+        for one in bad:
+            donor = max((row for row in good if row < one.row), default=good[-1])
+            for column in columns:
+                column[one.row] = column[donor]
+            done.append(one._replace(donor=donor))
+        return done
+
     def _members(self, task: Task, row: int) -> dict[str, memoryview]:
         view, found = self._arena.view, {}
         for m in range(task.first[row], task.first[row + 1]):
             offset = int(task.offset[m])
             found[self._names[task.field[m]]] = view[offset : offset + int(task.size[m])]
         return found
+
+
+def _fails(bad: list[Bad]) -> bool:
+    return any(one.donor < 0 for one in bad)
 
 
 def _gather(values: list[Any]) -> Any:

@@ -12,17 +12,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from wdstrain.decoder import Transform
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field
 from wdstrain.index_files import one_split, open_index
 from wdstrain.indexing import Index
 from wdstrain.meter import Meter
-from wdstrain.pipeline import Pipeline
+from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import ORDER, Plan, Tail
 from wdstrain.storage import Urls
 from wdstrain.workers import check_travels
@@ -30,6 +30,7 @@ from wdstrain.workers import check_travels
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 
 Context = Literal["fork", "forkserver", "spawn"]
+OnBad = Literal["raise", "replace"]
 
 
 class Loader:
@@ -48,6 +49,8 @@ class Loader:
     tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch)
     lanes           default one per rank. Fix it to get the same global batches for every world size that divides it
     rank, world_size             default: torch.distributed if it is initialised, else RANK and WORLD_SIZE, else 0 and 1
+    on_bad          a sample that cannot be decoded: "raise", or "replace" it by the good one before it in its batch and
+                    count it; more than the share max_bad of an epoch is an error all the same
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
 
     Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
@@ -69,10 +72,14 @@ class Loader:
         lanes: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        on_bad: OnBad = "raise",
+        max_bad: float = 0.01,
         multiprocessing_context: Context | None = None,
     ) -> None:
         if fields is not None and transform is not None:
             raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
+        if on_bad not in get_args(OnBad) or not 0 <= max_bad <= 1:
+            raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
         self.index = urls if isinstance(urls, Index) else one_split(open_index(urls), urls)
@@ -103,9 +110,11 @@ class Loader:
             fields=fields,
             transform=transform,
             takes_rng=transform is not None and _takes_two(transform),
+            replace=on_bad == "replace",
             num_workers=num_workers,
             context=multiprocessing_context,
         )
+        self._max_bad = max_bad
         self._pipeline: Pipeline | None = None
         self._end: Callable[[], Any] = lambda: None
         self._position: tuple[int, int] | None = None  # the step after what was delivered; None: nothing was yet
@@ -143,28 +152,40 @@ class Loader:
         meter = self._meter = Meter(epoch=plan.epoch, left_out=plan.left_out, decoders=pipeline.decoders)
         self._position = (plan.epoch, start)
         turn, before = pipeline.turn, pipeline.costs()
+        spans = [(plan.span(lane, start)[0], plan.span(lane, plan.steps - 1)[1]) for lane in plan.lanes_of(self.rank)]
+        promised = sum(stop - first for first, stop in spans)
         for step in range(start, plan.steps):
             asked = time.perf_counter()
             if pipeline.turn != turn:
                 raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
             try:
-                batch, rows, padded = pipeline.next()
+                batch, counts = pipeline.next()
+                self._count(meter, counts, promised)
             except BaseException:
                 self.close()
                 raise
             self._position = (plan.epoch, step + 1) if step + 1 < plan.steps else (plan.epoch + 1, 0)
             given = time.perf_counter()
             meter.wait_seconds += given - asked
-            meter.batches, meter.samples, meter.padded = meter.batches + 1, meter.samples + rows - padded, meter.padded + padded
             for name, value in pipeline.costs().items():
                 setattr(meter, name, value - before[name])
             yield batch
             del batch  # the caller's alone now: its memory is free as soon as he lets go of it
             meter.loop_seconds += time.perf_counter() - given
-        spans = [(plan.span(lane, start)[0], plan.span(lane, plan.steps - 1)[1]) for lane in plan.lanes_of(self.rank)]
-        promised = sum(stop - first for first, stop in spans)
         if meter.samples + meter.padded != promised:
             raise WdstrainError(f"epoch {plan.epoch} promised {promised} samples and gave {meter.samples + meter.padded}.")
+
+    def _count(self, meter: Meter, counts: Counts, promised: int) -> None:
+        meter.batches += 1
+        meter.samples += counts.rows - counts.padded
+        meter.padded += counts.padded
+        meter.add_bad(counts.bad)
+        if meter.bad > self._max_bad * promised:
+            raise SampleError(
+                f"{meter.bad} of the {promised} samples of epoch {meter.epoch} are bad, more than max_bad={self._max_bad} "
+                f"allows ({', '.join(f'{count} x {reason}' for reason, count in meter.bad_reasons.items())}). "
+                f"The last: {counts.bad[-1].sentence}"
+            )
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+_KEPT = 100  # bad samples that are listed one by one; all are counted
+
+
+class Finding(NamedTuple):
+    """A bad sample: where it lies and what is wrong with it. `field` is empty where the sample as a whole is at fault."""
+
+    shard: str
+    key: str
+    field: str
+    offset: int
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        what = f"field '{self.field}' at offset {self.offset}" if self.field else f"the sample at offset {self.offset}"
+        return f"{self.shard}: '{self.key}', {what}: {self.reason}."
 
 
 @dataclass
@@ -22,6 +39,17 @@ class Meter:
     loop_seconds: float = 0.0  # the loop was busy with a batch
     copies: int = 0  # batches copied because many were kept
     decoders: int = 1
+    bad: int = 0  # samples that were replaced by others of their batch
+    bad_reasons: dict[str, int] = field(default_factory=dict)
+    bad_samples: list[Finding] = field(default_factory=list)
+
+    def add_bad(self, found: list[Finding]) -> None:
+        """Count bad samples by field and reason, and keep the first of them."""
+        self.bad += len(found)
+        for one in found:
+            reason = f"{one.field or 'sample'}: {one.reason.split('(')[0].strip()}"
+            self.bad_reasons[reason] = self.bad_reasons.get(reason, 0) + 1
+        self.bad_samples += found[: max(0, _KEPT - len(self.bad_samples))]
 
     @property
     def stall(self) -> float:
@@ -43,4 +71,5 @@ class Meter:
         return f"input bound: {stage} ({share:.0%} of the time); the loop waited for data {self.stall:.1%} of the time"
 
     def report(self) -> dict[str, Any]:
-        return {**asdict(self), "stall": self.stall, "verdict": self.verdict}
+        bad = [one._asdict() for one in self.bad_samples]
+        return {**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict}

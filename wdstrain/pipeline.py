@@ -9,7 +9,7 @@ workers are forked, so that no thread of ours exists at that time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from wdstrain.decoder import Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index
+from wdstrain.meter import Finding
 from wdstrain.plan import Plan
 from wdstrain.reader import Batch, Reader
 from wdstrain.slots import Layout, Slots
@@ -25,6 +26,14 @@ from wdstrain.workers import Inline, Processes, Threads, in_flight
 
 _AHEAD_BYTES = 32 << 20  # read beyond what is asked for
 _SPARE = 4  # batches in the user's hands before further ones are copies
+
+
+class Counts(NamedTuple):
+    """Of one batch: its rows, how many of them are padding, and the bad samples among the others."""
+
+    rows: int
+    padded: int
+    bad: list[Finding]
 
 
 class Pipeline:
@@ -39,6 +48,7 @@ class Pipeline:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         takes_rng: bool,
+        replace: bool,
         num_workers: int,
         context: str | None,
     ) -> None:
@@ -57,6 +67,7 @@ class Pipeline:
             fields=fields,
             transform=transform,
             takes_rng=takes_rng,
+            replace=replace,
             seed=plans(0).seed,
             arena=self._reader.memory,
             slots=self._slots.memory,
@@ -83,24 +94,30 @@ class Pipeline:
         if self._results is None or self._at != (epoch, step):
             self._results, self._at = self._workers.run(self._tasks(epoch, step)), (epoch, step)
 
-    def next(self) -> tuple[dict[str, Any], int, int]:
-        """The next batch, its rows, and how many of them are padding. Raises SampleError for a sample that is bad."""
+    def next(self) -> tuple[dict[str, Any], Counts]:
+        """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
         if self._results is None or self._at is None:
             raise WdstrainError("the pipeline was closed")
         result = next(self._results)
         batch = self._pending.pop(result.clock)
-        if result.bad:
-            raise SampleError(self._explain(batch, result.bad))
-        rows, padded = len(batch.ids), int((~batch.valid).sum())
+        lost = [one for one in result.bad if one.donor < 0]
+        if lost:
+            more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
+            raise SampleError(self._found(batch, lost[0]).sentence + more)
+        rows = len(batch.ids)
+        given = batch.ids.copy()
+        for one in result.bad:
+            given[one.row] = batch.ids[one.donor]
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | result.values
-        made["__key__"] = [self._index.key(i) for i in batch.ids.tolist()]
+        made["__key__"] = [self._index.key(i) for i in given.tolist()]
         if self._plans(self._at[0]).tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid)
         self._reader.release(result.clock)
         self._decode_seconds += result.seconds
         epoch, step = self._at
         self._at = (epoch, step + 1) if step + 1 < self._plans(epoch).steps else (epoch + 1, 0)
-        return made, rows, padded
+        found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
+        return made, Counts(rows, int((~batch.valid).sum()), found)
 
     def costs(self) -> dict[str, float]:
         """What the stages took since the pipeline was made, by the names of the meter."""
@@ -154,12 +171,11 @@ class Pipeline:
             keys=tuple(self._index.key(i) for i in batch.ids.tolist()) if self._sends_keys else (),
         )
 
-    def _explain(self, batch: Batch, bad: list[Bad]) -> str:
-        """One sentence for the first bad sample of a batch: shard, key, field, offset, cause."""
-        first = bad[0]
-        number = int(batch.ids[first.row])
-        shard = self._index.shards[int(self._index.shard_of(batch.ids[first.row : first.row + 1])[0])]
+    def _found(self, batch: Batch, bad: Bad) -> Finding:
+        number = int(batch.ids[bad.row])
+        shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
         offsets = {name: offset for name, offset, _ in self._index.members(number)}
-        where = f"field '{first.field}' at offset {offsets[first.field]}" if first.field in offsets else "its sample"
-        more = f" ({len(bad)} bad samples in this batch.)" if len(bad) > 1 else ""
-        return f"{shard.path}: '{self._index.key(number)}', {where}: {first.reason}.{more}"
+        offset = offsets.get(bad.field, int(self._index.table.start[number]))
+        if bad.field and bad.field not in offsets:  # it is missing; the decoder was sent only what is looked for
+            bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
+        return Finding(shard.path, self._index.key(number), bad.field, offset, bad.reason)
