@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, write_shards, write_tar
+from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.index_files import open_index
+from wdstrain.opening import open_index
 from wdstrain.storage import expand
 
 
@@ -22,7 +23,48 @@ def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:
     assert index.counts.tolist() == [7, 13, 1]
     assert index.fields == ("cls", "txt")
     assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
-    assert told == ["no index beside part-000.tar: walked over the headers of 21 samples"]
+    assert len(told) == 1
+    assert "part-000.tar: walked over the headers of 21 samples in" in told[0]
+
+
+def walked(urls: Any) -> int:
+    """How many samples' headers opening walks over."""
+    told: list[str] = []
+    open_index(urls, note=told.append)
+    return int(told[0].split("headers of ")[1].split()[0]) if told else 0
+
+
+def test_a_walk_is_remembered_and_only_what_changed_is_walked_again(shards: Path, tmp_path: Path) -> None:
+    assert [walked(shards), walked(shards), walked(shards / "part-001.tar")] == [21, 0, 0]
+    before = open_index(shards)
+    write_shards(tmp_path / "other", [5])
+    os.replace(tmp_path / "other" / "part-000.tar", shards / "part-001.tar")
+    assert [walked(shards), walked(shards)] == [5, 0]
+    after = open_index(shards)
+    assert after.counts.tolist() == [7, 5, 1]
+    assert after.fingerprint != before.fingerprint
+    assert [after.key(i) for i in (6, 7, 12)] == ["s000006", "s000000", "s000020"]
+    os.utime(shards / "part-000.tar", ns=(1, 1))
+    assert walked(shards) == 7
+
+
+def test_a_walk_is_remembered_in_the_users_cache_where_the_folder_cannot_be_written(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (shards / ".wdstrain").write_text("in the way")
+    assert [walked(shards), walked(shards)] == [21, 0]
+    assert len(list((tmp_path / "cache" / "wdstrain").rglob("index.json"))) == 1
+    (tmp_path / "cache2").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache2"))
+    assert [walked(shards), walked(shards)] == [21, 21]
+
+
+def test_what_is_remembered_is_believed_as_little_as_any_file(shards: Path) -> None:
+    walked(shards)
+    for name, damage in (("index.bin", b"x" * 100), ("index.json", b"[]")):
+        (shards / ".wdstrain" / name).write_bytes(damage)
+        assert walked(shards) == 21
 
 
 def test_an_index_comes_back_from_the_disk_as_it_was(shards: Path) -> None:
@@ -132,6 +174,20 @@ def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(shar
     index = wt.index(shards)
     assert index.counts.tolist() == [7, 13, 1, 3]
     assert [shard.split for shard in index.shards] == ["val", "", "", ""]
+
+
+def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_path: Path) -> None:
+    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.folder import list_folder
+
+    write_class_folder(tmp_path / "in", {"cat": 4, "dog": 4})
+    made = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4))
+    again = wt.index(tmp_path / "out")
+    assert again.shards == made.shards
+    assert again.labels == made.labels
+    assert wt.verify(tmp_path / "out").ok
+    for name in ("member_crc", "start", "keys"):
+        assert np.array_equal(getattr(again.table, name), getattr(made.table, name))
 
 
 def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder
 from wdstrain.errors import SourceError, StorageError, UsageError
-from wdstrain.index_files import open_index
+from wdstrain.opening import open_index
 from wdstrain.packing.convert import Options, convert
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.listing import Keys

@@ -17,9 +17,9 @@ from wdstrain.errors import (
     WdstrainError,
 )
 from wdstrain.fields import Example, Field, array, image, json, label, number, text
-from wdstrain.index_files import make_index as index
 from wdstrain.indexing import Index, Label, Shard
 from wdstrain.loader import Loader
+from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
 from wdstrain.verifying import Verification, verify
 

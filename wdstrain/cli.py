@@ -84,7 +84,7 @@ def _convert(arguments: argparse.Namespace, listed: Callable[[], Any]) -> int:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from wdstrain.index_files import make_index
+    from wdstrain.opening import make_index
 
     index = make_index(arguments.urls)
     _result(arguments, _facts(index), _summary(index))
@@ -92,7 +92,7 @@ def _index(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.index_files import open_index
+    from wdstrain.opening import open_index
 
     index = open_index(arguments.urls, note=say)
     _result(arguments, {**_facts(index), "info": index.info}, _summary(index))

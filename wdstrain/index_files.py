@@ -10,69 +10,23 @@ Nothing in a file is trusted: what the arrays say is checked against each other 
 
 from __future__ import annotations
 
-import glob
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from hashlib import blake2b
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from wdstrain.errors import ShardError, UsageError
-from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table, join
-from wdstrain.storage import INDEX_NAME, Urls, check_finished, expand, open_source, write_whole
+from wdstrain.errors import ShardError
+from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
+from wdstrain.storage import INDEX_NAME, open_source, write_whole
 from wdstrain.tar import Walk, samples
 
 BIN_NAME = "index.bin"
 _MAGIC = b"WDSTRAIN-INDEX-1\n"
-
-
-def open_index(urls: Urls, *, note: Callable[[str], None] | None = None) -> Index:
-    """The index of the shards that `urls` mean: read where it lies beside them, made by a walk over headers elsewhere.
-
-    Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
-    what their index says. `note` is told what a walk costs.
-    """
-    parts: list[Index] = []
-    known: dict[str, Index | None] = {}
-    for (folder, is_index), paths in groupby(expand(urls), key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
-        check_finished(folder)
-        if is_index:
-            parts += map(load, paths)
-            continue
-        for listed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
-            run = list(group)
-            parts.append(_picked(run, known) if listed else scan(run, note=note))
-    return join(parts)
-
-
-def one_of(path: str) -> Index | None:
-    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked."""
-    known: dict[str, Index | None] = {}
-    number, index = _number(path, known), known[os.path.dirname(path)]
-    return index.pick([number]) if index is not None and number is not None else None
-
-
-def _number(path: str, known: dict[str, Index | None]) -> int | None:
-    """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
-    folder, name = os.path.split(path)
-    if folder not in known:
-        beside = os.path.join(folder, INDEX_NAME)
-        known[folder] = load(beside, check=False) if os.path.exists(beside) else None
-    index = known[folder]
-    return index.numbers.get(name) if index is not None else None
-
-
-def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
-    index = known[os.path.dirname(paths[0])]
-    assert index is not None
-    picked = index.pick(index.numbers[os.path.basename(path)] for path in paths)
-    _check_sizes(picked)
-    return picked
 
 
 def save_index(index: Index, folder: str) -> None:
@@ -104,20 +58,26 @@ def save_index(index: Index, folder: str) -> None:
     write_whole(os.path.join(folder, INDEX_NAME), (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def load(path: str, *, check: bool = True) -> Index:
-    """Read an index.json and map the offsets beside it. `check` compares the shards' sizes on disk."""
+def load(path: str, *, base: str | None = None) -> Index:
+    """Read an index.json and map the offsets beside it. `base`: the folder of the shards, if they lie elsewhere."""
     folder = os.path.dirname(path)
-    document = _document(path)
+    document = read_document(path)
     ours = document["wdstrain"]
     try:
         index = Index(
             shards=tuple(
-                Shard(_beside(folder, row["url"]), int(row["nsamples"]), int(row["filesize"]), row["split"], row["sha256"])
+                Shard(
+                    _beside(folder if base is None else base, row["url"]),
+                    int(row["nsamples"]),
+                    int(row["filesize"]),
+                    row["split"],
+                    row["sha256"],
+                )
                 for row in document["shardlist"]
             ),
             fields=tuple(map(str, ours["fields"])),
             table=_map(os.path.join(folder, BIN_NAME), ours["id"]),
-            labels=_labels(document),
+            labels=labels_of(document),
             info=ours["info"],
         )
     except (ValueError, TypeError, KeyError) as error:
@@ -125,70 +85,28 @@ def load(path: str, *, check: bool = True) -> Index:
     except OSError as error:
         raise ShardError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
     _check_table(index, path)
-    if check:
-        _check_sizes(index)
     return index
 
 
-def scan(paths: Iterable[str], *, note: Callable[[str], None] | None = None) -> Index:
+def scan(paths: Iterable[str]) -> Index:
     """An index made by walking over the headers of local tars; nothing is known of checksums and labels."""
     fields: list[str] = []
     shards, tables, walk = [], [], Walk()
     for path in paths:
-        if path.endswith(".tmp"):
-            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
         with open_source(path) as source:
             found = list(samples(source.read, source.size, path, walk))
             shards.append(Shard(path, len(found), source.size))
             tables.append(Table.of(found, fields))
-    if note:
-        note(f"no index beside {shards[0].name}: walked over the headers of {sum(map(len, tables))} samples")
     info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
     return Index(tuple(shards), tuple(fields), Table.join(tables), info=info)
 
 
-def make_index(urls: Urls) -> Index:
-    """Index the shards of one folder as they are now, and write the index beside them.
-
-    Only headers are read. Splits, labels and provenance of an index that lies there are kept. Raises UsageError for shards
-    of several folders or a folder without shards, ShardError for a shard that is cut or damaged.
-    """
-    paths = [path for path in expand(urls) if not path.endswith(".json")]
-    for path in (path for path in expand(urls) if path.endswith(".json")):
-        paths += sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.tar")))
-    folders = {os.path.dirname(path) for path in paths}
-    if len(folders) != 1:
-        raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
-    folder = folders.pop()
-    check_finished(folder)
-    index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
-    if os.path.exists(beside):
-        former = _document(beside)
-        splits = {row["url"]: row["split"] for row in former["shardlist"]}
-        shards = tuple(replace(shard, split=splits.get(shard.name, "")) for shard in index.shards)
-        index = replace(index, shards=shards, labels=_labels(former), info={**former["wdstrain"]["info"], **index.info})
-    save_index(index, folder)
-    return index
-
-
-def one_split(index: Index, urls: Urls) -> Index:
-    """The index itself, unless it mixes splits: then UsageError, because training data must not swallow the rest."""
-    if len(index.splits) > 1 and isinstance(urls, (str, os.PathLike)):
-        folder = os.path.dirname(index.shards[0].path) or "."
-        choices = ", ".join(f"{folder}/{split}-*.tar" for split in index.splits)
-        raise UsageError(f"{os.fspath(urls)} holds several splits: {', '.join(index.splits)}. Name one of: {choices}")
-    return index
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _document(path: str) -> dict[str, Any]:
-    """An index.json as it is, known to have our part."""
+def read_document(path: str) -> dict[str, Any]:
+    """An index.json as it is, known to have our part. Raises ShardError for another."""
     try:
         with open(path, "rb") as file:
             document: dict[str, Any] = json.load(file)
-        _labels(document)
+        labels_of(document)
         return document
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise _no_index(path, error) from error
@@ -196,8 +114,27 @@ def _document(path: str) -> dict[str, Any]:
         raise ShardError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _labels(document: dict[str, Any]) -> tuple[Label, ...]:
+def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
+    """The labels that an index.json speaks of."""
     return tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in document["wdstrain"]["labels"])
+
+
+def check_sizes(index: Index) -> None:
+    """Raise ShardError for a shard that is not there or has not the size its index says."""
+    for shard in index.shards:
+        try:
+            size = os.stat(shard.path).st_size
+        except OSError as error:
+            raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
+        if size != shard.bytes:
+            folder = os.path.dirname(shard.path) or "."
+            raise ShardError(
+                f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
+                f"or accept it as it is: wdstrain index {folder}"
+            )
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _no_index(path: str, error: Exception) -> ShardError:
@@ -252,17 +189,3 @@ def _check_table(index: Index, path: str) -> None:
         raise ShardError(
             f"{path} says what cannot be true of its shards; it is damaged. Make it again: wdstrain index {folder}"
         )
-
-
-def _check_sizes(index: Index) -> None:
-    for shard in index.shards:
-        try:
-            size = os.stat(shard.path).st_size
-        except OSError as error:
-            raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
-        if size != shard.bytes:
-            folder = os.path.dirname(shard.path) or "."
-            raise ShardError(
-                f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
-                f"or accept it as it is: wdstrain index {folder}"
-            )

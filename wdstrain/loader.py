@@ -7,6 +7,7 @@ batch is asked for, and the loader's end is the end of every thread and process 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 import weakref
@@ -19,15 +20,17 @@ import torch
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.index_files import one_split, open_index
 from wdstrain.indexing import Index
 from wdstrain.meter import Meter
+from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import ORDER, Plan, Tail
 from wdstrain.storage import Urls
 from wdstrain.workers import check_travels
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
+
+_log = logging.getLogger("wdstrain")
 
 Context = Literal["fork", "forkserver", "spawn"]
 OnBad = Literal["raise", "replace"]
@@ -82,7 +85,7 @@ class Loader:
             raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
-        self.index = urls if isinstance(urls, Index) else one_split(open_index(urls), urls)
+        self.index = urls if isinstance(urls, Index) else one_split(open_index(urls, note=_log.warning), urls)
         self.batch_size, self.num_workers = batch_size, num_workers
         self.rank, self.world_size = _rank(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from wdstrain.errors import WdstrainError
-from wdstrain.index_files import load, one_of
+from wdstrain.index_files import load
 from wdstrain.indexing import Index, Table
+from wdstrain.opening import one_of
 from wdstrain.storage import LocalFile, Urls, check_finished, expand, open_source
 from wdstrain.tar import samples
 
@@ -49,7 +50,7 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
         try:
             check_finished(os.path.dirname(path))
             if path.endswith(".json"):
-                index = load(path, check=False)
+                index = load(path)
                 todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
             else:
                 todo.append((path, one_of(path)))

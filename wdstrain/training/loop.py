@@ -16,9 +16,9 @@ from torch import nn
 
 from wdstrain.device import to_device
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.index_files import one_split, open_index
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
+from wdstrain.opening import one_split, open_index
 from wdstrain.storage import Urls
 from wdstrain.training.models import build
 from wdstrain.training.run import Run, read_checkpoint

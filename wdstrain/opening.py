@@ -1,0 +1,200 @@
+"""What an address means: the index of its shards, read, remembered or made.
+
+Shards with an index beside them are taken as it says, after their sizes were compared. Shards that somebody else made are
+walked over header by header once; what was found is remembered in a hidden folder beside them, or in the user's cache
+folder where that cannot be written, and used for as long as size and time of a shard stay what they were.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import groupby
+
+import numpy as np
+
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.index_files import check_sizes, labels_of, load, read_document, save_index, scan
+from wdstrain.indexing import Index, Shard, join
+from wdstrain.storage import INDEX_NAME, Urls, check_finished, expand
+
+_HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
+
+Note = Callable[[str], None]
+
+
+def open_index(urls: Urls, *, note: Note | None = None) -> Index:
+    """The index of the shards that `urls` mean: read where it lies beside them, remembered, or made by a walk over headers.
+
+    Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
+    what their index says. `note` is told what a walk costs.
+    """
+    parts: list[Index] = []
+    known: dict[str, Index | None] = {}
+    for (folder, is_index), paths in groupby(expand(urls), key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
+        check_finished(folder)
+        if is_index:
+            parts += [_checked(load(path)) for path in paths]
+            continue
+        for listed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
+            run = list(group)
+            parts.append(_picked(run, known) if listed else _walked(run, note))
+    return join(parts)
+
+
+def one_of(path: str) -> Index | None:
+    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked."""
+    known: dict[str, Index | None] = {}
+    number, index = _number(path, known), known[os.path.dirname(path)]
+    return index.pick([number]) if index is not None and number is not None else None
+
+
+def make_index(urls: Urls) -> Index:
+    """Index the shards of one folder as they are now, and write the index beside them.
+
+    Only headers are read. Splits, labels and provenance of an index that lies there
+    are kept, and the checksums of shards whose samples lie where they lay. Raises UsageError for shards
+    of several folders or a folder without shards, ShardError for a shard that is cut or damaged.
+    """
+    paths = [path for path in expand(urls) if not path.endswith(".json")]
+    for path in (path for path in expand(urls) if path.endswith(".json")):
+        paths += sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.tar")))
+    folders = {os.path.dirname(path) for path in paths}
+    if len(folders) != 1:
+        raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
+    folder = folders.pop()
+    check_finished(folder)
+    index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
+    if os.path.exists(beside):
+        index = _kept(index, beside)
+    save_index(index, folder)
+    return index
+
+
+def one_split(index: Index, urls: Urls) -> Index:
+    """The index itself, unless it mixes splits: then UsageError, because training data must not swallow the rest."""
+    if len(index.splits) > 1 and isinstance(urls, (str, os.PathLike)):
+        folder = os.path.dirname(index.shards[0].path) or "."
+        choices = ", ".join(f"{folder}/{split}-*.tar" for split in index.splits)
+        raise UsageError(f"{os.fspath(urls)} holds several splits: {', '.join(index.splits)}. Name one of: {choices}")
+    return index
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _number(path: str, known: dict[str, Index | None]) -> int | None:
+    """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
+    folder, name = os.path.split(path)
+    if folder not in known:
+        beside = os.path.join(folder, INDEX_NAME)
+        known[folder] = load(beside) if os.path.exists(beside) else None
+    index = known[folder]
+    return index.numbers.get(name) if index is not None else None
+
+
+def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
+    index = known[os.path.dirname(paths[0])]
+    assert index is not None
+    return _checked(index.pick(index.numbers[os.path.basename(path)] for path in paths))
+
+
+def _checked(index: Index) -> Index:
+    check_sizes(index)
+    return index
+
+
+def _kept(index: Index, beside: str) -> Index:
+    """An index with what an earlier one knew and a walk over headers does not tell."""
+    document = read_document(beside)
+    splits = {row["url"]: row["split"] for row in document["shardlist"]}
+    labels, info = labels_of(document), {**document["wdstrain"]["info"], **index.info}
+    former: Index | None = None
+    with suppress(ShardError):
+        former = load(beside)
+    parts = []
+    for number, shard in enumerate(index.shards):
+        one, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
+        was = former.pick([former.numbers[shard.name]]) if former is not None and shard.name in former.numbers else None
+        if was is not None and was.shards[0].bytes == shard.bytes and _same_samples(one, was):
+            one, shard = replace(was, labels=()), replace(shard, sha256=was.shards[0].sha256)
+        parts.append(replace(one, shards=(shard,)))
+    return replace(join(parts), labels=labels, info=info)
+
+
+def _same_samples(a: Index, b: Index) -> bool:
+    if [a.members(i) for i in range(len(a))] != [b.members(i) for i in range(len(b))]:
+        return False
+    return all(
+        np.array_equal(getattr(a.table, name), getattr(b.table, name)) for name in ("start", "stop", "key_first", "keys")
+    )
+
+
+# --- remembering -----------------------------------------------------------------------------------------------------
+
+
+def _walked(paths: list[str], note: Note | None) -> Index:
+    """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others."""
+    folder = os.path.dirname(paths[0])
+    for path in paths:
+        if path.endswith(".tmp"):
+            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
+    remembered = _recall(folder)
+    fresh = [path for path in paths if remembered is None or os.path.basename(path) not in remembered.numbers]
+    begun = time.perf_counter()
+    walked = scan(fresh) if fresh else None
+    index = join([part for part in (remembered, walked) if part is not None])
+    if walked is not None:
+        seconds = time.perf_counter() - begun
+        place = _remember(index, folder)
+        if note:
+            kept = f"remembered in {place}" if place else "not remembered: neither the folder nor the cache can be written"
+            note(
+                f"no index beside {walked.shards[0].path}: walked over the headers of {len(walked)} samples in {seconds:.2f} s "
+                f"({len(walked) / max(seconds, 1e-9):.0f}/s); {kept}"
+            )
+    return index.pick(index.numbers[os.path.basename(path)] for path in paths)
+
+
+def _places(folder: str) -> Iterator[str]:
+    """Where what was found in a folder may be remembered, the best place first."""
+    yield os.path.join(folder, _HIDDEN)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = blake2b(os.path.abspath(folder).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    yield os.path.join(cache, "wdstrain", "indexes", name)
+
+
+def _recall(folder: str) -> Index | None:
+    """What is remembered of those shards of a folder that have not changed since."""
+    for place in _places(folder):
+        with suppress(ShardError, OSError):
+            index = load(os.path.join(place, INDEX_NAME), base=folder)
+            times = index.info.get("times", {})
+            same = [i for i, shard in enumerate(index.shards) if _stamp(shard) == (shard.bytes, times.get(shard.name))]
+            return index.pick(same) if same else None
+    return None
+
+
+def _remember(index: Index, folder: str) -> str | None:
+    """Write down what was found; returns where, or None where nothing can be written."""
+    times = {shard.name: stamp[1] for shard in index.shards if (stamp := _stamp(shard)) is not None}
+    for place in _places(folder):
+        with suppress(OSError, StorageError):
+            os.makedirs(place, exist_ok=True)
+            save_index(replace(index, info={**index.info, "times": times}), place)
+            return place
+    return None
+
+
+def _stamp(shard: Shard) -> tuple[int, int] | None:
+    """(bytes, time of the last change in ns) of a shard on the disk, None if it is not there."""
+    try:
+        found = os.stat(shard.path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
