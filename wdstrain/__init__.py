@@ -21,6 +21,7 @@ from wdstrain.indexing import Index, Label, Shard
 from wdstrain.loader import Loader
 from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
+from wdstrain.streaming import Stream, stream, to_example
 from wdstrain.verifying import Verification, verify
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "ShardError",
     "SourceError",
     "StorageError",
+    "Stream",
     "UsageError",
     "Verification",
     "WdstrainError",
@@ -47,7 +49,9 @@ __all__ = [
     "json",
     "label",
     "number",
+    "stream",
     "text",
     "to_device",
+    "to_example",
     "verify",
 ]

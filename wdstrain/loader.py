@@ -87,7 +87,7 @@ class Loader:
             raise UsageError(f"num_workers={num_workers} is below 0.")
         self.index = urls if isinstance(urls, Index) else one_split(open_index(urls, note=_log.warning), urls)
         self.batch_size, self.num_workers = batch_size, num_workers
-        self.rank, self.world_size = _rank(rank, world_size)
+        self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
         _check_fields(self.index, fields)
         if num_workers:
@@ -240,7 +240,8 @@ class Loader:
         )
 
 
-def _rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """(rank, world_size) as given, else as torch.distributed says, else as the environment does, else (0, 1)."""
     if (rank is None) != (world_size is None):
         raise UsageError(f"rank={rank} and world_size={world_size} belong together. Give both or none.")
     if rank is None or world_size is None:

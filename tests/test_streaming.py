@@ -1,0 +1,107 @@
+"""With webdataset, both ways, and under a plain DataLoader."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wdstrain as wt
+from tests.conftest import Sample, picture, write_tar
+from wdstrain.errors import SampleError, UsageError
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def shout(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "txt": sample["txt"].decode().upper()}
+
+
+def test_webdataset_stages_follow_a_stream(shards: Path) -> None:
+    pipeline = wds.DataPipeline(
+        wt.stream(shards, shuffle=False), wds.map(shout), wds.to_tuple("__key__", "txt"), wds.batched(5)
+    )
+    batches = list(pipeline)
+    assert [key for keys, _ in batches for key in keys] == [f"s{i:06d}" for i in range(21)]
+    assert batches[0][1][3] == "SAMPLE 3"
+
+
+def test_a_stream_is_the_loaders_order_epoch_after_epoch(shards: Path) -> None:
+    stream = wt.stream(shards, seed=5)
+    epochs = [[sample["__key__"] for sample in stream] for _ in range(2)]
+    loader = wt.Loader(shards, batch_size=1, seed=5)
+    assert epochs == [[key for batch in loader for key in batch["__key__"]] for _ in range(2)]
+    stream.set_epoch(0)
+    assert [sample["__key__"] for sample in stream] == epochs[0]
+
+
+def test_samples_have_the_keys_of_webdataset(shards: Path) -> None:
+    sample = next(iter(wt.stream(shards, shuffle=False)))
+    url = str(shards / "part-000.tar")
+    assert sample == {"__key__": "s000000", "__url__": url, "__epoch__": 0, "cls": b"0", "txt": b"sample 0"}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_worker_processes_share_a_stream_and_its_epochs_differ(shards: Path, workers: int, persistent: bool) -> None:
+    loader = torch.utils.data.DataLoader(
+        wt.stream(shards), batch_size=None, num_workers=workers, persistent_workers=persistent, collate_fn=as_it_is
+    )
+    epochs = [[sample["__key__"] for sample in loader] for _ in range(3)]
+    assert all(sorted(epoch) == [f"s{i:06d}" for i in range(21)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    del loader
+    gc.collect()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    samples: list[Sample] = [(f"k{i}", {"jpg": picture(i, kind="JPEG"), "cls": b"%d" % i}) for i in range(6)]
+    write_tar(tmp_path / "p" / "a.tar", samples)
+    return tmp_path / "p"
+
+
+def test_webdataset_samples_go_through_our_fields(pictures: Path) -> None:
+    fields = {"image": wt.image(size=8, augment="flip"), "label": wt.label()}
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(str(pictures / "a.tar")), wds.tarfile_to_samples(), wds.map(wt.to_example(fields))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # webdataset leaves its files to the collector
+        found = list(pipeline)
+        gc.collect()
+    assert [int(example["label"]) for example in found] == list(range(6))
+    assert found[0]["image"].shape == (3, 8, 8)
+
+
+def test_decoding_a_stream_repeats_by_epoch(pictures: Path) -> None:
+    decode = wt.to_example({"image": wt.image(size=8, augment="rrc")})
+
+    def pixels(epoch: int) -> list[int]:
+        stream = wt.stream(pictures, shuffle=False)
+        stream.set_epoch(epoch)
+        return [int(decode(sample)["image"].astype(int).sum()) for sample in stream]
+
+    assert pixels(0) == pixels(0)
+    assert pixels(0) != pixels(1)
+
+
+def test_what_cannot_be_decoded_is_named(pictures: Path) -> None:
+    sample = next(iter(wt.stream(pictures, shuffle=False)))
+    with pytest.raises(SampleError, match="'k0' has none of png .but jpg, cls"):
+        wt.to_example({"image": wt.image("png", size=8)})(sample)
+    with pytest.raises(SampleError, match="a.tar: 'k0', field 'cls': .*"):
+        wt.to_example({"image": wt.image("cls", size=8)})(sample)
+
+
+def test_a_stream_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        wt.stream(tmp_path)
