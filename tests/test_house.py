@@ -22,7 +22,7 @@ PACKAGE = ROOT / "wdstrain"
 FLOORS = [
     {"errors", "bits"},
     {"plan", "tar", "storage", "decode", "augment", "memory", "meter"},
-    {"indexing", "fields", "arena"},
+    {"indexing", "fields", "arena", "mixing"},
     {"index_files", "slots", "packing.listing"},
     {"opening", "packing.folder", "packing.table", "packing.shard", "reader", "decoder"},
     {"verifying"},

@@ -12,7 +12,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,11 +22,12 @@ import torch
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.indexing import Index
+from wdstrain.indexing import Index, join
 from wdstrain.meter import Meter
+from wdstrain.mixing import Mixture
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Counts, Pipeline
-from wdstrain.plan import ORDER, Plan, Tail
+from wdstrain.plan import ORDER, Order, Plan, Tail
 from wdstrain.storage import Urls
 from wdstrain.workers import check_travels
 
@@ -92,9 +95,7 @@ class Loader:
         _check_fields(self.index, fields)
         if num_workers:
             check_travels(fields, transform, multiprocessing_context)
-        make = partial(
-            Plan,
-            counts=self.index.counts,
+        make = self._planner(
             seed=seed,
             batch_size=batch_size,
             world_size=self.world_size,
@@ -103,7 +104,7 @@ class Loader:
             shuffle=shuffle,
             tail=tail,
         )
-        self.plan: Callable[[int], Plan] = lru_cache(maxsize=4)(lambda epoch: make(epoch=epoch))
+        self.plan: Callable[[int], Order] = lru_cache(maxsize=4)(lambda epoch: make(epoch=epoch))
         self.plan(0)  # sizes that do not fit are told at once
         self._new_pipeline = partial(
             Pipeline,
@@ -116,6 +117,7 @@ class Loader:
             replace=on_bad == "replace",
             num_workers=num_workers,
             context=multiprocessing_context,
+            sources=self._sources,
         )
         self._max_bad = max_bad
         self._pipeline: Pipeline | None = None
@@ -123,6 +125,12 @@ class Loader:
         self._position: tuple[int, int] | None = None  # the step after what was delivered; None: nothing was yet
         self._start: tuple[int, int] | None = None  # where the next `for` begins, if somebody said so
         self._meter = Meter()
+
+    _sources: Mapping[str, int] | None = None  # the first id of each source of a mixture
+
+    def _planner(self, **sizes: Any) -> Callable[..., Order]:
+        """What makes the plan of an epoch."""
+        return partial(Plan, counts=self.index.counts, **sizes)
 
     # --- iterating ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +154,7 @@ class Loader:
         """The next `for` is this epoch."""
         self._start = (number, 0)
 
-    def _batches(self, plan: Plan, start: int) -> Iterator[dict[str, Any]]:
+    def _batches(self, plan: Order, start: int) -> Iterator[dict[str, Any]]:
         if self._pipeline is None:
             self._pipeline = self._new_pipeline()
             self._end = weakref.finalize(self, self._pipeline.close)
@@ -281,3 +289,58 @@ def _takes_two(transform: Transform) -> bool:
         return False
     needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     return len(needed) == 2
+
+
+class MixedLoader(Loader):
+    """A loader over several sources with fixed shares; see `mix`."""
+
+    def __init__(self, sources: Mapping[str, Index], shares: tuple[Fraction, ...], *words: Any, **options: Any) -> None:
+        self._indexes, self._shares = dict(sources), shares
+        firsts = [0, *accumulate(len(index) for index in sources.values())]
+        self._sources = dict(zip(sources, firsts, strict=False))
+        super().__init__(join(list(sources.values())), *words, **options)
+
+    def _planner(self, **sizes: Any) -> Callable[..., Order]:
+        tail = sizes.pop("tail")
+        if tail != "drop":
+            raise UsageError(f'tail="{tail}": a mixture ends with the first source that cannot fill a step. Use tail="drop".')
+        counts = [index.counts for index in self._indexes.values()]
+        return partial(Mixture, counts=counts, names=list(self._indexes), shares=self._shares, **sizes)
+
+    def _identity(self) -> dict[str, Any]:
+        shares = {name: str(share) for name, share in zip(self._indexes, self._shares, strict=True)}
+        return {**super()._identity(), "shares": shares}
+
+
+def mix(
+    sources: Mapping[str, Urls],
+    fields: Mapping[str, Field] | None = None,
+    transform: Transform | None = None,
+    *,
+    weights: Mapping[str, float] | None = None,
+    **options: Any,
+) -> Loader:
+    """A loader over several sets of shards; each batch says where its samples are from, as "__source__".
+
+    weights: samples of each source relative to the others; default their sizes. At any step each source has given its
+    share within one sample per lane. The epoch ends before the first step that a source cannot fill; nothing is repeated
+    in it. Everything else is as in `Loader`, `options` its keywords; tail is "drop".
+    Raises UsageError for weights that do not fit the sources.
+    """
+    if not sources:
+        raise UsageError("there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}.")
+    indexes = {name: one_split(open_index(urls, note=_log.warning), urls) for name, urls in sources.items()}
+    given = weights if weights is not None else {name: len(index) for name, index in indexes.items()}
+    if set(given) != set(indexes) or min(given.values()) <= 0:
+        raise UsageError(f"weights={dict(given)}: each of the sources {', '.join(indexes)} needs one above 0, and no other.")
+    return MixedLoader(indexes, _shares([given[name] for name in indexes]), fields, transform, **options)
+
+
+def _shares(weights: list[float]) -> tuple[Fraction, ...]:
+    """Weights as fractions of 1 in steps of 1/65536, so that all arithmetic with them is exact."""
+    total = sum(Fraction(weight) for weight in weights)
+    edges = [Fraction(round(65536 * edge / total), 65536) for edge in accumulate(map(Fraction, weights))]
+    shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
+    if min(shares) <= 0:
+        raise UsageError(f"weights={weights}: the smallest is below 1/65536 of all. Raise it, or leave that source away.")
+    return shares

@@ -19,7 +19,7 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index
 from wdstrain.meter import Finding
-from wdstrain.plan import Plan
+from wdstrain.plan import Order
 from wdstrain.reader import Batch, Reader
 from wdstrain.slots import Layout, Slots
 from wdstrain.workers import Inline, Processes, Threads, in_flight
@@ -42,7 +42,7 @@ class Pipeline:
     def __init__(
         self,
         index: Index,
-        plans: Callable[[int], Plan],
+        plans: Callable[[int], Order],
         rank: int,
         *,
         fields: Mapping[str, Field] | None,
@@ -51,8 +51,11 @@ class Pipeline:
         replace: bool,
         num_workers: int,
         context: str | None,
+        sources: Mapping[str, int] | None = None,
     ) -> None:
+        """sources: the first id of each source of a mixture, in order; batches then say where each sample is from."""
         self._index, self._plans = index, plans
+        self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
         raw = fields is None and transform is None  # bytes are taken from the arena by this process itself
         busy = 1 if raw else in_flight(num_workers)
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
@@ -110,6 +113,9 @@ class Pipeline:
             given[one.row] = batch.ids[one.donor]
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | result.values
         made["__key__"] = [self._index.key(i) for i in given.tolist()]
+        if self._source_names:
+            numbers = np.searchsorted(self._source_firsts, given, side="right") - 1
+            made["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if self._plans(self._at[0]).tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid)
         self._reader.release(result.clock)

@@ -23,9 +23,10 @@ nothing else. A change of what a seed means must change `ORDER` and the golden t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,43 @@ Ints = npt.NDArray[np.int64]
 Tail = Literal["drop", "pad", "keep"]
 
 _BLOCK = 4096  # positions computed at a time, at least; the cost per sample is that of sorting three windows
+
+
+class Order(Protocol):
+    """What readers and loaders use of a plan."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def lane_count(self) -> int: ...
+    @property
+    def quota(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def shuffle(self) -> bool: ...
+    @property
+    def tail(self) -> Tail: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def left_out(self) -> int: ...
+    def lanes_of(self, rank: int) -> Sequence[int]: ...
+    def lane_samples(self, lane: int) -> int: ...
+    def lane_places(self, lane: int) -> int: ...
+    def span(self, lane: int, step: int) -> tuple[int, int]: ...
+    def order(self, lane: int, start: int, stop: int) -> Ints: ...
+    def due(self, lane: int, start: int, stop: int) -> Ints: ...
+    def first_place(self, lane: int, step: int) -> int: ...
+    def ids(self, lane: int, places: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +97,7 @@ class Plan:
     window: int = 1
     shuffle: bool = True
     tail: Tail = "drop"
+    limit: int | None = None  # most steps; what it leaves out counts as left out
     _blocks: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +114,8 @@ class Plan:
                 f"a global batch of {self.batch_size} x {self.world_size} = {self.global_batch} cannot be taken equally "
                 f"from {self.lane_count} lanes. Make batch_size * world_size a multiple of lanes."
             )
+        if self.limit is not None and self.tail != "drop":
+            raise PlanError(f'limit={self.limit} leaves samples out, tail="{self.tail}" none. Use tail="drop".')
         if self.samples < 1:
             raise PlanError("there are no samples in these shards. Check the address.")
         if self.steps < 1:
@@ -108,11 +149,12 @@ class Plan:
     def steps(self) -> int:
         """Batches per rank, the same for every rank."""
         whole = self.samples // self.global_batch
-        return whole if self.tail == "drop" or self.samples % self.global_batch == 0 else whole + 1
+        whole += self.tail != "drop" and self.samples % self.global_batch > 0
+        return whole if self.limit is None else min(whole, self.limit)
 
     @property
     def left_out(self) -> int:
-        """Samples this epoch does not deliver: fewer than a global batch, and only with tail="drop"."""
+        """Samples this epoch does not deliver: only with tail="drop", and fewer than a global batch if there is no limit."""
         return max(0, self.samples - self.steps * self.global_batch) if self.tail == "drop" else 0
 
     def lanes_of(self, rank: int) -> range:

@@ -23,7 +23,7 @@ from wdstrain.arena import Arena
 from wdstrain.errors import WdstrainError
 from wdstrain.indexing import Index, Ints
 from wdstrain.memory import Memory
-from wdstrain.plan import Plan
+from wdstrain.plan import Order
 from wdstrain.storage import LocalFile, open_source
 
 READ_BYTES = 4 << 20  # of one read
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 class _Run:
     """One lane in one epoch: how far it was read, how far it is asked for, where its samples were put."""
 
-    plan: Plan
+    plan: Order
     lane: int
     epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
     first_step: int
@@ -64,7 +64,7 @@ class _Run:
 class Reader:
     """Reads the lanes of one rank. `plans(epoch)` gives the plan of an epoch; sizes must not change between epochs."""
 
-    def __init__(self, index: Index, plans: Callable[[int], Plan], rank: int, *, ahead: int, in_flight: int) -> None:
+    def __init__(self, index: Index, plans: Callable[[int], Order], rank: int, *, ahead: int, in_flight: int) -> None:
         """ahead: bytes read beyond what was asked for. in_flight: most batches that are collected and not yet released."""
         self._index, self._plans, self._rank = index, plans, rank
         plan, table = plans(0), index.table
@@ -171,7 +171,7 @@ class Reader:
             for run in runs:
                 run.close()
 
-    def _run(self, plan: Plan, lane: int, clock: int, step: int) -> _Run:
+    def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
         return _Run(plan, lane, clock, step, np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64), first)
 

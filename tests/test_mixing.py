@@ -1,0 +1,153 @@
+"""Mixtures: shares are exact, nothing comes twice, and everything a plan promises holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import Sample, write_tar
+from wdstrain.errors import PlanError, UsageError
+from wdstrain.mixing import Mixture
+
+
+def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
+    names = [f"source {i}" for i in range(len(counts))]
+    given = {"seed": 1, "epoch": 0, "batch_size": 4, "world_size": 1, "lanes": None, "window": 10, "shuffle": True, **options}
+    return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **given)
+
+
+def grid() -> list[Mixture]:
+    found = []
+    for counts, weights, world, lanes, batch, window in itertools.product(
+        [[[30, 7], [50]], [[9], [4, 0, 5], [200]]], [(1, 1, 1), (5, 2, 1)], [1, 2], [None, 4], [2, 4, 6], [1, 8, 100]
+    ):
+        total = sum(weights[: len(counts)])
+        shares = [Fraction(weight, total) for weight in weights[: len(counts)]]
+        try:
+            found.append(make(counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window))
+        except PlanError:
+            continue
+    return found
+
+
+GRID = grid()
+
+
+def batch(plan: Mixture, rank: int, step: int) -> list[int]:
+    return [i for lane in plan.lanes_of(rank) for i in plan.ids(lane, plan.order(lane, *plan.span(lane, step))).tolist()]
+
+
+def test_every_batch_is_full_and_nothing_comes_twice() -> None:
+    assert len(GRID) > 40
+    for plan in GRID:
+        ids = []
+        for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
+            one = batch(plan, rank, step)
+            assert len(one) == plan.batch_size
+            ids += one
+        assert len(set(ids)) == len(ids) == plan.samples - plan.left_out
+
+
+def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
+    for plan in GRID:
+        shares = np.diff([float(edge) for edge in plan._edges])
+        edges = np.array(plan._firsts)
+        taken = np.zeros(len(shares))
+        for step in range(plan.steps):
+            for rank in range(plan.world_size):
+                taken += np.histogram(batch(plan, rank, step), edges)[0]
+            assert (abs(taken - shares * plan.global_batch * (step + 1)) <= plan.lane_count).all()
+
+
+def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:
+    plan = make([[100], [10]], [Fraction(1, 2), Fraction(1, 2)])
+    assert plan.steps == 5
+    assert plan.left_out == 90
+
+
+def test_due_and_first_places_are_those_of_the_steps() -> None:
+    for plan in GRID:
+        for lane in range(plan.lane_count * len(plan._plans)):
+            last = np.full(plan.lane_places(lane), -1)
+            for step in range(plan.steps):
+                places = plan.order(lane, *plan.span(lane, step))
+                last[places] = step
+                rest = plan.order(lane, plan.span(lane, step)[0], plan.lane_samples(lane))
+                assert len(rest) == 0 or rest.min() >= plan.first_place(lane, step)
+            assert (plan.due(lane, 0, len(last)) == last).all()
+
+
+def test_another_world_size_gives_the_same_global_batches() -> None:
+    plans = [
+        make([[60, 7], [90]], [Fraction(1, 3), Fraction(2, 3)], world_size=world, batch_size=8 // world, lanes=4)
+        for world in (1, 2, 4)
+    ]
+    for step in range(plans[0].steps):
+        sets = [sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)) for plan in plans]
+        assert sets[0] == sets[1] == sets[2]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, Path]:
+    for name, count in (("a", 40), ("b", 25)):
+        samples: list[Sample] = [(f"{name}{i:03d}", {"cls": b"%d" % i}) for i in range(count)]
+        write_tar(tmp_path / name / "x.tar", samples[: count // 2])
+        write_tar(tmp_path / name / "y.tar", samples[count // 2 :])
+    return {"a": tmp_path / "a", "b": tmp_path / "b"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(sources: dict[str, Path], num_workers: int) -> None:
+    fields = {"label": wt.label()}
+    options: dict[str, Any] = {"weights": {"a": 3, "b": 1}, "batch_size": 8, "seed": 4}
+    loader = wt.mix(sources, fields, num_workers=num_workers, **options)
+    epochs = []
+    for _ in range(2):
+        found = []
+        for one in loader:
+            assert one["__source__"] == [key[0] for key in one["__key__"]]
+            assert one["label"].tolist() == [int(key[1:]) for key in one["__key__"]]
+            found.append(one["__key__"])
+        assert len(found) == len(loader) == 6
+        assert Counter(key[0] for keys in found for key in keys) == {"a": 36, "b": 12}
+        epochs.append(found)
+    assert epochs[0] != epochs[1]
+    loader.close()
+    first = wt.mix(sources, fields, **options)
+    for step, _ in enumerate(first):
+        if step == 2:
+            break
+    second = wt.mix(sources, fields, **options)
+    second.load_state_dict(first.state_dict())
+    assert [one["__key__"] for one in second] == epochs[0][3:]
+    with pytest.raises(UsageError, match="shares was"):
+        wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
+
+
+def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -> None:
+    found = Counter(name for one in wt.mix(sources, batch_size=5) for name in one["__source__"])
+    assert found == {"a": 40, "b": 25}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weights": {"a": 1}}, "each of the sources a, b needs one above 0"),
+        ({"weights": {"a": 1, "b": 0}}, "above 0"),
+        ({"weights": {"a": 1e9, "b": 1}}, "below 1/65536"),
+        ({"tail": "pad"}, "mixture ends with the first source"),
+        ({"batch_size": 100}, "cannot fill one step of 100"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(sources: dict[str, Path], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        wt.mix(sources, **{"batch_size": 4, **options})
+    with pytest.raises(UsageError, match="no sources"):
+        wt.mix({})
