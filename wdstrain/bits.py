@@ -33,10 +33,12 @@ def bits(index: npt.NDArray[np.integer] | U64, *words: int | str) -> U64:
     return _mix(np.uint64(key(*words)) + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
-def below(limit: int, index: npt.NDArray[np.integer] | U64, *words: int | str) -> npt.NDArray[np.int64]:
-    """A uniform integer in [0, limit) for each index; limit at most 2**31. int64, the shape of `index`."""
+def below(
+    limit: int | npt.NDArray[np.integer], index: npt.NDArray[np.integer] | U64, *words: int | str
+) -> npt.NDArray[np.int64]:
+    """A uniform integer in [0, limit) for each index; limits at most 2**31. int64, the shape of `index`."""
     high = bits(index, *words) >> np.uint64(32)
-    return np.asarray((high * np.uint64(limit)) >> np.uint64(32), np.int64)
+    return np.asarray((high * np.asarray(limit).astype(np.uint64)) >> np.uint64(32), np.int64)
 
 
 def uniform(index: npt.NDArray[np.integer] | U64, columns: int, *words: int | str) -> npt.NDArray[np.float64]:

@@ -33,6 +33,8 @@ from wdstrain.workers import check_travels
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 
+_WIDEST = 8  # times the longest lane: a window beyond changes nothing any more
+
 _log = logging.getLogger("wdstrain")
 
 Context = Literal["fork", "forkserver", "spawn"]
@@ -51,7 +53,8 @@ class Loader:
     transform       sample -> example, or (sample, rng) -> example; a sample is {"__key__": str, field: bytes}
     batch_size      per rank
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
-    shuffle_buffer  samples: how far a sample may be delivered after it was read. Default: 256 MB of samples
+    shuffle_buffer  samples: how far a sample may be delivered after it was read; about half of them are held at a time.
+                    Default: 256 MB of samples, so that a smaller set is shuffled as a whole
     tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch)
     lanes           default one per rank. Fix it to get the same global batches for every world size that divides it
     rank, world_size             default: torch.distributed if it is initialised, else RANK and WORLD_SIZE, else 0 and 1
@@ -241,7 +244,9 @@ class Loader:
         self._pipeline = None
 
     def __repr__(self) -> str:
-        held = self.shuffle_buffer * _mean_bytes(self.index) / 2e6 if self.plan(0).shuffle else 0.0
+        plan = self.plan(0)
+        waiting = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(self.rank))
+        held = waiting * _mean_bytes(self.index) / 1e6 if plan.shuffle else 0.0
         return (
             f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} batches of {self.batch_size} "
             f"on rank {self.rank} of {self.world_size}, shuffle_buffer={self.shuffle_buffer} holds about {held:.1f} MB)"
@@ -270,8 +275,9 @@ def _buffer(index: Index, asked: int | None, lanes: int) -> int:
     if asked is not None and asked < 1:
         raise UsageError(f"shuffle_buffer={asked} is below 1. Use shuffle=False to read in file order.")
     fits = max(1, int(_BUFFER_BYTES // max(1.0, _mean_bytes(index)))) // lanes
-    longest = -(-len(index) // lanes)  # a window beyond the lane would change nothing but the cost
-    return max(1, min(asked if asked is not None else fits, longest))
+    # wider than a lane mixes its start with its end; eight times as wide is as good as a shuffle of the whole lane
+    widest = _WIDEST * -(-len(index) // lanes)
+    return max(1, min(asked if asked is not None else fits, widest))
 
 
 def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:

@@ -10,10 +10,11 @@ How an epoch is laid out:
     hole    with tail="drop": the samples that fill no step, one run of the line at a random place, another each epoch
     lane    the line cut by count into `lanes` equal runs; each is read forward, by one rank
     window  the sample at place i of its lane gets the key i + jitter, jitter uniform in [0, window); the delivery order
-            is the stable sort of the keys. So a sample leaves less than one window after it was read, the first batch
-            is due after a few reads, and the order can be entered at any position by looking at two windows of keys.
-            The road not taken is webdataset's reservoir: it mixes as well for the same memory, but its state depends on
-            all that went before, so it cannot be re-entered.
+            is the stable sort of the keys. So a sample leaves less than one window after it was read, and the order can
+            be entered at any position by looking at two windows of keys. The first batch's worth of places is jittered by
+            a tenth of the window only, so that the first batch is due after a batch and a tenth of the window. The road
+            not taken is webdataset's reservoir: it mixes as well for the same memory, but its state depends on all that
+            went before, so it cannot be re-entered.
     step    every step takes the same number of samples from each lane; a rank owns lanes / world_size lanes. With
             `lanes` fixed, the global batches are therefore the same for every world size.
 
@@ -279,7 +280,8 @@ class Plan:
             # sorted keys of the places between them, shifted by low, are the positions themselves.
             low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
             places = np.arange(low, high)
-            keys = places + below(self.window, places, "jitter", self.seed, self.epoch, lane)
+            reach = np.where(places < self.quota, max(1, self.window // 10), self.window)
+            keys = places + below(reach, places, "jitter", self.seed, self.epoch, lane)
             found = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
             for old in [k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3]:
                 self._blocks.pop(old, None)

@@ -73,7 +73,8 @@ class Reader:
         lanes = len(plan.lanes_of(rank))
         self._ahead = max(plan.quota, _PIECES, ahead // max(1, total // plan.samples) // lanes)
         self._ring = plan.window + self._ahead + 2 * _PIECES + plan.quota
-        self._bucket = max(1, plan.window // (plan.quota * _BUCKETS))
+        longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
+        self._bucket = max(1, min(plan.window, longest) // (plan.quota * _BUCKETS))
         buckets = _BUCKETS + 3 + (self._ahead // plan.quota + in_flight) // self._bucket
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)

@@ -1,0 +1,159 @@
+"""Memory is bounded and stays flat, reads of a resume do not grow with the step, and mixing is what the buffer allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import Sample, write_tar
+from wdstrain.storage import LocalFile
+
+
+def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
+    """Shards of samples of about `size` bytes; every shard is a class of its own."""
+    rng = np.random.default_rng(0)
+    for shard in range(shards):
+        made: list[Sample] = []
+        for i in range(samples):
+            data = bytes(int(rng.integers(size // 2, size * 3 // 2)))
+            made.append((f"s{shard:03d}{i:05d}", {"bin": data, "cls": b"%d" % shard}))
+        write_tar(folder / f"b-{shard:03d}.tar", made)
+    return folder
+
+
+def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
+    folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
+    loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
+    mean = sum(shard.bytes for shard in loader.index.shards) / 8000
+    held = []
+    for _ in loader:
+        assert loader._pipeline is not None
+        held.append(loader._pipeline._reader.held)
+    ahead = 32 << 20
+    slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
+    assert max(held) < 0.55 * 4000 * mean + ahead + slabs
+    loader.close()
+
+
+MEMORY = """
+import json, os, sys
+import wdstrain as wt
+
+def tree():
+    # proportional set size: what is shared is counted once over the processes of the tree
+    pids, total = [os.getpid()], 0
+    for pid in pids:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            pids += [int(word) for word in open(f"/proc/{pid}/task/{task}/children").read().split()]
+        for line in open(f"/proc/{pid}/smaps_rollup"):
+            total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
+    return total
+
+fields = {"label": wt.label()}
+loader = wt.Loader(sys.argv[1], fields, batch_size=32, num_workers=int(sys.argv[2]), shuffle_buffer=1000)
+sizes = []
+for epoch in range(10):
+    for batch in loader:
+        pass
+    sizes.append(tree())
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(tmp_path: Path, workers: int) -> None:
+    folder = blobs(tmp_path, shards=4, samples=600, size=6000)
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(folder), str(workers)], capture_output=True, text=True, check=True)
+    sizes = json.loads(done.stdout)
+    assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
+
+
+def test_a_resume_reads_no_more_at_the_end_than_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = wt.index(blobs(tmp_path, shards=4, samples=1000, size=4000))
+    reads: list[int] = []
+    original = LocalFile.read_into
+
+    def counted(self: LocalFile, pieces: Any, offset: int) -> None:
+        reads.append(sum(len(piece) for piece in pieces))
+        original(self, pieces, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    monkeypatch.setattr("wdstrain.pipeline._AHEAD_BYTES", 0)
+    total = []
+    for step in (0, 1, 30, 60, 110, 124):
+        loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)
+        reads.clear()
+        next(loader.epoch(0, start=step))
+        loader.close()
+        total.append(sum(reads))
+    window = 200 * int((index.table.stop - index.table.start).max())
+    ahead = 2 * 1024 * int((index.table.stop - index.table.start).max())  # the least that is read ahead, in samples
+    assert max(total) <= window + ahead + (4 << 20)
+
+
+def test_sorted_shards_give_mixed_batches_where_the_buffer_allows(tmp_path: Path) -> None:
+    folder = blobs(tmp_path, shards=10, samples=200, size=200)
+    classes = [[int(label) for label in batch["cls"]] for batch in wt.Loader(folder, batch_size=64)]
+    # 64 draws from 10 equal classes: chi-squared with 9 degrees of freedom, 9 on average, above 28 in one of 1 000
+    squares = [sum((one.count(c) - 6.4) ** 2 / 6.4 for c in range(10)) for one in classes[4:]]
+    assert np.mean(squares) < 12
+    assert min(len(set(one)) for one in classes[4:]) >= 7
+    # and a loader that may hold little mixes little
+    narrow = wt.Loader(folder, batch_size=64, shuffle_buffer=1)
+    assert max(len({int(label) for label in batch["cls"]}) for batch in narrow) <= 2
+
+
+def test_nothing_is_named_in_shared_memory(shards: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=2, num_workers=2)
+    for _ in loader:
+        assert {name for name in set(os.listdir("/dev/shm")) - before if "wdstrain" in name or "torch" in name} == set()
+    loader.close()
+
+
+def test_a_container_with_64_mb_of_dev_shm_is_enough(tmp_path: Path, in_small_shm: Callable[..., str]) -> None:
+    folder = tmp_path / "pictures"
+    rng = np.random.default_rng(0)
+    made: list[Sample] = []
+    for i in range(64):
+        made.append((f"s{i:03d}", {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))}))
+    write_tar(folder / "a.tar", made)
+    code = """
+import sys, wdstrain as wt
+class Big:
+    names = ("bin",)
+    example = wt.Example((3, 512, 512), "uint8")
+    def read(self, name, data, out, draws):
+        out[:] = 7
+loader = wt.Loader(sys.argv[1], {"big": Big()}, batch_size=32, num_workers=2)  # 25 MB a batch
+kept = [batch for _ in range(3) for batch in loader]
+print(sum(int(batch["big"].float().mean()) for batch in kept))
+loader.close()
+"""
+    assert in_small_shm(code, str(folder)) == "42\n"
+
+
+@pytest.fixture
+def in_small_shm() -> Callable[..., str]:
+    """Runs Python in a mount namespace whose /dev/shm has 64 MB."""
+
+    def run(code: str, *words: str) -> str:
+        inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", inner, "sh", sys.executable, "-c", code, *words]
+        probe = subprocess.run(["unshare", "--mount", "sh", "-c", inner, "sh", "true"], capture_output=True, text=True)
+        if probe.returncode:
+            pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
