@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_shards, write_tar
@@ -77,7 +79,7 @@ def test_every_for_is_the_next_epoch_and_a_new_loader_repeats_them(shards: Path)
     assert keys(again) == epochs[2]  # the next after epoch 1
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_any_number_of_workers_gives_the_same_batches_and_pixels(pictures: Path, num_workers: int) -> None:
     def epochs(workers: int) -> list[Any]:
         loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=workers, shuffle_buffer=11)
@@ -332,6 +334,11 @@ def test_a_shard_cut_while_it_is_used_is_an_error_and_not_a_short_epoch(shards: 
         keys(loader)
 
 
+def varied(sample: dict[str, Any]) -> dict[str, Any]:
+    crop = v2.RandomResizedCrop(8)(torch.arange(300, dtype=torch.uint8).view(1, 15, 20))
+    return {"crop": crop, "numpy": np.random.random(2), "python": random.random()}
+
+
 def double(sample: dict[str, Any]) -> dict[str, Any]:
     return {"double": 2 * int(sample["cls"]), "name": sample["__key__"], "noise": torch.rand(2)}
 
@@ -365,13 +372,15 @@ def test_a_transform_sees_its_own_random_numbers_in_any_worker(shards: Path) -> 
 
 
 def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
-    def noise(workers: int) -> list[Any]:
-        loader = wt.Loader(shards, transform=double, batch_size=4, num_workers=workers)
-        found = [batch["noise"].tolist() for batch in loader]
+    def noise(workers: int) -> list[list[Any]]:
+        loader = wt.Loader(shards, transform=varied, batch_size=4, num_workers=workers)
+        found = [[batch[name].tolist() for name in ("crop", "numpy", "python")] for _ in range(2) for batch in loader]
         loader.close()
         return found
 
     assert noise(1) == noise(3)
+    drawn = [number for batch in noise(1) for number in batch[2]]
+    assert len(set(drawn)) == len(drawn) == 40  # another for every sample and epoch
 
 
 def test_what_a_transform_raises_is_named(shards: Path) -> None:
@@ -455,16 +464,52 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, 
     assert [path for path, _, _ in epoch] == sorted([path for path, _, _ in epoch], key=shards_in_turn.index)
 
 
+def test_mixed_and_upper_case_extensions_are_one_image_field(tmp_path: Path) -> None:
+    kinds = [("jpg", "JPEG"), ("JPEG", "JPEG"), ("png", "PNG"), ("PNG", "PNG")]
+    write_tar(tmp_path / "a.tar", [(f"k{i}", {name: picture(i, kind=kind)}) for i, (name, kind) in enumerate(kinds)])
+    batch = next(iter(wt.Loader(tmp_path, {"image": wt.image("jpg;jpeg;png", size=8)}, batch_size=4, shuffle=False)))
+    assert batch["image"].shape == (4, 3, 8, 8)
+    assert len({int(image.sum()) for image in batch["image"]}) == 4
+
+
+def test_a_new_process_gives_the_same_order(shards: Path) -> None:
+    code = "import json, sys, wdstrain as wt; print(json.dumps([b['__key__'] for b in wt.Loader(sys.argv[1], batch_size=4)]))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(shards)], capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(done.stdout) == keys(wt.Loader(shards, batch_size=4))
+
+
+def test_a_state_can_be_taken_up_by_another_number_of_ranks(shards: Path) -> None:
+    def loaders(world: int) -> list[wt.Loader]:
+        return [wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world) for r in range(world)]
+
+    def steps(ranks: list[wt.Loader]) -> list[list[str]]:
+        return [sorted(key for batch in batches for key in batch) for batches in zip(*map(keys, ranks), strict=True)]
+
+    whole = steps(loaders(2))
+    (first,) = loaders(1)
+    next(iter(first))
+    for world in (1, 2, 4):
+        ranks = loaders(world)
+        for rank in ranks:
+            rank.load_state_dict(first.state_dict())
+        assert steps(ranks) == whole[1:]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
     for _ in loader:
         break
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(12):
+    for _ in range(50):
         for _ in loader:
             break
     assert len(os.listdir("/proc/self/fd")) <= before + 1
+    with pytest.raises(ZeroDivisionError):
+        list(1 // 0 for _ in loader)
     loader.close()
     assert not os.path.exists("/dev/shm") or not [name for name in os.listdir("/dev/shm") if "wdstrain" in name]
 
