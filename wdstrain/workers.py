@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,15 +110,15 @@ class Processes:
             prefetch_factor=PREFETCH,
             persistent_workers=True,
             collate_fn=_as_it_is,
+            worker_init_fn=_leave_interrupts,
             multiprocessing_context=context,
         )
         self._iterator: Iterator[Result] | None = None
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
-        self._stream.tasks = tasks
         try:
-            self._iterator = iter(self._loader)
+            self._iterator = self._start(tasks)
             yield from self._iterator
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
@@ -126,11 +128,57 @@ class Processes:
                 f"lower num_workers or batch_size; dmesg tells."
             ) from error
 
+    def _start(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
+        others = set(multiprocessing.active_children())
+        waiting = _Interrupts()
+        self._stream.tasks = waiting.until_first(tasks)
+        try:
+            with waiting:
+                return iter(self._loader)
+        except BaseException:  # the iterator that would end them was never given to us
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+                worker.join()
+            raise
+
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader._iterator = None
+
+
+class _Interrupts:
+    """Lets Ctrl-C wait while worker processes are forked: it would be swallowed by Python's own hooks around a fork."""
+
+    def __init__(self) -> None:
+        self._arrived = False
+        self._former: Any = None
+
+    def __enter__(self) -> None:
+        former = signal.getsignal(signal.SIGINT)
+        if former is not None and threading.current_thread() is threading.main_thread():
+            self._former = former
+            signal.signal(signal.SIGINT, self._note)
+
+    def until_first(self, tasks: Iterator[Task]) -> Iterator[Task]:
+        """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
+        self._restore()
+        yield from tasks
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+        if self._arrived:
+            signal.raise_signal(signal.SIGINT)
+
+    def _note(self, *_: object) -> None:
+        self._arrived = True
+
+    def _restore(self) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGINT, self._former)
+            self._former = None
 
 
 class _Stream:
@@ -154,6 +202,11 @@ class _Remote(Dataset[Result]):
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _leave_interrupts(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal or notebook; only the training process answers it, and goes on perhaps."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _one_thread() -> None:
