@@ -62,6 +62,36 @@ def test_every_sample_comes_once_and_is_what_it_was(shards: Path) -> None:
     assert loader.report()["samples"] == 21
 
 
+@pytest.mark.parametrize("counts", [[1], [7, 13, 1], [5, 0, 3], [0, 0, 2], [100, 3, 57]])
+def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: list[int]) -> None:
+    folder = write_shards(tmp_path / "s", counts)
+    index = wt.index(folder)
+    tried = 0
+    tails: list[Any] = ["drop", "pad", "keep"]
+    for world, lanes, size, tail, buffer in itertools.product([1, 2, 4], [None, 4], [1, 3, 8], tails, [1, 9, None]):
+        options: dict[str, Any] = {"batch_size": size, "lanes": lanes, "tail": tail, "shuffle_buffer": buffer}
+        try:
+            loaders = [wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)]
+        except UsageError:
+            continue
+        tried += 1
+        for epoch in range(2):
+            found = []
+            for loader in loaders:
+                batches = list(loader.epoch(epoch))
+                assert len(batches) == len(loader) == len(loaders[0])
+                for batch in batches:
+                    valid = batch["__valid__"].tolist() if tail == "pad" else [True] * len(batch["__key__"])
+                    for key, number, text, ok in zip(batch["__key__"], batch["cls"], batch["txt"], valid, strict=True):
+                        assert (f"s{int(number):06d}", b"sample " + number) == (key, text)
+                        found += [key] if ok else []
+            assert len(set(found)) == len(found)
+            assert len(found) == (sum(counts) if tail != "drop" else len(loaders[0]) * size * world)
+        for loader in loaders:
+            loader.close()
+    assert tried > 5
+
+
 def test_file_order_without_shuffle(shards: Path) -> None:
     found = [key for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep")) for key in batch]
     assert found == [f"s{i:06d}" for i in range(21)]
