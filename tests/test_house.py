@@ -29,7 +29,7 @@ FLOORS = [
     {"packing.convert", "packing", "workers"},
     {"pipeline"},
     {"loader", "device"},
-    {"streaming", "training.task", "training.models", "training.run"},
+    {"streaming", "mixed", "training.task", "training.models", "training.run"},
     {"training.loop", "training"},
     {"demo", "console"},
     {"cli"},

@@ -463,7 +463,7 @@ def test_to_device_gives_the_same_batches(pictures: Path) -> None:
 
 def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets only grow within a shard, no byte is read twice, a shard is read in as few pieces as its size allows."""
-    samples: list[list[Sample]] = [[(f"s{n}{i:04d}", {"bin": bytes(20_000)}) for i in range(400)] for n in range(3)]
+    samples: list[list[Sample]] = [[(f"s{n}{i:05d}", {"bin": bytes(1400)}) for i in range(5000)] for n in range(3)]
     for n, shard in enumerate(samples):
         write_tar(tmp_path / f"b-{n}.tar", shard)
     reads: list[tuple[str, int, int]] = []
@@ -478,7 +478,7 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, 
     index = wt.index(tmp_path)
     monkeypatch.setattr(LocalFile, "read_into", recorded)
     loader = wt.Loader(index, batch_size=16, tail="keep", shuffle_buffer=200)
-    assert sum(len(batch) for batch in keys(loader)) == 1200
+    assert sum(len(batch) for batch in keys(loader)) == 15_000
     loader.close()
     epoch = []
     for path, offset, length in reads:
@@ -580,6 +580,7 @@ def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> No
         process.send_signal(sent)
         process.wait(20)
         wait_until(lambda: not any(alive(pid) for pid in workers), seconds=20)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "wdstrain"))]
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:

@@ -36,7 +36,7 @@ def test_webdataset_stages_follow_a_stream(shards: Path) -> None:
 def test_a_stream_is_the_loaders_order_epoch_after_epoch(shards: Path) -> None:
     stream = wt.stream(shards, seed=5)
     epochs = [[sample["__key__"] for sample in stream] for _ in range(2)]
-    loader = wt.Loader(shards, batch_size=1, seed=5)
+    loader = wt.Loader(shards, batch_size=64, tail="keep", seed=5)
     assert epochs == [[key for batch in loader for key in batch["__key__"]] for _ in range(2)]
     stream.set_epoch(0)
     assert [sample["__key__"] for sample in stream] == epochs[0]

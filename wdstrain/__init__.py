@@ -18,7 +18,8 @@ from wdstrain.errors import (
 )
 from wdstrain.fields import Example, Field, array, image, json, label, number, text
 from wdstrain.indexing import Index, Label, Shard
-from wdstrain.loader import Loader, mix
+from wdstrain.loader import Loader
+from wdstrain.mixed import mix
 from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
 from wdstrain.streaming import Stream, stream, to_example

@@ -47,7 +47,7 @@ def _jpeg(data: bytes | memoryview) -> Pixels | None:
     """None where libjpeg warns of something, or for colours it does not turn into RGB: then Pillow decides."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-        if colours not in ("YCbCr", "RGB", "Gray", "GRAY") or height * width > MAX_PIXELS:
+        if colours not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
             return None
         pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
         return pixels

@@ -12,9 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,9 +20,8 @@ import torch
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.indexing import Index, join
+from wdstrain.indexing import Index
 from wdstrain.meter import Meter
-from wdstrain.mixing import Mixture
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
@@ -91,7 +88,7 @@ class Loader:
             raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
-        self.index = urls if isinstance(urls, Index) else one_split(open_index(urls, note=_log.warning), urls)
+        self.index = urls if isinstance(urls, Index) else open_shards(urls)
         self.batch_size, self.num_workers = batch_size, num_workers
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
@@ -253,6 +250,11 @@ class Loader:
         )
 
 
+def open_shards(urls: Urls) -> Index:
+    """The index of shards of one split; what a walk over headers costs is told by the logger "wdstrain"."""
+    return one_split(open_index(urls, note=_log.warning), urls)
+
+
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world_size) as given, else as torch.distributed says, else as the environment does, else (0, 1)."""
     if (rank is None) != (world_size is None):
@@ -295,58 +297,3 @@ def _takes_two(transform: Transform) -> bool:
         return False
     needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     return len(needed) == 2
-
-
-class MixedLoader(Loader):
-    """A loader over several sources with fixed shares; see `mix`."""
-
-    def __init__(self, sources: Mapping[str, Index], shares: tuple[Fraction, ...], *words: Any, **options: Any) -> None:
-        self._indexes, self._shares = dict(sources), shares
-        firsts = [0, *accumulate(len(index) for index in sources.values())]
-        self._sources = dict(zip(sources, firsts, strict=False))
-        super().__init__(join(list(sources.values())), *words, **options)
-
-    def _planner(self, **sizes: Any) -> Callable[..., Order]:
-        tail = sizes.pop("tail")
-        if tail != "drop":
-            raise UsageError(f'tail="{tail}": a mixture ends with the first source that cannot fill a step. Use tail="drop".')
-        counts = [index.counts for index in self._indexes.values()]
-        return partial(Mixture, counts=counts, names=list(self._indexes), shares=self._shares, **sizes)
-
-    def _identity(self) -> dict[str, Any]:
-        shares = {name: str(share) for name, share in zip(self._indexes, self._shares, strict=True)}
-        return {**super()._identity(), "shares": shares}
-
-
-def mix(
-    sources: Mapping[str, Urls],
-    fields: Mapping[str, Field] | None = None,
-    transform: Transform | None = None,
-    *,
-    weights: Mapping[str, float] | None = None,
-    **options: Any,
-) -> Loader:
-    """A loader over several sets of shards; each batch says where its samples are from, as "__source__".
-
-    weights: samples of each source relative to the others; default their sizes. At any step each source has given its
-    share within one sample per lane. The epoch ends before the first step that a source cannot fill; nothing is repeated
-    in it. Everything else is as in `Loader`, `options` its keywords; tail is "drop".
-    Raises UsageError for weights that do not fit the sources.
-    """
-    if not sources:
-        raise UsageError("there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}.")
-    indexes = {name: one_split(open_index(urls, note=_log.warning), urls) for name, urls in sources.items()}
-    given = weights if weights is not None else {name: len(index) for name, index in indexes.items()}
-    if set(given) != set(indexes) or min(given.values()) <= 0:
-        raise UsageError(f"weights={dict(given)}: each of the sources {', '.join(indexes)} needs one above 0, and no other.")
-    return MixedLoader(indexes, _shares([given[name] for name in indexes]), fields, transform, **options)
-
-
-def _shares(weights: list[float]) -> tuple[Fraction, ...]:
-    """Weights as fractions of 1 in steps of 1/65536, so that all arithmetic with them is exact."""
-    total = sum(Fraction(weight) for weight in weights)
-    edges = [Fraction(round(65536 * edge / total), 65536) for edge in accumulate(map(Fraction, weights))]
-    shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
-    if min(shares) <= 0:
-        raise UsageError(f"weights={weights}: the smallest is below 1/65536 of all. Raise it, or leave that source away.")
-    return shares

@@ -233,8 +233,8 @@ class Reader:
             self._lock.notify_all()
 
     def _due(self, run: _Run, start: int, stop: int) -> Ints:
-        """Steps that need the places from start on: up to stop, fewer where a block ends."""
-        if not run.due_start <= start < run.due_start + len(run.due):
+        """Steps that need the places [start, stop), computed for a window of places at a time."""
+        if not run.due_start <= start or stop > run.due_start + len(run.due):
             block = max(run.plan.window, 4 * _PIECES)
             run.due_start = start
             run.due = run.plan.due(run.lane, start, min(start + block, run.plan.lane_places(run.lane)))

@@ -21,9 +21,8 @@ from wdstrain.bits import key, uniform
 from wdstrain.errors import SampleError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index
-from wdstrain.loader import Loader, rank_of
+from wdstrain.loader import Loader, open_shards, rank_of
 from wdstrain.memory import Memory
-from wdstrain.opening import one_split, open_index
 from wdstrain.storage import Urls
 
 _BATCH = 64  # samples taken from the pipeline at a time
@@ -75,8 +74,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 def stream(urls: Urls, *, shuffle: bool = True, shuffle_buffer: int | None = None, seed: int = 0) -> Stream:
     """Samples of shards as an iterable stage for `wds.DataPipeline`, or for torch's DataLoader."""
-    index = one_split(open_index(urls), urls)
-    return Stream(index, shuffle=shuffle, shuffle_buffer=shuffle_buffer, seed=seed)
+    return Stream(open_shards(urls), shuffle=shuffle, shuffle_buffer=shuffle_buffer, seed=seed)
 
 
 class ToExample:
