@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -542,6 +544,21 @@ def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int)
         list(1 // 0 for _ in loader)
     loader.close()
     assert not os.path.exists("/dev/shm") or not [name for name in os.listdir("/dev/shm") if "wdstrain" in name]
+
+
+def test_a_forked_child_does_not_end_what_its_parent_started(shards: Path) -> None:
+    wanted = keys(wt.Loader(shards, {"label": wt.label()}, batch_size=4))
+    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=1)
+    batches = iter(loader)
+    found = [next(batches)["__key__"]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside threads
+        child = multiprocessing.get_context("fork").Process(target=loader.close)
+        child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert found + [batch["__key__"] for batch in batches] == wanted
+    loader.close()
 
 
 def run_python(text: str, *words: str) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ workers are forked, so that no thread of ours exists at that time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class Pipeline:
         sources: Mapping[str, int] | None = None,
     ) -> None:
         """sources: the first id of each source of a mixture, in order; batches then say where each sample is from."""
+        self._owner = os.getpid()
         self._index, self._plans = index, plans
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
         raw = fields is None and transform is None  # bytes are taken from the arena by this process itself
@@ -135,7 +137,9 @@ class Pipeline:
         }
 
     def close(self) -> None:
-        """End the reader's thread and the decoders."""
+        """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done."""
+        if os.getpid() != self._owner:
+            return
         self._results = self._at = None
         self._reader.stop()
         self._workers.close()
