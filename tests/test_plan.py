@@ -116,7 +116,8 @@ def test_a_resume_reads_at_most_one_window_before_its_step() -> None:
     for plan in GRID:
         for lane, step in itertools.product(range(plan.lane_count), range(plan.steps)):
             first = plan.first_place(lane, step)
-            start = min(plan.span(lane, step)[0], plan.lane_samples(lane))
+            # the last sample of a lane is what its padding repeats
+            start = min(plan.span(lane, step)[0], max(0, plan.lane_samples(lane) - 1))
             assert start - first < plan.window
             rest = plan.order(lane, start, plan.lane_samples(lane))
             assert len(rest) == 0 or rest.min() >= first, plan

@@ -9,7 +9,6 @@ dropped, as torchvision and ImageFolder do; 16-bit greys keep their high byte; o
 from __future__ import annotations
 
 import io
-import warnings
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,9 @@ def decode_image(data: bytes | memoryview) -> Pixels:
 
 
 def _has_exif(data: bytes | memoryview) -> bool:
-    """Whether a JPEG's leading application segments hold EXIF, and so perhaps an orientation."""
+    """Whether a JPEG's leading application and comment segments hold EXIF, and so perhaps an orientation."""
     at = 2
-    while at + 10 <= len(data) and data[at] == 0xFF and 0xE0 <= data[at + 1] <= 0xEF:
+    while at + 10 <= len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
         if data[at + 1] == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
             return True
         at += 2 + (data[at + 2] << 8 | data[at + 3])
@@ -57,19 +56,17 @@ def _jpeg(data: bytes | memoryview) -> Pixels | None:
 
 def _pillow(data: bytes | memoryview) -> Pixels:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata; what matters raises
-            with Image.open(io.BytesIO(data)) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
-                image.load()
-                upright = ImageOps.exif_transpose(image)
-                if upright.mode.startswith("I"):
-                    grey = np.asarray(upright)
-                    upright = Image.fromarray((np.clip(grey, 0, 65535) >> 8).astype(np.uint8))
-                elif upright.mode in ("P", "PA", "LA"):
-                    upright = upright.convert("RGBA")
-                return np.array(upright.convert("RGB"))
+        with Image.open(io.BytesIO(data)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):
+                grey = np.asarray(upright)
+                upright = Image.fromarray((np.clip(grey, 0, 65535) >> 8).astype(np.uint8))
+            elif upright.mode in ("P", "PA", "LA"):
+                upright = upright.convert("RGBA")
+            return np.array(upright.convert("RGB"))
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsers meet

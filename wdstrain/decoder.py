@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,8 @@ Transform = Callable[..., Any]
 class Task(NamedTuple):
     """One batch to decode: b samples with m members in all.
 
-    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena. keys are sent
-    only where a transform sees them.
+    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena; crc: uint32[m]
+    of those bytes as they were packed, or empty where nobody knows. keys are sent only where a transform sees them.
     """
 
     clock: int
@@ -42,6 +43,7 @@ class Task(NamedTuple):
     field: npt.NDArray[np.uint16]
     offset: Ints
     size: Ints
+    crc: npt.NDArray[np.uint32]
     keys: tuple[str, ...]
 
 
@@ -92,15 +94,17 @@ class Decoder:
         if self._transform is not None:
             values, bad = self._transformed(task, own_process)
         elif self._fields is None:
-            values, bad = self._bytes(task), []
+            values, bad = self._bytes(task)
         else:
             values, bad = self._read_fields(task)
         return Result(task.clock, task.slot, values, bad, time.perf_counter() - begun)
 
-    def _bytes(self, task: Task) -> dict[str, Any]:
+    def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         """Each field as a list of bytes, None where a sample lacks it."""
-        rows = [self._members(task, row) for row in range(len(task.ids))]
-        return {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
+        bad: list[Bad] = []
+        rows = [self._members(task, row, bad) for row in range(len(task.ids))]
+        found = {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
+        return found, self._substitute(bad, len(rows), list(found.values()))
 
     def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         assert self._fields is not None
@@ -109,7 +113,10 @@ class Decoder:
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         bad: list[Bad] = []
         for row in range(len(task.ids)):
-            members = self._members(task, row)
+            damaged = len(bad)
+            members = self._members(task, row, bad)
+            if len(bad) > damaged:
+                continue
             for name, field in self._fields.items():
                 found = next((one for one in field.names if one in members), None)
                 try:
@@ -131,7 +138,10 @@ class Decoder:
         bad: list[Bad] = []
         for row in range(len(task.ids)):
             sample: dict[str, Any] = {"__key__": task.keys[row]}
-            sample |= {name: bytes(data) for name, data in self._members(task, row).items()}
+            damaged = len(bad)
+            sample |= {name: bytes(data) for name, data in self._members(task, row, bad).items()}
+            if len(bad) > damaged:
+                continue
             word = key("sample", self._seed, task.epoch, int(task.ids[row]))
             if own_process:  # in threads the global generators are shared and are left alone
                 random.seed(word)
@@ -140,6 +150,8 @@ class Decoder:
             try:
                 rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
                 examples[row] = self._transform(sample, *rng)
+                if not isinstance(examples[row], Mapping):
+                    raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
         bad = self._substitute(bad, len(task.ids), [examples])
@@ -149,7 +161,7 @@ class Decoder:
             collated = default_collate(examples)
         except Exception as error:
             return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")]
-        return (collated if isinstance(collated, dict) else {"example": collated}), bad
+        return dict(collated), bad
 
     def _substitute(self, bad: list[Bad], rows: int, columns: list[Any]) -> list[Bad]:
         """Put good samples of the batch in the places of bad ones, if that is asked for and there is a good one.
@@ -168,11 +180,15 @@ class Decoder:
             done.append(one._replace(donor=donor))
         return done
 
-    def _members(self, task: Task, row: int) -> dict[str, memoryview]:
+    def _members(self, task: Task, row: int, bad: list[Bad]) -> dict[str, memoryview]:
+        """The bytes of a sample by field. One whose checksum is not the one it was packed with is added to `bad`."""
         view, found = self._arena.view, {}
         for m in range(task.first[row], task.first[row + 1]):
-            offset = int(task.offset[m])
-            found[self._names[task.field[m]]] = view[offset : offset + int(task.size[m])]
+            offset, name = int(task.offset[m]), self._names[task.field[m]]
+            found[name] = view[offset : offset + int(task.size[m])]
+            if len(task.crc) and crc32(found[name]) != task.crc[m]:
+                bad.append(Bad(row, name, "its bytes are not those that were packed (crc32)"))
+                break
         return found
 
 
@@ -184,5 +200,10 @@ def _gather(values: list[Any]) -> Any:
     """A tensor where all values are arrays of one shape and kind, else the list."""
     first = values[0]
     if isinstance(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
-        return torch.from_numpy(np.stack(values))
-    return [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in values]
+        return _tensor(np.stack(values))
+    return [_tensor(value) for value in values]
+
+
+def _tensor(value: Any) -> Any:
+    """Arrays as tensors, but for those of a kind that torch has not (text, times)."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
+from wdstrain.errors import UsageError
+
 Batch = dict[str, Any]
 
 
 def to_device(batches: Iterable[Batch], device: str | torch.device) -> Iterator[Batch]:
     """The same batches with their tensors on `device`, one copied ahead. Lists and other values stay as they are."""
     where = torch.device(device)
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={str(device)!r}: torch finds no CUDA device here. Use cpu.")
     return _streamed(batches, where) if where.type == "cuda" else (_moved(batch, where) for batch in batches)
 
 

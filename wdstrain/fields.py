@@ -137,11 +137,13 @@ def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | No
     region in the middle with the asked shape is resized. EXIF orientation is applied.
     """
     sides = (size, size) if isinstance(size, int) else size
+    if sides is not None and not (
+        isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
+    ):
+        raise UsageError(f"size={size!r} is no size. Give a side in pixels, or (height, width).")
     varied = Augment.parse(augment)
     if sides is None and varied.rrc:
         raise UsageError(f"augment={augment!r} cuts regions and needs a size. Give for example size=224.")
-    if sides is not None and min(sides) < 1:
-        raise UsageError(f"size={size}: a side is at least one pixel.")
     return Image(_names(names), sides, varied)
 
 
@@ -186,7 +188,8 @@ def _scalar(data: memoryview, column: str | None) -> Any:
         return text
     document = json_module.loads(text)
     if not isinstance(document, dict) or column not in document:
-        raise SampleError(f"no entry {column!r} in {text[:80]!r}")
+        has = ", ".join(document) if isinstance(document, dict) else type(document).__name__
+        raise SampleError(f"it has no entry {column!r}, but {has}")
     return document[column]
 
 

@@ -62,13 +62,13 @@ def load(path: str, *, base: str | None = None) -> Index:
     """Read an index.json and map the offsets beside it. `base`: the folder of the shards, if they lie elsewhere."""
     folder = os.path.dirname(path)
     document = read_document(path)
-    ours = document["wdstrain"]
     try:
+        ours = document["wdstrain"]
         index = Index(
             shards=tuple(
                 Shard(
                     _beside(folder if base is None else base, row["url"]),
-                    int(row["nsamples"]),
+                    _size(row["nsamples"]),
                     int(row["filesize"]),
                     row["split"],
                     row["sha256"],
@@ -78,9 +78,9 @@ def load(path: str, *, base: str | None = None) -> Index:
             fields=tuple(map(str, ours["fields"])),
             table=_map(os.path.join(folder, BIN_NAME), ours["id"]),
             labels=labels_of(document),
-            info=ours["info"],
+            info=dict(ours["info"]),
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise _no_index(path, error) from error
     except OSError as error:
         raise ShardError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
@@ -108,10 +108,20 @@ def read_document(path: str) -> dict[str, Any]:
             document: dict[str, Any] = json.load(file)
         labels_of(document)
         return document
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _no_index(path, error) from error
     except OSError as error:
         raise ShardError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def is_ours(path: str) -> bool:
+    """Whether an index.json says where its offsets are; False for another tool's list of shards."""
+    try:
+        with open(path, "rb") as file:
+            document = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return True  # unreadable or damaged: whoever reads it says so
+    return not (isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document)
 
 
 def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
@@ -147,6 +157,12 @@ def _beside(folder: str, name: str) -> str:
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise ValueError(f"a shard named {name!r}; shards lie beside their index")
     return os.path.join(folder, name)
+
+
+def _size(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is no size")
+    return value
 
 
 def _map(path: str, wanted: str) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -93,6 +94,8 @@ class Loader:
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
         _check_fields(self.index, fields)
+        if multiprocessing_context not in (None, *get_args(Context)):
+            raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
         if num_workers:
             check_travels(fields, transform, multiprocessing_context)
         make = self._planner(
@@ -139,7 +142,7 @@ class Loader:
         return self.plan(0).steps
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self._start = self._start, None
+        start = self._start
         if start is None:  # every `for` is the next epoch, also after a `break`
             start = (0, 0) if self._position is None else (self._position[0] + (self._position[1] > 0), 0)
         return self.epoch(start[0], start=start[1])
@@ -151,14 +154,16 @@ class Loader:
         return self._batches(self.plan(number), start)
 
     def set_epoch(self, number: int) -> None:
-        """The next `for` is this epoch."""
-        self._start = (number, 0)
+        """The next `for` is this epoch; of a loaded state that lies in it, the rest."""
+        if self._start is None or self._start[0] != number:
+            self._start = (number, 0)
 
     def _batches(self, plan: Order, start: int) -> Iterator[dict[str, Any]]:
         if self._pipeline is None:
             self._pipeline = self._new_pipeline()
-            self._end = weakref.finalize(self, self._pipeline.close)
+            self._end = weakref.finalize(self, _end, self._pipeline)
         pipeline = self._pipeline
+        self._start = None
         pipeline.seek(plan.epoch, start)
         meter = self._meter = Meter(epoch=plan.epoch, left_out=plan.left_out, decoders=pipeline.decoders)
         self._position = (plan.epoch, start)
@@ -215,7 +220,10 @@ class Loader:
             raise UsageError(
                 f"this state belongs to another order: {'; '.join(differing)}. Use the same values, or start anew."
             )
-        self._start = (int(state["epoch"]), int(state["step"]))
+        epoch, step = state.get("epoch"), state.get("step")
+        if not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and 0 <= step < len(self)):
+            raise UsageError(f"epoch={epoch!r}, step={step!r} of this state is no position in an epoch of {len(self)} steps.")
+        self._start = (epoch, step)
 
     def _identity(self) -> dict[str, Any]:
         """All that the order depends on."""
@@ -250,6 +258,14 @@ class Loader:
         )
 
 
+def _end(pipeline: Pipeline) -> None:
+    """Close a pipeline; from another thread if the collector runs this in one of its own, which cannot wait for itself."""
+    if threading.current_thread().name.startswith("wdstrain-"):
+        threading.Thread(target=pipeline.close, daemon=True).start()
+    else:
+        pipeline.close()
+
+
 def open_shards(urls: Urls) -> Index:
     """The index of shards of one split; what a walk over headers costs is told by the logger "wdstrain"."""
     return one_split(open_index(urls, note=_log.warning), urls)
@@ -263,10 +279,17 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
-            rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+            rank, world_size = _environment("RANK", 0), _environment("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank={rank} is not one of {world_size} ranks, which count from 0.")
     return rank, world_size
+
+
+def _environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit():
+        raise UsageError(f"{name}={text!r} in the environment is no number. Unset it, or give rank and world_size.")
+    return int(text)
 
 
 def _mean_bytes(index: Index) -> float:
@@ -283,7 +306,11 @@ def _buffer(index: Index, asked: int | None, lanes: int) -> int:
 
 
 def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
+    if fields is not None and not isinstance(fields, Mapping):
+        raise UsageError(f"fields={fields!r} is no dict. Write for example fields={{'image': wt.image(size=64)}}.")
     for name, field in (fields or {}).items():
+        if isinstance(field, type) or not all(hasattr(field, part) for part in ("names", "example", "read")):
+            raise UsageError(f"field {name!r} is {field!r}, which is no field. Write for example wt.image('jpg', size=64).")
         if not any(one in index.fields for one in field.names):
             wanted, found = ", ".join(field.names), ", ".join(index.fields)
             raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from itertools import groupby
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.index_files import check_sizes, labels_of, load, read_document, save_index, scan
+from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
 from wdstrain.storage import INDEX_NAME, Urls, check_finished, expand
 
@@ -36,15 +37,22 @@ def open_index(urls: Urls, *, note: Note | None = None) -> Index:
     """
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
-    for (folder, is_index), paths in groupby(expand(urls), key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
+    listed = expand(urls)
+    for (folder, is_index), paths in groupby(listed, key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
         check_finished(folder)
-        if is_index:
+        if is_index and is_ours(os.path.join(folder, INDEX_NAME)):
             parts += [_checked(load(path)) for path in paths]
             continue
-        for listed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
+        if is_index:  # an index of somebody else's: the shards beside it speak for themselves
+            paths = iter(tars_of(folder))
+        for known_to_us, group in groupby(paths, key=lambda path: _number(path, known) is not None):
             run = list(group)
-            parts.append(_picked(run, known) if listed else _walked(run, note))
-    return join(parts)
+            parts.append(_picked(run, known) if known_to_us else _walked(run, note))
+    index = join(parts)
+    twice = [name for name, count in Counter(shard.path for shard in index.shards).items() if count > 1]
+    if twice:
+        raise UsageError(f"{twice[0]} is named twice, so its samples would come twice. Name each shard once.")
+    return index
 
 
 def one_of(path: str) -> Index | None:
@@ -55,37 +63,50 @@ def one_of(path: str) -> Index | None:
 
 
 def make_index(urls: Urls) -> Index:
-    """Index the shards of one folder as they are now, and write the index beside them.
+    """Index all shards of the folder that `urls` lie in as they are now, and write the index beside them.
 
     Only headers are read. Splits, labels and provenance of an index that lies there
     are kept, and the checksums of shards whose samples lie where they lay. Raises UsageError for shards
     of several folders or a folder without shards, ShardError for a shard that is cut or damaged.
     """
-    paths = [path for path in expand(urls) if not path.endswith(".json")]
-    for path in (path for path in expand(urls) if path.endswith(".json")):
-        paths += sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "*.tar")))
-    folders = {os.path.dirname(path) for path in paths}
+    folders = {os.path.dirname(path) for path in expand(urls)}
     if len(folders) != 1:
         raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
     folder = folders.pop()
     check_finished(folder)
+    paths = tars_of(folder)
+    if not paths:
+        raise UsageError(f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards.")
     index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
-    if os.path.exists(beside):
+    if os.path.exists(beside) and is_ours(beside):
         index = _kept(index, beside)
     save_index(index, folder)
     return index
 
 
 def one_split(index: Index, urls: Urls) -> Index:
-    """The index itself, unless it mixes splits: then UsageError, because training data must not swallow the rest."""
-    if len(index.splits) > 1 and isinstance(urls, (str, os.PathLike)):
-        folder = os.path.dirname(index.shards[0].path) or "."
-        choices = ", ".join(f"{folder}/{split}-*.tar" for split in index.splits)
-        raise UsageError(f"{os.fspath(urls)} holds several splits: {', '.join(index.splits)}. Name one of: {choices}")
+    """The index itself, unless one address alone means several splits: training data must not swallow the rest.
+
+    Raises UsageError naming the addresses of the splits.
+    """
+    for address in [urls] if isinstance(urls, (str, os.PathLike)) else list(urls):
+        meant = set(expand(address))
+        folders = {os.path.dirname(path) for path in meant if path.endswith(".json")}
+        mine = [s for s in index.shards if s.path in meant or os.path.dirname(s.path) in folders]
+        splits = list(dict.fromkeys(shard.split for shard in mine))
+        if len(splits) > 1:
+            folder = os.path.dirname(mine[0].path) or "."
+            choices = ", ".join(f"{folder}/{split}-*.tar" for split in splits)
+            raise UsageError(f"{os.fspath(address)} holds several splits: {', '.join(splits)}. Name one of: {choices}")
     return index
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def tars_of(folder: str) -> list[str]:
+    """The tars of a folder, in name order."""
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
 
 def _number(path: str, known: dict[str, Index | None]) -> int | None:
@@ -93,7 +114,7 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
     folder, name = os.path.split(path)
     if folder not in known:
         beside = os.path.join(folder, INDEX_NAME)
-        known[folder] = load(beside) if os.path.exists(beside) else None
+        known[folder] = load(beside) if os.path.exists(beside) and is_ours(beside) else None
     index = known[folder]
     return index.numbers.get(name) if index is not None else None
 

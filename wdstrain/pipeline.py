@@ -178,6 +178,7 @@ class Pipeline:
             field=table.member_field[rows],
             offset=batch.offset[of] + table.member_offset[rows] - table.start[batch.ids[of]],
             size=table.member_size[rows],
+            crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
             keys=tuple(self._index.key(i) for i in batch.ids.tolist()) if self._sends_keys else (),
         )
 

@@ -228,7 +228,8 @@ class Plan:
 
     def first_place(self, lane: int, step: int) -> int:
         """The first place to read when the epoch is entered at `step`: at most one window before it."""
-        return max(0, min(self.span(lane, step)[0], self.lane_samples(lane)) - self.window + 1)
+        last = max(0, self.lane_samples(lane) - 1)  # what padding repeats is needed however late the step is
+        return max(0, min(self.span(lane, step)[0], last) - self.window + 1)
 
     def ids(self, lane: int, places: Ints) -> Ints:
         """Sample ids (numbers in the whole data set, in index order) at these places of a lane. int64, as `places`."""

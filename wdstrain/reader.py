@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.arena import Arena
 from wdstrain.errors import WdstrainError
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
 
     ids: Ints
     offset: Ints
-    valid: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    valid: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -69,13 +70,14 @@ class Reader:
         self._index, self._plans, self._rank = index, plans, rank
         plan, table = plans(0), index.table
         extents = table.stop - table.start
-        largest, total = int(extents.max()), int(extents.sum())
+        largest, total = int(np.max(extents)), int(np.sum(extents))
         lanes = len(plan.lanes_of(rank))
-        self._ahead = max(plan.quota, _PIECES, ahead // max(1, total // plan.samples) // lanes)
-        self._ring = plan.window + self._ahead + 2 * _PIECES + plan.quota
         longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
-        self._bucket = max(1, min(plan.window, longest) // (plan.quota * _BUCKETS))
-        buckets = _BUCKETS + 3 + (self._ahead // plan.quota + in_flight) // self._bucket
+        mean = max(1, total // max(1, plan.samples))
+        self._ahead = max(1, min(ahead // mean // lanes, longest))
+        self._ring = min(plan.window, longest) + self._ahead + 2 * _PIECES + plan.quota
+        self._bucket = max(1, (min(plan.window, longest) + self._ahead) // (plan.quota * _BUCKETS))
+        buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
         self._scratch = memoryview(bytearray(READ_BYTES))
@@ -125,7 +127,7 @@ class Reader:
         places = [plan.order(run.lane, *span) for run, span in zip(runs, spans, strict=True)]
         with self._lock:
             for run, wanted in zip(runs, places, strict=True):
-                run.needed = max(run.needed, int(wanted.max()) + 1 if len(wanted) else 0)
+                run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
             self._lock.notify_all()
             self._lock.wait_for(lambda: all(run.read >= run.needed for run in runs) or self._error is not None)
             if any(run.read < run.needed for run in runs):

@@ -107,7 +107,7 @@ class LocalFile:
                 missing = sum(len(piece) for piece in todo[first:])
                 raise ShardError(
                     f"{self.path} ends at offset {offset}, {missing} bytes before the index says; it changed since it was "
-                    f"indexed. Copy it again, or run: wdstrain index {self.path}"
+                    f"indexed. Copy it again, or accept it as it is: wdstrain index {os.path.dirname(self.path) or '.'}"
                 )
             offset += count
             while first < len(todo) and count >= len(todo[first]):

@@ -24,6 +24,7 @@ BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
+_RECORD = 1 << 20  # tar fills up its last record with zeros: 10 KiB as a rule, 1 MiB with a large blocking factor
 _EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
 _SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
@@ -127,6 +128,7 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
     """
     walk = walk or Walk()
     seen: set[str] = set()
+    named: set[str] = set()
     current: Sample | None = None
     for name, start, data, length in _members(read, size, shard, walk):
         parts = split_name(name)
@@ -137,8 +139,9 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
         key, field_name = parts
         stop = data + length + padding(length)
         if current is not None and current.key == key:
-            if any(field_name == other for other, _, _ in current.fields):
+            if field_name in named:
                 raise ShardError(f"{shard} holds two members named '{name}', the second at offset {start}. Repack it.")
+            named.add(field_name)
             current.fields.append((field_name, data, length))
             current = current._replace(stop=stop)
             continue
@@ -150,6 +153,7 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
                 f"a sample must be adjacent. Repack it from a sorted list."
             )
         seen.add(key)
+        named = {field_name}
         current = Sample(key, start, stop, [(field_name, data, length)])
     if current is not None:
         yield current
@@ -173,6 +177,11 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
                 raise ShardError(f"{shard} gave {len(window)} bytes at offset {offset} where {BLOCK} were promised.")
         block = bytes(window[offset - base : offset - base + BLOCK])
         if not block[0] and block == bytes(BLOCK):
+            if size - offset < 2 * BLOCK or bytes(read(offset, 2 * BLOCK)) != END:
+                raise ShardError(
+                    f"{shard} has a zero block at offset {offset} that is not the end: it is damaged. Copy it again."
+                )
+            _only_zeros(read, offset, size, shard)
             if start is not None:
                 raise ShardError(f"{shard} ends at offset {offset} after an extension header without its member. Repack it.")
             return
@@ -200,6 +209,17 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
             walk.ignore("a directory" if kind == b"5" or name.endswith("/") else "a link or device")
             length = 0 if kind in b"123456" else length
         offset, start, extra = data + length + padding(length), None, _Extra()
+
+
+def _only_zeros(read: Read, offset: int, size: int, shard: str) -> None:
+    """After the end marker nothing but zeros may follow: tars one after another, or a shard zeroed in part, are refused."""
+    if size - offset > _RECORD:
+        raise ShardError(
+            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does; {_RECORD} are the most that tar "
+            f"adds. It is damaged, or several tars in one. Pack it again."
+        )
+    if any(bytes(read(offset, size - offset))):
+        raise ShardError(f"{shard} holds something after its end at offset {offset}: several tars in one? Pack it again.")
 
 
 @dataclass

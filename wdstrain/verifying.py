@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from wdstrain.errors import WdstrainError
-from wdstrain.index_files import load
+from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index, Table
-from wdstrain.opening import one_of
+from wdstrain.opening import one_of, tars_of
 from wdstrain.storage import LocalFile, Urls, check_finished, expand, open_source
 from wdstrain.tar import samples
 
@@ -49,13 +49,18 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
     for path in expand(urls):
         try:
             check_finished(os.path.dirname(path))
-            if path.endswith(".json"):
+            if path.endswith(".json") and not is_ours(path):
+                todo += [(tar, None) for tar in tars_of(os.path.dirname(path))]
+            elif not path.endswith(".json"):
+                todo.append((path, one_of(path)))
+            else:
                 index = load(path)
                 todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
-            else:
-                todo.append((path, one_of(path)))
+                listed = {shard.path for shard in index.shards}
+                others = [tar for tar in tars_of(os.path.dirname(path)) if tar not in listed]
+                result.findings += [f"{tar} lies beside the index, which does not list it." for tar in others]
         except WdstrainError as error:
-            result.findings.append(str(error))
+            result.findings += [str(error)] if str(error) not in result.findings else []
     for path, promised in todo:
         result.findings += _verify_shard(path, promised, result)
         result.shards += 1
@@ -75,7 +80,7 @@ def _verify_shard(path: str, promised: Index | None, result: Verification) -> li
                 findings += _checksums(source, promised)
             found = list(samples(source.read, source.size, path))
     except WdstrainError as error:
-        return [*findings, str(error)]
+        return [*(one for one in findings if "every field is as packed" not in one), str(error)]
     result.samples += len(found)
     if promised is None:
         result.unindexed += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from wdstrain.decoder import Decoder, Result, Task
+from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import UsageError, WdstrainError
 
 PREFETCH = 2  # batches in flight per worker
@@ -62,7 +63,7 @@ class Threads:
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; what an earlier stream left in flight is waited for and dropped."""
         self._drop()
-        self._pool = self._pool or ThreadPoolExecutor(self.count, "wdstrain-decoder", initializer=_one_thread)
+        self._pool = self._pool or _pool(self.count)
         while True:
             while len(self._futures) < in_flight(0):
                 self._futures.append(self._pool.submit(self._decoder, next(tasks)))
@@ -112,14 +113,15 @@ class Processes:
             collate_fn=_as_it_is,
             worker_init_fn=_leave_interrupts,
             multiprocessing_context=context,
+            generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
-        self._iterator: Iterator[Result] | None = None
+        self._iterator: Iterator[bytes] | None = None
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
         try:
             self._iterator = self._start(tasks)
-            yield from self._iterator
+            yield from map(pickle.loads, self._iterator)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -128,7 +130,7 @@ class Processes:
                 f"lower num_workers or batch_size; dmesg tells."
             ) from error
 
-    def _start(self, tasks: Iterator[Task]) -> Iterator[Result]:
+    def _start(self, tasks: Iterator[Task]) -> Iterator[bytes]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
         others = set(multiprocessing.active_children())
         waiting = _Interrupts()
@@ -190,14 +192,22 @@ class _Stream:
         return self.tasks
 
 
-class _Remote(Dataset[Result]):
-    """The DataLoader's data set: `remote[task]` decodes it."""
+class _Remote(Dataset[bytes]):
+    """The DataLoader's data set: `remote[task]` decodes it.
+
+    Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def __getitem__(self, task: Task) -> Result:
-        return self._decoder(task, own_process=True)
+    def __getitem__(self, task: Task) -> bytes:
+        result = self._decoder(task, own_process=True)
+        try:
+            return bytes(ForkingPickler.dumps(result))
+        except Exception as error:  # what pickling raises depends on the object
+            reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
+            return bytes(ForkingPickler.dumps(result._replace(values={}, bad=[Bad(0, "", reason)])))
 
 
 def _as_it_is(value: Any) -> Any:
@@ -209,6 +219,17 @@ def _leave_interrupts(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _one_thread() -> None:
-    """A decoder thread resizes on its own core; torch's own threads would only get in the way."""
-    torch.set_num_threads(1)
+def _pool(count: int) -> ThreadPoolExecutor:
+    """Threads in which torch computes on one core, theirs.
+
+    torch.set_num_threads is for the calling thread, and for all that have not computed yet: so the caller's own number is
+    fixed before, and put back for later threads when all of ours have theirs.
+    """
+    threads = torch.get_num_threads()
+    ready = threading.Barrier(count + 1)
+    pool = ThreadPoolExecutor(count, "wdstrain-decoder", initializer=torch.set_num_threads, initargs=(1,))
+    for _ in range(count):
+        pool.submit(ready.wait)
+    ready.wait()
+    torch.set_num_threads(threads)
+    return pool
