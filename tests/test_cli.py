@@ -63,7 +63,7 @@ def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, 
     ("words", "status", "sentence"),
     [
         (["convert", "folder", "absent", "out"], 1, "absent: there is no such folder"),
-        (["convert", "folder", "empty", "out"], 1, "empty holds 0 pictures and no class folders"),
+        (["convert", "folder", "empty", "out"], 1, "empty holds no pictures"),
         (["convert", "folder", "photos/cat", "out"], 1, "photos/cat holds 20 pictures and no class folders"),
         (["convert", "table", "absent.csv", "out", "--image", "f"], 1, "absent.csv cannot be read"),
         (["convert", "table", "log.csv", "out", "--image", "f"], 2, "log.csv has no column 'f'. Its columns are: file, n"),
@@ -137,7 +137,7 @@ def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path: Path) ->
         "2",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: (tmp_path / "out").exists() and len(list((tmp_path / "out").glob("*.tar"))) > 3, process)
+        wait_for(lambda: len(list((tmp_path / "out" / ".unfinished").glob("*.tar"))) > 3, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130
@@ -151,7 +151,7 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for(lambda: out.exists() and len(list(out.glob("*.tar"))) > 3, process)
+        wait_for(lambda: len(list((out / ".unfinished").glob("*.tar"))) > 3, process)
         process.kill()
     assert main(["info", str(out)]) == 1
     assert "a conversion into this folder was not finished" in capsys.readouterr().err

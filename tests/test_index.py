@@ -158,7 +158,7 @@ def test_a_cut_shard_without_an_index_is_refused(shards: Path) -> None:
 
 
 def test_a_folder_that_is_being_filled_is_refused(shards: Path) -> None:
-    (shards / ".unfinished").write_text("[]")
+    (shards / ".swapping").mkdir()
     for urls in (shards, shards / "part-000.tar"):
         with pytest.raises(ShardError, match="not finished"):
             open_index(urls)

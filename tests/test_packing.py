@@ -129,7 +129,7 @@ def test_keys_are_never_paths_that_climb() -> None:
         "a/x",
         "a/x-2",
         "_",
-        "__x___",
+        "__x__",
     ]
 
 
@@ -230,7 +230,7 @@ def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path:
     ("make", "words"),
     [
         (lambda folder: folder / "absent", "there is no such folder"),
-        (lambda folder: folder, "holds 0 pictures and no class folders"),
+        (lambda folder: folder, "holds no pictures .found: nothing"),
         (lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a", "holds 2 pictures and no class folders.*--flat"),
         (lambda folder: (folder / "c").mkdir() or folder, "holds no pictures .found: nothing"),
     ],
@@ -251,7 +251,7 @@ def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[P
         ("file,n", ["IMG/0.png,1", "IMG/zzz.png,1"], "row 3: the picture 'IMG/zzz.png' is not there"),
         ("file,n", ["IMG/0.png,1", "IMG/1.png"], "row 3 has 1 cells, the header 2"),
         ("file,n", ["IMG/0.png,1", "IMG/1.png,"], "row 3: the label column 'n' is empty"),
-        ("file,n", [], "a header and at least one row are needed"),
+        ("file,n", [], "header and at least one row are needed"),
         ("file,file", ["IMG/0.png,1"], "names a column twice"),
     ],
 )

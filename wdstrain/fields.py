@@ -77,9 +77,11 @@ class Label:
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
         value = _scalar(data, self.column)
-        named = isinstance(value, str) and value in self.classes
+        # a number is the class's number, also where classes have numbers for names
+        number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes))
+        named = not number and str(value) in self.classes
         assert out is not None
-        out[()] = self.classes.index(value) if named else _whole(value, self.classes)
+        out[()] = self.classes.index(str(value)) if named else _whole(value, self.classes)
 
 
 @dataclass(frozen=True)

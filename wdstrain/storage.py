@@ -21,7 +21,8 @@ from wdstrain.errors import ShardError, StorageError, UsageError
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 INDEX_NAME = "index.json"
-UNFINISHED = ".unfinished"  # lies in a folder while a conversion fills it
+UNFINISHED = ".unfinished"  # the stage of a conversion, in the folder it will fill
+SWAPPING = ".swapping"  # the stage while its shards are put in place
 
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
 _IOV_MAX = 1024  # Linux: most pieces one preadv takes
@@ -68,13 +69,15 @@ def _expand_folder(path: Path) -> list[str]:
         return [str(path / INDEX_NAME)]
     found = sorted(str(one) for one in path.glob("*.tar"))
     if not found:
+        if (path / UNFINISHED).exists():
+            raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --overwrite.")
         raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
     return found
 
 
 def check_finished(folder: str) -> None:
-    """Raise ShardError if a conversion into this folder has not come to its end."""
-    if os.path.exists(os.path.join(folder, UNFINISHED)):
+    """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
+    if os.path.exists(os.path.join(folder, SWAPPING)):
         raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --overwrite.")
 
 

@@ -1,9 +1,9 @@
 """Items to a folder of shards and their index.
 
 The plan comes first: order by a seeded hash of the key, split by another, shard boundaries by count and bytes. It depends
-on the list alone, so any number of jobs gives the same bytes. While shards are written a marker lies in the folder and
-readers refuse it; the index is written last and the marker goes. What fails is taken back, so that nothing half-made looks
-whole.
+on the list alone, so any number of jobs gives the same bytes. Shards and index are written on a stage, a hidden folder in
+the output, and put in place together when all is whole: a conversion that fails or is killed leaves what was there before,
+and nothing half-made is ever where a reader looks.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 
 import numpy as np
 
 from wdstrain import bits
-from wdstrain.errors import SourceError, StorageError, UsageError
-from wdstrain.index_files import BIN_NAME, save_index
+from wdstrain.errors import SourceError, StorageError, UsageError, WdstrainError
+from wdstrain.index_files import BIN_NAME, read_document, save_index
 from wdstrain.indexing import Index, join
 from wdstrain.packing.listing import Item, Listing, file_size
 from wdstrain.packing.shard import item_size, write_shard
-from wdstrain.storage import INDEX_NAME, UNFINISHED, sync_folder, write_whole
+from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, sync_folder, write_whole
+
+_NAMES = "names.json"  # on the stage: what the exchange removes and brings
 
 Progress = Callable[[int, int, int], None]  # samples written, samples in all, bytes written
 
@@ -59,7 +65,7 @@ class Options:
 class _Piece:
     """A shard to be written."""
 
-    path: str
+    name: str
     split: str
     items: list[Item]
 
@@ -68,14 +74,17 @@ def convert(listing: Listing, out: str, options: Options, progress: Progress | N
     """Pack what is listed into `out`. Returns the index that was written.
 
     Raises UsageError if `out` is in use and overwriting was not asked for; SourceError and StorageError for input and
-    output that fail. Then what was written is gone again.
+    output that fail. Then what was written is gone again, and what was there before is there still.
     """
-    pieces = list(_pieces(listing, out, options))
-    made = _occupy(out, pieces, options.overwrite)
+    if listing.root is not None and _lies_in(out, listing.root):
+        raise UsageError(f"{out} lies in {listing.root}, which is being converted. Put the shards into another folder.")
+    pieces = list(_pieces(listing, options))
+    made = _occupy(out, options.overwrite)
+    stage = os.path.join(out, UNFINISHED)
     total, samples, written = sum(len(piece.items) for piece in pieces), 0, 0
     parts = []
     try:
-        for part in _written(pieces, options.jobs):
+        for part in _written(pieces, stage, options.jobs):
             parts.append(part)
             samples, written = samples + len(part), written + part.shards[0].bytes
             if progress:
@@ -84,19 +93,21 @@ def convert(listing: Listing, out: str, options: Options, progress: Progress | N
             raise SourceError(f"{total} samples were listed and {samples} written.")
         info = {"source": listing.source, "seed": options.seed, "shuffle": options.shuffle, "ignored": listing.ignored}
         index = replace(join(parts), labels=listing.labels, info=info)
-        save_index(index, out)
-        os.unlink(os.path.join(out, UNFINISHED))
+        save_index(index, stage)
     except BaseException:
-        _take_back(out, pieces, made)
+        shutil.rmtree(stage, ignore_errors=True)
+        if made:
+            with suppress(OSError):
+                os.rmdir(out)
         raise
-    sync_folder(out)
-    return index
+    _put_in_place(out, [piece.name for piece in pieces])
+    return replace(index, shards=tuple(replace(shard, path=os.path.join(out, shard.name)) for shard in index.shards))
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _pieces(listing: Listing, out: str, options: Options) -> Iterator[_Piece]:
+def _pieces(listing: Listing, options: Options) -> Iterator[_Piece]:
     items = listing.items
     if options.split and any(item.split for item in items):
         raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
@@ -111,7 +122,7 @@ def _pieces(listing: Listing, out: str, options: Options) -> Iterator[_Piece]:
         if not mine:
             raise UsageError(f"the split '{split}' gets none of {len(items)} samples. Give it a larger share, or more samples.")
         for number, group in enumerate(_groups(mine, options)):
-            yield _Piece(os.path.join(out, f"{split}-{number:06d}.tar"), split, group)
+            yield _Piece(f"{split}-{number:06d}.tar", split, group)
 
 
 def _split(key: str, options: Options) -> str:
@@ -139,66 +150,87 @@ def _groups(items: list[Item], options: Options) -> Iterator[list[Item]]:
 # --- the folder ------------------------------------------------------------------------------------------------------
 
 
-def _occupy(out: str, pieces: list[_Piece], overwrite: bool) -> bool:
-    """Make the folder ours: marked as unfinished, without what an earlier conversion left. True if it was made now."""
+def _lies_in(path: str, folder: str) -> bool:
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    return real == root or real.startswith(os.path.join(root, ""))
+
+
+def _occupy(out: str, overwrite: bool) -> bool:
+    """Make an empty stage in the folder. True if the folder was made now."""
     made = not os.path.exists(out)
     try:
         os.makedirs(out, exist_ok=True)
-        present = os.listdir(out)
-        if present and not overwrite:
-            state = "an unfinished conversion" if UNFINISHED in present else f"{len(present)} files"
+        present = [name for name in os.listdir(out) if name != UNFINISHED]
+        unfinished = SWAPPING in present or len(present) < len(os.listdir(out))
+        if (present or unfinished) and not overwrite:
+            state = "an unfinished conversion" if unfinished else f"{len(present)} files"
             raise UsageError(f"{out} holds {state}. Choose an empty folder, or add --overwrite to replace its shards.")
-        write_whole(os.path.join(out, UNFINISHED), json.dumps([os.path.basename(p.path) for p in pieces]).encode())
-        for name in [INDEX_NAME, *_former(out), BIN_NAME]:  # the index first: without it the rest claims nothing
-            if name in present:
-                os.unlink(os.path.join(out, name))
+        shutil.rmtree(os.path.join(out, UNFINISHED), ignore_errors=True)
+        os.mkdir(os.path.join(out, UNFINISHED))
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{out} is a file. Name a folder for the shards.") from None
+        raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
     return made
 
 
-def _former(out: str) -> list[str]:
-    """Shards that an earlier conversion wrote: <split>-000000.tar and its temporary files."""
-    found = []
-    for name in os.listdir(out):
-        split, _, rest = name.lstrip(".").rpartition("-")
-        if split and rest[:6].isdigit() and rest[6:] in (".tar", ".tar.tmp"):
-            found.append(name)
-    return found
+def _put_in_place(out: str, names: list[str]) -> None:
+    """Replace the set in the folder by the one on the stage. While this goes on, readers refuse the folder.
+
+    Only what the former index lists is removed, or what an exchange that was cut short was about to remove or bring.
+    """
+    stage, swapping, listed = (os.path.join(out, name) for name in (UNFINISHED, SWAPPING, INDEX_NAME))
+    former: list[str] = []
+    with suppress(WdstrainError):
+        former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
+    with suppress(OSError, ValueError), open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
+        former += json.load(file)
+    try:
+        write_whole(os.path.join(stage, _NAMES), json.dumps([*former, *names]).encode())
+        shutil.rmtree(swapping, ignore_errors=True)
+        os.rename(stage, swapping)
+        for name in [INDEX_NAME, *former, BIN_NAME]:
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(out, os.path.basename(name)))
+        for name in [*names, BIN_NAME, INDEX_NAME]:
+            os.replace(os.path.join(swapping, name), os.path.join(out, name))
+        shutil.rmtree(swapping)
+        sync_folder(out)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}. Run this again with --overwrite.") from error
 
 
-def _take_back(out: str, pieces: list[_Piece], made: bool) -> None:
-    for path in [os.path.join(out, INDEX_NAME), *(piece.path for piece in pieces), os.path.join(out, BIN_NAME)]:
-        with suppress(OSError):
-            os.unlink(path)
-    with suppress(OSError):
-        os.unlink(os.path.join(out, UNFINISHED))
-        if made:
-            os.rmdir(out)
-
-
-def _written(pieces: list[_Piece], jobs: int) -> Iterator[Index]:
+def _written(pieces: list[_Piece], stage: str, jobs: int) -> Iterator[Index]:
     """The index of each shard as it is written, in order."""
     if jobs == 1 or len(pieces) == 1:
         for piece in pieces:
-            yield write_shard(piece.path, piece.items, piece.split)
+            yield write_shard(os.path.join(stage, piece.name), piece.items, piece.split)
         return
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _leave_interrupts)
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _begin_worker)
     waiting: deque[Future[Index]] = deque()  # few, so that an interruption has little to wait for
     try:
         for piece in pieces:
-            waiting.append(pool.submit(write_shard, piece.path, piece.items, piece.split))
+            waiting.append(pool.submit(write_shard, os.path.join(stage, piece.name), piece.items, piece.split))
             if len(waiting) > 2 * jobs:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; only the parent answers it, by cancelling what has not begun."""
+def _begin_worker() -> None:
+    """Ctrl-C reaches every process of a terminal; only the parent answers it, by cancelling what has not begun. And a
+    worker ends when its parent is killed, which the pool alone does not see to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    wait([parent])
+    os._exit(1)

@@ -24,42 +24,57 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     if not os.path.isdir(source):
         raise SourceError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}
-    splits = {} if flat else _splits(source)
+    splits = {} if flat else _splits(source, ignored)
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {"": source}
-    classes = [] if flat else sorted({name for root in roots.values() for name in _folders(root)})
-    keys: dict[str, Keys] = {split: Keys() for split in roots}
-    items = []
+    found: list[tuple[str, str, str, str]] = []  # split, name, path, field
+    outside = 0
     for split, root in roots.items():
         for name, path in _files(root, ignored):
             field = image_field(name)
-            if field is None or (classes and "/" not in name):
-                what = f"*{os.path.splitext(name)[1].lower()}" if field is None else "pictures outside a class folder"
-                ignored[what] = ignored.get(what, 0) + 1
-                continue
-            parts: tuple[tuple[str, bytes | str], ...] = ((field, path),)
-            if classes:
-                parts += (("cls", str(classes.index(name.split("/", 1)[0])).encode()),)
-            items.append(Item(keys[split].key(os.path.splitext(name)[0]), parts, split))
-        if not flat and not classes:
-            break
-    if not flat and not classes:
-        count = ignored.get("pictures outside a class folder", 0) + len(items)
-        advice = "For pictures without labels add --flat." if count else "Name the folder that holds the pictures."
+            if field is None:
+                _count(ignored, f"*{os.path.splitext(name)[1].lower()}")
+            elif not flat and "/" not in name:
+                outside += 1
+            else:
+                found.append((split, name, path, field))
+    classes = [] if flat else sorted({name.split("/", 1)[0] for _, name, _, _ in found})
+    if not found and outside:
         raise SourceError(
-            f"{source} holds {count} pictures and no class folders; one folder for each class is expected. {advice}"
+            f"{source} holds {outside} pictures and no class folders; one folder for each class is expected. "
+            f"For pictures without labels add --flat."
         )
-    if not items:
-        found = ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
-        raise SourceError(f"{source} holds no pictures (found: {found}). Known extensions are jpg, png, webp and the like.")
+    if not found:
+        seen = ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
+        raise SourceError(f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like.")
+    for _ in range(outside):
+        _count(ignored, "pictures outside a class folder")
+    for name in sorted({name for root in roots.values() for name in _folders(root)} - set(classes)) if classes else []:
+        _count(ignored, "folders without pictures")
+    numbers = {name: str(number).encode() for number, name in enumerate(classes)}
+    keys = {split: Keys() for split in roots}
+    items = []
+    for split, name, path, field in found:
+        parts: tuple[tuple[str, bytes | str], ...] = ((field, path),)
+        if classes:
+            parts += (("cls", numbers[name.split("/", 1)[0]]),)
+        items.append(Item(keys[split].key(os.path.splitext(name)[0]), parts, split))
     labels = (Label("class", "class", "cls", classes=tuple(classes)),) if classes else ()
-    return Listing(items, labels, {"kind": "folder", "classes": len(classes)}, ignored)
+    return Listing(items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
 
 
-def _splits(source: str) -> dict[str, str]:
-    """{folder: split} where all folders of `source` are named like splits, else nothing."""
+def _count(ignored: dict[str, int], reason: str) -> None:
+    ignored[reason] = ignored.get(reason, 0) + 1
+
+
+def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
+    """{folder: split} where `source` has folders named train and val or test, else nothing. Other folders are counted."""
     folders = _folders(source)
     named = {folder: _SPLITS[folder.lower()] for folder in folders if folder.lower() in _SPLITS}
-    return named if len(named) == len(folders) == len(set(named.values())) and "train" in named.values() else {}
+    if "train" not in named.values() or len(named) < 2 or len(set(named.values())) < len(named):
+        return {}
+    for _ in range(len(folders) - len(named)):
+        _count(ignored, "folders beside the splits")
+    return named
 
 
 def _folders(root: str) -> list[str]:
@@ -68,11 +83,19 @@ def _folders(root: str) -> list[str]:
 
 
 def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """(name relative to root with forward slashes, path) of every file below root, sorted; links to files are followed."""
-    for folder, folders, files in os.walk(root):
-        litter = sum(map(is_litter, [*folders, *files]))
-        if litter:
-            ignored["hidden or system files"] = ignored.get("hidden or system files", 0) + litter
+    """(name relative to root with forward slashes, path) of every file below root, sorted; links are followed."""
+
+    def failed(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be listed: {error.strerror}.") from error
+
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, onerror=failed, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            raise SourceError(f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link.")
+        seen.add(real)
+        for _ in range(sum(map(is_litter, [*folders, *files]))):
+            _count(ignored, "hidden or system files")
         folders[:] = sorted(name for name in folders if not is_litter(name))
         for name in sorted(name for name in files if not is_litter(name)):
             path = os.path.join(folder, name)

@@ -15,7 +15,7 @@ from wdstrain.errors import SourceError
 from wdstrain.indexing import Label
 
 # what operating systems leave in folders, by name
-_LITTER = {".ds_store", "thumbs.db", "desktop.ini"}
+_LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
 
 class Item(NamedTuple):
@@ -34,13 +34,14 @@ class Listing:
     labels: tuple[Label, ...]
     source: dict[str, Any]
     ignored: dict[str, int] = field(default_factory=dict)
+    root: str | None = None  # the folder that was listed, which the shards must not be put into
 
 
 class Keys:
     """Gives each item a key of its own: webdataset ends a key at the first dot of its base name, so dots are rewritten."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._given: dict[str, int] = {}  # key -> how many more wanted it
 
     def key(self, path: str) -> str:
         """The key for a path without its extension, with forward slashes: dots of the base name become underscores, and
@@ -49,12 +50,12 @@ class Keys:
         parts = [part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")]
         base = parts.pop() if parts else ""
         wanted = "/".join([*parts, base.replace(".", "_") or "_"])
-        wanted = f"{wanted}_" if wanted.startswith("__") and base.endswith("__") else wanted  # tar readers skip __x__
-        key, number = wanted, 1
+        key, number = wanted, self._given.get(wanted, 0)
         while key in self._given:
             number += 1
-            key = f"{wanted}-{number}"
-        self._given.add(key)
+            key = f"{wanted}-{number + 1}"
+        self._given[wanted] = number
+        self._given[key] = 0
         return key
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
+import re
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.indexing import Label
 from wdstrain.packing.listing import Item, Keys, Listing, image_field
 
+# no leading zeros: 00123 is a name; and no more digits than a float keeps apart
+_WHOLE = re.compile(r"[+-]?(0|[1-9]\d{0,14})")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
+_HIGHEST_CLASS = 100_000  # whole numbers beyond are ids of something, not classes counted from 0
 _MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, not classes
 
 
@@ -28,7 +32,10 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
     """
     header, rows = _read(file)
     wanted = [_kind(name, header) for name in labels]
-    for name in [image, *(name for name, _ in wanted)]:
+    names = [image, *(name for name, _ in wanted)]
+    if len(set(names)) < len(names):
+        raise UsageError(f"a column is named twice: {', '.join(names)}. The picture and each label are columns of their own.")
+    for name in names:
         if name not in header:
             raise UsageError(f"{file} has no column '{name}'. Its columns are: {', '.join(header)}")
     columns = {name: _typed([row[i] for row in rows]) for i, name in enumerate(header) if name != image}
@@ -65,15 +72,20 @@ def _read(file: str) -> tuple[list[str], list[list[str]]]:
         raise SourceError(f"{file} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"{file} is no UTF-8 CSV table ({error}). Save it as one.") from error
+    table = [row for row in table if row]
     if len(table) < 2:
-        raise SourceError(f"{file} has {len(table)} lines; a header and at least one row are needed.")
+        raise SourceError(f"{file} has {len(table)} lines that are not blank; a header and at least one row are needed.")
     header = [name.strip() for name in table[0]]
+    if any(_NUMBER.fullmatch(name) or image_field(name) for name in header):
+        raise SourceError(
+            f"{file}: its first line looks like data ({header[0][:40]!r} ...). Add a line that names the columns."
+        )
     if len(set(header)) < len(header):
         raise SourceError(f"{file} names a column twice: {', '.join(header)}. Give each its own name.")
     for number, row in enumerate(table[1:]):
-        if row and len(row) != len(header):
+        if len(row) != len(header):
             raise SourceError(f"{file}, row {number + 2} has {len(row)} cells, the header {len(header)}. Mend the row.")
-    return header, [row for row in table[1:] if row]
+    return header, table[1:]
 
 
 def _kind(name: str, header: list[str]) -> tuple[str, str | None]:
@@ -83,13 +95,10 @@ def _kind(name: str, header: list[str]) -> tuple[str, str | None]:
 
 def _typed(cells: list[str]) -> list[Any]:
     """The cells of a column as whole numbers, else as numbers, else as they are; empty cells are None."""
-    for kind in (int, float):
-        try:
-            values = [kind(cell) if cell.strip() else None for cell in cells]
-        except ValueError:
-            continue
-        if all(value is None or math.isfinite(value) for value in values):
-            return values
+    texts = [cell.strip() for cell in cells]
+    for kind, pattern in ((int, _WHOLE), (float, _NUMBER)):
+        if all(not text or pattern.fullmatch(text) for text in texts):
+            return [kind(text) if text else None for text in texts]
     return [cell if cell.strip() else None for cell in cells]
 
 
@@ -98,11 +107,19 @@ def _label(file: str, name: str, kind: str | None, values: list[Any]) -> Label:
         row = values.index(None) + 2
         raise SourceError(f"{file}, row {row}: the label column '{name}' is empty. Fill it in or remove the row.")
     whole = all(isinstance(value, int) and value >= 0 for value in values)
+    for row, value in enumerate(values):
+        if isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
+            raise SourceError(f"{file}, row {row + 2}: the label column '{name}' holds {value!r}. Mend or remove the row.")
     words = any(isinstance(value, str) for value in values)
     if kind == "number" and words:
         word = next(value for value in values if isinstance(value, str))
         raise UsageError(f"{file}: the column '{name}' is asked for as a number and holds {word!r}. Use {name}:class.")
     if kind == "class" or (kind is None and (words or (whole and len(set(values)) <= _MOST_CLASSES))):
+        if whole and max(values) > _HIGHEST_CLASS:
+            raise UsageError(
+                f"{file}: the column '{name}' holds whole numbers up to {max(values)}, too many to be classes counted from 0. "
+                f"Use {name}:number, or number the classes."
+            )
         if whole:  # numbers are kept as they are; the classes are all up to the largest
             return Label(name, "class", "json", name, tuple(map(str, range(max(values) + 1))))
         return Label(name, "class", "json", name, tuple(sorted(set(map(str, values)))))
