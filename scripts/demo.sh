@@ -4,4 +4,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 setup demo
 cd "$ROOT"
-exec "$VENV/bin/wdstrain" demo "$@"
+exec "$VENV/bin/python" -m wdstrain demo "$@"  # not bin/wdstrain: a clone may be moved

@@ -4,7 +4,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 setup dev
 cd "$ROOT"
-"$VENV/bin/ruff" check .
-"$VENV/bin/ruff" format --check --quiet . || fail "The formatter would change files. Run: .venv/bin/ruff format"
-"$VENV/bin/mypy"
-exec "$VENV/bin/python" -m pytest "$@"
+python="$VENV/bin/python"
+"$python" -m ruff check .
+"$python" -m ruff format --check --quiet . || fail "The formatter would change files. Run: .venv/bin/python -m ruff format"
+"$python" -m mypy
+exec "$python" -m pytest "$@"

@@ -6,10 +6,12 @@ VENV="$ROOT/.venv"
 
 fail() { printf '%s\n' "$*" >&2; exit 1; }
 
-# The first Python on the path that is new enough; PYTHON=... chooses another.
+trap 'fail "Interrupted. Run it again to go on."' INT
+
+# PYTHON=... if it is given, else the first Python on the path that is new enough.
 find_python() {
     local candidate version old=""
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python3.14 python; do
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python3.14 python}; do
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             printf '%s\n' "$candidate"
@@ -17,26 +19,28 @@ find_python() {
         fi
         old="$candidate is Python $version"
     done
-    [ -z "$old" ] || fail "$old, which is too old: 3.10 or newer is needed. Install one, or name it: PYTHON=/path/to/python3 bash scripts/..."
+    [ -z "$old" ] || fail "$old, which is too old: 3.10 or newer is needed. Install one, or name it: PYTHON=python3.12 bash scripts/..."
+    [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is no Python that runs. Name another, or leave it away."
     fail "No Python was found: 3.10 or newer is needed. Install one (on Debian: apt install python3 python3-venv)."
 }
 
 setup() {
-    local extra=$1 python stamp log="$VENV/install.log"
+    local extra=$1 python stamp had log="$VENV/install.log"
     python=$(find_python) || exit 1
-    # what is installed depends on the project file and the Python; dev contains demo
-    stamp=$({ cat "$ROOT/pyproject.toml"; "$python" --version; } | cksum)
-    if [ -x "$VENV/bin/python" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
-        for had in "$extra" dev; do
-            [ "$(cat "$VENV/installed-$had" 2>/dev/null)" != "$stamp" ] || return 0
-        done
-    else
+    # what is installed depends on the project file, the Python and the place; dev contains demo
+    stamp=$({ cat "$ROOT/pyproject.toml"; "$python" --version; printf '%s\n' "$VENV"; } | cksum)
+    for had in "$extra" dev; do
+        if [ "$(cat "$VENV/installed-$had" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
+            return 0
+        fi
+    done
+    if [ "$("$VENV/bin/python" --version 2>/dev/null)" != "$("$python" --version)" ]; then
         printf 'Creating %s with %s\n' "$VENV" "$("$python" --version)" >&2
         rm -rf "$VENV"
         "$python" -m venv "$VENV" >/dev/null 2>&1 ||
             fail "$python cannot make a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
     fi
-    printf 'Installing torch and what else is needed into .venv: some GB, a minute or more ...\n' >&2
+    printf 'Installing torch and more into .venv: some GB, a minute or more ...\n' >&2
     # by environment, so that it also holds for the pip that pip starts
     PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
         "$VENV/bin/python" -m pip install -e "$ROOT[$extra]" >"$log" 2>&1 || {

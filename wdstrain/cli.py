@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="wdstrain", description="Train from WebDataset tar shards.")
     parser.add_argument("--version", action="version", version=f"wdstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    again = "Nothing half-made is left; run it again."
+    again = "Nothing half-made is left, and what was there before is there still; run it again."
 
     convert = verbs.add_parser("convert", help="make shards of pictures and labels", description="Make shards.")
     kinds = convert.add_subparsers(title="kinds of source", metavar="KIND", required=True)
@@ -209,7 +209,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--augment", metavar="A", help="none, flip, rrc or rrc+flip (default: none)")
     train.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
-    train.set_defaults(interrupted="Finished epochs are in checkpoints/last.pt of the run's folder.")
+    train.set_defaults(
+        interrupted="Epochs that were finished are in the run's folder; train cannot go on from them yet, --overwrite starts anew."
+    )
     evaluate = _verb(
         verbs, "evaluate", _evaluate, "score a checkpoint", "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     options = Options(split={"train": 0.8, "val": 0.2}, shard_samples=400, overwrite=True)
     index = convert(list_folder(pictures), shards, options)
     size = sum(shard.bytes for shard in index.shards)
-    tell.line(f"2. converted into {len(index.shards)} shards of {size / 1e6:.1f} MB: {shards}")
+    tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
     checked = verify(shards)
     if not checked.ok:
         raise WdstrainError(f"the shards were damaged right after they were written: {checked.findings[0]}")
@@ -59,15 +58,14 @@ def next_steps(folder: str) -> list[str]:
     """What to type next, with one's own pictures."""
     if shutil.which("wdstrain"):
         here = "wdstrain"
-    elif os.path.basename(sys.argv[0]) == "wdstrain":  # in a clone: .venv/bin/wdstrain
-        here = os.path.relpath(sys.argv[0])
+    elif os.path.exists(os.path.join(".venv", "bin", "wdstrain")):  # in a clone
+        here = os.path.join(".venv", "bin", "wdstrain")
     else:
         here = "python -m wdstrain"
     return [
-        f"{here} convert folder PICTURES shards/mine --split train=0.9,val=0.1",
-        f"{here} train shards/mine --out runs/mine --epochs 10 --image-size 64",
-        f"{here} evaluate {os.path.join(folder, 'digits-run', 'checkpoints', 'best.pt')} "
-        f"'{os.path.join(folder, 'digits', 'val-*.tar')}'",
+        f"{here} convert folder PICTURES shards/mine --split train=.9,val=.1",
+        f"{here} train shards/mine --out runs/mine --epochs 10",
+        f"{here} info {os.path.join(folder, 'digits')}",
     ]
 
 

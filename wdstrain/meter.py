@@ -62,7 +62,7 @@ class Meter:
         """What held the epoch back, in a sentence."""
         if not self.batches:
             return "nothing was delivered yet"
-        if self.stall < 0.05:
+        if self.stall < 0.1:
             return f"the loop itself is the limit: it waited for data {self.stall:.1%} of the time"
         decode = self.decode_seconds / self.decoders
         stage = "decoding" if decode > self.read_seconds else "reading"

@@ -46,10 +46,13 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     if not found:
         seen = ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
         raise SourceError(f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like.")
-    for _ in range(outside):
-        _count(ignored, "pictures outside a class folder")
-    for name in sorted({name for root in roots.values() for name in _folders(root)} - set(classes)) if classes else []:
-        _count(ignored, "folders without pictures")
+    _count(ignored, "pictures outside a class folder", outside)
+    if classes:
+        _count(
+            ignored,
+            "folders without pictures",
+            len({name for root in roots.values() for name in _folders(root)} - set(classes)),
+        )
     numbers = {name: str(number).encode() for number, name in enumerate(classes)}
     keys = {split: Keys() for split in roots}
     items = []
@@ -62,8 +65,9 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     return Listing(items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
 
 
-def _count(ignored: dict[str, int], reason: str) -> None:
-    ignored[reason] = ignored.get(reason, 0) + 1
+def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
+    if times:
+        ignored[reason] = ignored.get(reason, 0) + times
 
 
 def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
@@ -72,8 +76,7 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
     named = {folder: _SPLITS[folder.lower()] for folder in folders if folder.lower() in _SPLITS}
     if "train" not in named.values() or len(named) < 2 or len(set(named.values())) < len(named):
         return {}
-    for _ in range(len(folders) - len(named)):
-        _count(ignored, "folders beside the splits")
+    _count(ignored, "folders beside the splits", len(folders) - len(named))
     return named
 
 
@@ -94,8 +97,7 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
         if real in seen:
             raise SourceError(f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link.")
         seen.add(real)
-        for _ in range(sum(map(is_litter, [*folders, *files]))):
-            _count(ignored, "hidden or system files")
+        _count(ignored, "hidden or system files", sum(map(is_litter, [*folders, *files])))
         folders[:] = sorted(name for name in folders if not is_litter(name))
         for name in sorted(name for name in files if not is_litter(name)):
             path = os.path.join(folder, name)

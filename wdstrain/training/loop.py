@@ -6,6 +6,7 @@ waited for data, and says so.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.storage import Urls
-from wdstrain.training.models import build
+from wdstrain.training.models import build, try_out
 from wdstrain.training.run import Run, read_checkpoint
 from wdstrain.training.task import Task, normalised
 
@@ -52,8 +53,12 @@ class Config:
         for name in ("epochs", "batch_size", "image_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} is below 1.")
-        if self.lr <= 0:
-            raise UsageError(f"lr={self.lr} is not above 0.")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"lr={self.lr} is no number above 0.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay={self.weight_decay} is no number from 0 on.")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed={self.seed} is not between 0 and 2**63.")
 
 
 @dataclass
@@ -81,15 +86,18 @@ def train(
     tell = tell or _Nobody()
     train_index, val_index = _sources(urls, val)
     task = Task.of(train_index, config.label)
+    if val_index is not None:
+        task.check(val_index)
     device = _device(config.device)
     torch.manual_seed(config.seed)
-    model = build(config.model, task.outputs, config.image_size).to(device)
+    model = try_out(build(config.model, task.outputs, config.image_size), config.model, config.image_size).to(device)
     fields = task.fields(config.image_size, config.augment)
-    loader = Loader(train_index, fields, batch_size=config.batch_size, num_workers=config.num_workers, seed=config.seed)
+    loader = Loader(train_index, fields, batch_size=config.batch_size, seed=config.seed, **_own(config))
     val_loader = _val_loader(val_index, task, config) if val_index is not None else None
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, config.lr, total_steps=config.epochs * len(loader))
-    run = Run(out, asdict(config), overwrite=overwrite)
+    data = {"train": [s.path for s in train_index.shards], "val": [s.path for s in val_index.shards] if val_index else []}
+    run = Run(out, {**asdict(config), **data}, overwrite=overwrite)
     outcome = Outcome(out, task)
     try:
         for epoch in range(config.epochs):
@@ -129,7 +137,9 @@ def evaluate(
     state = read_checkpoint(checkpoint)
     config = Config(**{**state["config"], "num_workers": num_workers, "device": device})
     task, where = Task.from_state(state["task"]), _device(device)
-    loader = _val_loader(one_split(open_index(urls), urls), task, config)
+    index = one_split(open_index(urls), urls)
+    task.check(index)
+    loader = _val_loader(index, task, config)
     model = build(config.model, task.outputs, config.image_size)
     model.load_state_dict(state["model"])
     try:
@@ -202,7 +212,7 @@ def _train_epoch(
 
 def _sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
     index = open_index(urls)
-    if val is None and set(index.splits) == {"train", "val"}:
+    if val is None and {"train", "val"} <= set(index.splits):
         numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
         return index.pick(numbers["train"]), index.pick(numbers["val"])
     return one_split(index, urls), one_split(open_index(val), val) if val is not None else None
@@ -210,7 +220,12 @@ def _sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
 
 def _val_loader(index: Index, task: Task, config: Config) -> Loader:
     fields = task.fields(config.image_size)
-    return Loader(index, fields, batch_size=config.batch_size, num_workers=config.num_workers, shuffle=False, tail="keep")
+    return Loader(index, fields, batch_size=config.batch_size, shuffle=False, tail="keep", **_own(config))
+
+
+def _own(config: Config) -> dict[str, Any]:
+    """A run is one process: it takes all samples, also where the environment speaks of ranks."""
+    return {"num_workers": config.num_workers, "rank": 0, "world_size": 1}
 
 
 def _mse_of_mean(val: Mapping[str, float], mean: float) -> float:
@@ -232,9 +247,8 @@ def _device(name: str) -> torch.device:
 
 
 def _sentence(metrics: Mapping[str, Any], task: Task) -> str:
-    val = f"; val {task.text(metrics['val'])}" if "val" in metrics else ""
-    speed = f"{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
-    return f"loss {metrics['loss']:.4f}, {speed}{val}"
+    val = f"val {task.short(metrics['val'])}, " if "val" in metrics else ""
+    return f"loss {metrics['loss']:.3f}, {val}{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
 
 
 class _Nobody:

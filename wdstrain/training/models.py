@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import torch
 import torchvision
 from torch import Tensor, nn
 
@@ -22,7 +23,24 @@ def build(name: str, outputs: int, image_size: int) -> nn.Module:
     if name not in known:
         near = [one for one in known if one.startswith(name[:6])] or known[:8]
         raise UsageError(f"there is no model {name!r}. Use small, or one of torchvision's, such as: {', '.join(near[:8])}.")
-    return cast(nn.Module, torchvision.models.get_model(name, weights=None, num_classes=outputs))
+    options: dict[str, Any] = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    options |= {"image_size": image_size} if name.startswith("vit_") else {}
+    return cast(nn.Module, torchvision.models.get_model(name, weights=None, num_classes=outputs, **options))
+
+
+def try_out(model: nn.Module, name: str, image_size: int) -> nn.Module:
+    """The model, after it was seen to take such pictures and to give one row of outputs for each. Raises UsageError."""
+    try:
+        with torch.no_grad():
+            shape = tuple(model.eval()(torch.zeros(2, 3, image_size, image_size)).shape)
+    except Exception as error:  # what a model says of pictures that are too small is its own affair
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"the model {name} does not take pictures of {image_size} pixels ({what}). Use --image-size 224."
+        ) from error
+    if len(shape) != 2 or shape[0] != 2:
+        raise UsageError(f"the model {name} gives outputs of shape {shape} for two pictures. Use a classification model.")
+    return model
 
 
 class Small(nn.Module):

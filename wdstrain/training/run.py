@@ -61,7 +61,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as RUN/checkpoints/best.pt"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise UsageError(f"{path} is no checkpoint ({str(error).splitlines()[0][:100]}).") from error
+        raise UsageError(f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt") from error
     if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
         raise UsageError(f"{path} is a checkpoint of something else: it lacks model, config or task.")
     return state

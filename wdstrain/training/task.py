@@ -88,6 +88,23 @@ class Task:
         baseline = f" (predicting the mean gives {metrics['mse_of_mean']:.4f})" if "mse_of_mean" in metrics else ""
         return f"mse {metrics['mse']:.4f}{baseline}, mae {metrics['mae']:.4f}"
 
+    def short(self, metrics: Mapping[str, float]) -> str:
+        """The metric that counts, in a word."""
+        return f"accuracy {metrics['accuracy']:.2%}" if self.is_class else f"mse {metrics['mse']:.4f}"
+
+    def check(self, index: Index) -> None:
+        """Raise UsageError if these shards label their samples otherwise than those the task comes from."""
+        mine = {label.name: label for label in index.labels}.get(self.target.name)
+        if index.labels and mine is None:
+            raise UsageError(
+                f"these shards have no label {self.target.name!r}, but {', '.join(one.name for one in index.labels)}."
+            )
+        if mine is not None and mine.classes != self.target.classes:
+            raise UsageError(
+                f"the classes of these shards are {_some(mine.classes)}; those that are learnt are {_some(self.target.classes)}. "
+                f"Convert both together, so that classes have the same numbers."
+            )
+
     def state(self) -> dict[str, Any]:
         """The task as plain values, for a checkpoint."""
         return {**vars(self.target), "classes": list(self.target.classes)}
@@ -95,6 +112,10 @@ class Task:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Task:
         return cls(Label(**{**state, "classes": tuple(state["classes"])}))
+
+
+def _some(classes: tuple[str, ...]) -> str:
+    return ", ".join(classes[:6]) + (f", ... ({len(classes)})" if len(classes) > 6 else "")
 
 
 def normalised(pixels: Tensor) -> Tensor:
