@@ -152,7 +152,15 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(lambda: len(list((out / ".unfinished").glob("*.tar"))) > 3, process)
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
+            workers = [int(word) for word in file.read().split()]
         process.kill()
+        process.wait()
+    assert workers
+    end = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers):
+        assert time.monotonic() < end, "workers outlive their parent"
+        time.sleep(0.02)
     assert main(["info", str(out)]) == 1
     assert "a conversion into this folder was not finished" in capsys.readouterr().err
     assert convert(photos, out) == 2

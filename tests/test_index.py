@@ -248,8 +248,10 @@ def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
     document = json.loads((folder / "index.json").read_text())
     document["shardlist"][0]["split"], document["shardlist"][1]["split"] = "train", "val"
     (folder / "index.json").write_text(json.dumps(document))
-    with pytest.raises(UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"):
-        wt.Loader(folder)
+    for urls in (folder, [folder], folder / "index.json", f"{folder}/*.tar"):
+        with pytest.raises(UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"):
+            wt.Loader(urls)
+    assert len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7  # both were named
 
 
 def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path) -> None:
@@ -290,3 +292,50 @@ def test_other_samples_than_indexed_are_found(shards: Path) -> None:
     findings = wt.verify(shards).findings
     assert len(findings) == 1
     assert "holds other samples than its index says" in findings[0]
+
+
+def test_indexing_one_shard_indexes_its_folder(shards: Path) -> None:
+    wt.index(shards)
+    assert wt.index(shards / "part-001.tar").counts.tolist() == [7, 13, 1]
+
+
+def test_a_list_of_shards_by_another_tool_is_passed_over(shards: Path) -> None:
+    (shards / "index.json").write_text(
+        '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "part-000.tar", "nsamples": 9}]}'
+    )
+    for urls in (shards, shards / "index.json", f"{shards}/*.tar"):
+        assert open_index(urls).counts.tolist() == [7, 13, 1]
+    assert wt.verify(shards).ok
+    assert wt.index(shards).counts.tolist() == [7, 13, 1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d.pop("shardlist"),
+        lambda d: d["wdstrain"].pop("info"),
+        lambda d: d["shardlist"][0].update(nsamples=1e300),
+        lambda d: d["shardlist"][0].update(nsamples=-1),
+        lambda d: d["shardlist"][0].update(filesize=2**70),
+        lambda d: d.update(shardlist=3),
+        lambda d: d.update(wdstrain=[]),
+    ],
+)
+def test_an_index_with_wrong_parts_is_refused_with_a_sentence(shards: Path, damage: Any) -> None:
+    wt.index(shards)
+    document = json.loads((shards / "index.json").read_text())
+    damage(document)
+    (shards / "index.json").write_text(json.dumps(document))
+    with pytest.raises(ShardError, match="index.json"):
+        open_index(shards)
+
+
+def test_a_shard_named_twice_is_refused(shards: Path) -> None:
+    with pytest.raises(UsageError, match="part-000.tar is named twice"):
+        open_index([shards, shards / "part-000.tar"])
+
+
+def test_a_tar_beside_the_index_that_does_not_list_it_is_found(shards: Path) -> None:
+    wt.index(shards)
+    write_tar(shards / "stray.tar", [("k", {"txt": b"1"})])
+    assert "stray.tar lies beside the index" in wt.verify(shards).findings[0]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ import torch
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_shards, write_tar
+from tests.conftest import Sample, picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+from wdstrain.packing.convert import Options, convert
+from wdstrain.packing.folder import list_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -102,7 +105,7 @@ def test_file_order_without_shuffle(shards: Path) -> None:
 def test_every_for_is_the_next_epoch_and_a_new_loader_repeats_them(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=4)
     epochs = [keys(loader) for _ in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert all(len(epoch) == len(loader) == 5 for epoch in epochs)
     again = wt.Loader(shards, batch_size=4)
     again.set_epoch(2)
@@ -274,7 +277,7 @@ def test_a_bad_sample_is_named_with_shard_key_field_and_offset(tmp_path: Path) -
         write_tar(folder / "a.tar", samples)
         loader = wt.Loader(folder, {"image": wt.image(size=8), "label": wt.label()}, batch_size=5, num_workers=workers)
         offset = dict((name, at) for name, at, _ in loader.index.members(3))["png"]
-        with pytest.raises(SampleError, match=rf"a.tar: 'k3', field 'png' at offset {offset}: .*truncated|cannot"):
+        with pytest.raises(SampleError, match=rf"a.tar: 'k3', field 'png' at offset {offset}: image file is truncated"):
             keys(loader)
 
 
@@ -436,6 +439,11 @@ def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
         ({"rank": 0}, "belong together"),
         ({"fields": {"label": wt.label()}, "transform": double}, "fields and transform"),
         ({"batch_size": 100}, "21 samples cannot give 1 rank"),
+        ({"fields": {"image": "jpg"}}, "field 'image' is 'jpg', which is no field"),
+        ({"fields": {"image": wt.image}}, "is no field"),
+        ({"fields": ["image"]}, "is no dict"),
+        ({"multiprocessing_context": "x"}, "is not fork, forkserver or spawn"),
+        ({"on_bad": "skip"}, "on_bad is raise or replace"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(shards: Path, options: dict[str, Any], words: str) -> None:
@@ -559,6 +567,99 @@ def test_a_forked_child_does_not_end_what_its_parent_started(shards: Path) -> No
     assert child.exitcode == 0
     assert found + [batch["__key__"] for batch in batches] == wanted
     loader.close()
+
+
+def test_a_flipped_byte_is_a_bad_sample_where_the_index_knows_the_checksums(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 9}, "jpg")
+    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options())
+    offset = dict((name, at) for name, at, _ in index.members(4))["jpg"]
+    path = tmp_path / "out" / "train-000000.tar"
+    data = bytearray(path.read_bytes())
+    data[offset + 30] ^= 1
+    path.write_bytes(data)
+    for options in ({"fields": {"image": wt.image(size=8)}}, {"transform": picky_jpg}, {}):
+        loader = wt.Loader(tmp_path / "out", batch_size=9, **options)
+        with pytest.raises(SampleError, match=rf"'{index.key(4)}', field 'jpg' at offset {offset}: its bytes are not those"):
+            keys(loader)
+    loader = wt.Loader(tmp_path / "out", {"image": wt.image(size=8)}, batch_size=9, on_bad="replace", max_bad=0.2)
+    assert [len(batch) for batch in keys(loader)] == [9]
+    assert loader.report()["bad"] == 1
+
+
+def picky_jpg(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"bytes": len(sample["jpg"])}
+
+
+class Opaque:
+    names = ("cls",)
+    example = None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return lambda: 1
+
+
+def test_a_value_that_cannot_travel_is_a_sentence_and_not_a_hang(shards: Path) -> None:
+    with pytest.raises(SampleError, match="cannot be sent from a worker process.*num_workers=0"):
+        keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4, num_workers=1))
+    assert len(keys(wt.Loader(shards, {"x": Opaque()}, batch_size=4))) == 5
+
+
+def test_an_example_that_is_no_dict_is_refused(shards: Path) -> None:
+    with pytest.raises(SampleError, match="it gave tuple, and an example is a dict"):
+        keys(wt.Loader(shards, transform=lambda sample: (1, 2), batch_size=4))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(shards: Path, num_workers: int) -> None:
+    threads = torch.get_num_threads()
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    torch.manual_seed(3)
+    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, num_workers=num_workers)
+    keys(loader)
+    assert torch.equal(torch.rand(1), wanted)
+    assert torch.get_num_threads() == threads
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    assert seen == [threads]
+    loader.close()
+
+
+def test_a_loader_collected_in_one_of_its_own_threads_does_not_wait_for_itself(shards: Path) -> None:
+    code = """
+    import gc, sys, wdstrain as wt
+    gc.disable()
+    def make():
+        box = []
+        def collecting(sample):
+            gc.collect()
+            return {"n": 1}
+        loader = wt.Loader(sys.argv[1], transform=collecting, batch_size=1)
+        box += [loader, box]  # a cycle: only the collector ends it
+        next(iter(loader))
+    for _ in range(3):
+        make()
+    print("done")
+    """
+    with run_python(code, str(shards)) as process:
+        assert process.communicate(timeout=60)[0] == "done\n"
+        assert process.returncode == 0
+
+
+def test_a_state_that_was_loaded_is_the_state_until_the_loop_begins(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    state = {**loader.state_dict(), "epoch": 4, "step": 3}
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    assert loader.state_dict() == state
+    loader.set_epoch(4)
+    assert loader.state_dict() == state
+    assert len(list(batches)) == 2
+    for wrong in ({**state, "step": 99}, {**state, "epoch": "x"}, {k: v for k, v in state.items() if k != "epoch"}):
+        with pytest.raises(UsageError, match="no position in an epoch of 5 steps"):
+            loader.load_state_dict(wrong)
 
 
 def run_python(text: str, *words: str) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder
-from wdstrain.errors import SourceError, StorageError, UsageError
+from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.opening import open_index
 from wdstrain.packing.convert import Options, convert
 from wdstrain.packing.folder import list_folder
@@ -155,6 +155,40 @@ def test_a_limit_packs_so_many(photos: Path, tmp_path: Path) -> None:
     assert len(pack(photos, tmp_path / "out", limit=5)) == 5
 
 
+def test_linked_folders_are_followed_and_empty_ones_are_no_classes(photos: Path, tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "elsewhere", {"x": 3})
+    (photos / "bird").symlink_to(tmp_path / "elsewhere" / "x")
+    (photos / "empty").mkdir()
+    (photos / "__MACOSX").mkdir()
+    listing = list_folder(str(photos))
+    assert listing.labels[0].classes == ("bird", "cat", "dog")
+    assert len(listing.items) == 25
+    assert listing.ignored == {"folders without pictures": 1, "hidden or system files": 1}
+
+
+def test_folders_beside_the_splits_are_counted_and_no_classes(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_class_folder(tmp_path / "in" / split, {"a": 2, "b": 2})
+    (tmp_path / "in" / "annotations").mkdir()
+    listing = list_folder(str(tmp_path / "in"))
+    assert listing.labels[0].classes == ("a", "b")
+    assert listing.ignored == {"folders beside the splits": 1}
+
+
+def test_classes_with_numbers_for_names_keep_their_places(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"1": 2, "10": 2, "2": 2})
+    index = pack(tmp_path / "in", tmp_path / "out")
+    batch = next(iter(wt.Loader(index, {"label": wt.label(classes=index.labels[0].classes)}, batch_size=6)))
+    names = [key.split("/")[0] for key in batch["__key__"]]
+    assert [index.labels[0].classes[number] for number in batch["label"].tolist()] == names
+
+
+def test_shards_are_not_put_into_their_source(photos: Path) -> None:
+    with pytest.raises(UsageError, match="which is being converted"):
+        pack(photos, photos / "shards")
+    assert not (photos / "shards").exists()
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +257,19 @@ def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path:
     assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
 
 
+def test_names_that_look_like_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
+    convert(list_table(file, image="file", labels=[]), str(tmp_path / "out"), Options())
+    assert json_of(tmp_path / "out")["IMG/0"] == {"a": "1_000", "b": "00123", "c": 5.0}
+
+
+def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
+    file = write_table(tmp_path, "file,a,b", ["IMG/0.png,0.5,1", "IMG/1.png,1.5,0"])
+    index = convert(list_table(file, image="file", labels=["a:class", "b"]), str(tmp_path / "out"), Options(shuffle=False))
+    fields = {"a": wt.label("json", column="a", classes=index.labels[0].classes)}
+    assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -253,11 +300,17 @@ def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[P
         ("file,n", ["IMG/0.png,1", "IMG/1.png,"], "row 3: the label column 'n' is empty"),
         ("file,n", [], "header and at least one row are needed"),
         ("file,file", ["IMG/0.png,1"], "names a column twice"),
+        ("IMG/9.png,3", ["IMG/0.png,1"], "its first line looks like data"),
+        ("file,n", ["", ""], "at least one row are needed"),
+        ("file,n", ["IMG/0.png,0.5", "IMG/1.png,nan"], "row 3: the label column 'n' holds 'nan'"),
+        ("file,n", ["IMG/0.png,5", "IMG/1.png,40000000"], "too many to be classes"),
     ],
 )
 def test_a_table_that_is_no_source_is_refused(tmp_path: Path, header: str, rows: list[str], words: str) -> None:
     with pytest.raises((SourceError, UsageError), match=words):
         list_table(write_table(tmp_path, header, rows), image="file", labels=["n"])
+    with pytest.raises(UsageError, match="a column is named twice: file, file"):
+        list_table(write_table(tmp_path, "file,n", ["IMG/0.png,1"]), image="file", labels=["file"])
     with pytest.raises(SourceError, match="nothing.csv cannot be read"):
         list_table(str(tmp_path / "nothing.csv"), image="file", labels=["n"])
 
@@ -320,6 +373,34 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(photos: Path, tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, old)
     assert not (tmp_path / "out").exists()
+
+
+def test_overwriting_that_fails_leaves_the_former_set_whole(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "out")
+    (tmp_path / "out" / "backup-202401.tar").write_text("mine")
+    before = digest(tmp_path / "out")
+    listing = list_folder(str(photos))
+    (photos / "dog" / "010.png").unlink()
+    with pytest.raises(SourceError):
+        convert(listing, str(tmp_path / "out"), Options(overwrite=True, shard_samples=2))
+    assert digest(tmp_path / "out") == before
+    assert wt.verify(tmp_path / "out" / "index.json").samples == 22
+    pack(photos, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "backup-202401.tar").read_text() == "mine"
+
+
+def test_an_exchange_that_was_cut_short_is_refused_and_can_be_overwritten(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pack(photos, out, shard_samples=4)
+    (out / ".swapping").mkdir()
+    (out / ".swapping" / "names.json").write_text(json.dumps([path.name for path in out.glob("*.tar")]))
+    (out / "index.json").unlink()
+    with pytest.raises(ShardError, match="not finished"):
+        open_index(f"{out}/*.tar")
+    with pytest.raises(UsageError, match="unfinished conversion"):
+        pack(photos, out)
+    pack(photos, out, overwrite=True)
+    assert [path.name for path in sorted(out.iterdir())] == ["index.bin", "index.json", "train-000000.tar"]
 
 
 def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) -> None:

@@ -166,3 +166,16 @@ def test_sizes_beyond_octal_go_into_a_pax_header_and_come_back() -> None:
 def test_a_member_needs_a_name() -> None:
     with pytest.raises(UsageError, match="cannot be a member name"):
         header("", 1)
+
+
+def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_path: Path) -> None:
+    whole = odd.read_bytes()
+    half = len(ODD[0][1]["jpg"]) // 512 * 512 + 1024
+    for data in (whole + whole, whole[:half] + bytes(20_480), whole[:half] + bytes(512) + whole[half + 512 :]):
+        path = tmp_path / "d.tar"
+        path.write_bytes(data)
+        with pytest.raises(ShardError, match="several tars|not the end|damaged|no valid tar header"):
+            read(path)
+    for more in (0, 512, 9216):  # what tar adds to fill its last record
+        path.write_bytes(whole + bytes(more))
+        assert read(path) == ODD

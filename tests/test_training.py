@@ -128,3 +128,55 @@ def test_the_demo_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         assert main(["demo", "--dir", str(tmp_path)]) == 0
         assert "1797 (train" in capsys.readouterr().out
+
+
+def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    train(str(bright), Config(label="kind", epochs=1, batch_size=16, image_size=8), str(run))
+    rows = [line for line in (bright.parent / "log.csv").read_text().splitlines() if "bright" not in line]
+    (bright.parent / "dark.csv").write_text("\n".join(rows) + "\n")
+    words = ["convert", "table", str(bright.parent / "dark.csv"), str(other), "--image", "file", "--label", "kind:class,light"]
+    assert main(words) == 0
+    with pytest.raises(UsageError, match="the classes of these shards are dark; those that are learnt are bright, dark"):
+        evaluate(str(run / "checkpoints" / "last.pt"), str(other))
+    with pytest.raises(UsageError, match="the classes of these shards are dark"):
+        train(f"{bright}/train-*.tar", Config(label="kind"), str(tmp_path / "x"), val=str(other))
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(UsageError, match="several splits"):
+        evaluate(str(run / "checkpoints" / "last.pt"), [str(bright)])
+    with pytest.raises(UsageError, match="several splits"):
+        train([str(bright)], Config(label="kind"), str(tmp_path / "x"), val=f"{bright}/val-*.tar")
+
+
+def test_every_sample_is_scored_whatever_the_environment_says(
+    bright: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = train([str(bright)], Config(label="kind", epochs=1, batch_size=16, image_size=8), str(tmp_path / "run"))
+    assert done.val["samples"] + done.epochs[0]["samples"] + done.epochs[0]["left_out"] == 240
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model": "alexnet", "image_size": 16}, "does not take pictures of 16 pixels"),
+        ({"model": "resnet19"}, "no model 'resnet19'"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"seed": -1}, "seed=-1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    bright: Path, tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        train(str(bright), Config(label="kind", **config), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["train", str(bright), "--label", "light", "--out", str(tmp_path / "r"), "--epochs", "1"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
+    assert lines
+    assert max(map(len, lines)) <= 80

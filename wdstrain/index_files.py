@@ -69,9 +69,9 @@ def load(path: str, *, base: str | None = None) -> Index:
                 Shard(
                     _beside(folder if base is None else base, row["url"]),
                     _size(row["nsamples"]),
-                    int(row["filesize"]),
-                    row["split"],
-                    row["sha256"],
+                    _size(row["filesize"]),
+                    str(row["split"] or ""),
+                    str(row["sha256"]),
                 )
                 for row in document["shardlist"]
             ),

@@ -24,7 +24,7 @@ BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
-_RECORD = 1 << 20  # tar fills up its last record with zeros: 10 KiB as a rule, 1 MiB with a large blocking factor
+_RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
 _EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
 _SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}

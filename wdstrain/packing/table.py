@@ -19,7 +19,7 @@ from wdstrain.packing.listing import Item, Keys, Listing, image_field
 
 # no leading zeros: 00123 is a name; and no more digits than a float keeps apart
 _WHOLE = re.compile(r"[+-]?(0|[1-9]\d{0,14})")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,2})?")
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
 _HIGHEST_CLASS = 100_000  # whole numbers beyond are ids of something, not classes counted from 0
 _MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, not classes
 
