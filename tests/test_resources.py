@@ -37,7 +37,7 @@ def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
     held = []
     for _ in loader:
         assert loader._pipeline is not None
-        held.append(loader._pipeline._reader.held)
+        held.append(loader._pipeline._reader._arena.held)
     ahead = 32 << 20
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
     assert max(held) < 0.55 * 4000 * mean + ahead + slabs

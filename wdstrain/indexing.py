@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wdstrain.errors import ShardError
 from wdstrain.tar import Sample
 
 Ints = npt.NDArray[np.int64]
+
+_MOST_FIELDS = 65_535
 
 # the arrays of a table and their dtypes, in the order in which they are stored
 ARRAYS = {
@@ -92,6 +95,10 @@ class Table:
                 if name not in numbers:
                     numbers[name] = len(fields)
                     fields.append(name)
+        if len(fields) > _MOST_FIELDS:
+            raise ShardError(
+                f"these samples have {len(fields)} different fields; {_MOST_FIELDS} are the most. Are they samples?"
+            )
         raw = [sample.key.encode("utf-8", "surrogateescape") for sample in found]
         members = [member for sample in found for member in sample.fields]
         return cls(

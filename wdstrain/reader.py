@@ -93,11 +93,6 @@ class Reader:
     def memory(self) -> Memory:
         return self._arena.memory
 
-    @property
-    def held(self) -> int:
-        """Bytes that wait, in whole slabs."""
-        return self._arena.held
-
     def start(self, epoch: int, step: int) -> None:
         """Begin to read from this step on; whatever was read before is forgotten."""
         self.stop()

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -29,10 +30,12 @@ from wdstrain import bits
 from wdstrain.errors import SourceError, StorageError, UsageError, WdstrainError
 from wdstrain.index_files import BIN_NAME, read_document, save_index
 from wdstrain.indexing import Index, join
+from wdstrain.memory import Memory
 from wdstrain.packing.listing import Item, Listing, file_size
 from wdstrain.packing.shard import item_size, write_shard
 from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, sync_folder, write_whole
 
+_LOOK = 0.2  # seconds between looks at what worker processes have written
 _NAMES = "names.json"  # on the stage: what the exchange removes and brings
 
 Progress = Callable[[int, int, int], None]  # samples written, samples in all, bytes written
@@ -81,14 +84,9 @@ def convert(listing: Listing, out: str, options: Options, progress: Progress | N
     pieces = list(_pieces(listing, options))
     made = _occupy(out, options.overwrite)
     stage = os.path.join(out, UNFINISHED)
-    total, samples, written = sum(len(piece.items) for piece in pieces), 0, 0
-    parts = []
     try:
-        for part in _written(pieces, stage, options.jobs):
-            parts.append(part)
-            samples, written = samples + len(part), written + part.shards[0].bytes
-            if progress:
-                progress(samples, total, written)
+        parts = list(_written(pieces, stage, options.jobs, progress))
+        total, samples = sum(len(piece.items) for piece in pieces), sum(map(len, parts))
         if samples != total:
             raise SourceError(f"{total} samples were listed and {samples} written.")
         info = {"source": listing.source, "seed": options.seed, "shuffle": options.shuffle, "ignored": listing.ignored}
@@ -200,31 +198,66 @@ def _put_in_place(out: str, names: list[str]) -> None:
         raise StorageError(f"{out} cannot be written: {error.strerror}. Run this again with --overwrite.") from error
 
 
-def _written(pieces: list[_Piece], stage: str, jobs: int) -> Iterator[Index]:
+def _written(pieces: list[_Piece], stage: str, jobs: int, progress: Progress | None) -> Iterator[Index]:
     """The index of each shard as it is written, in order."""
+    total = sum(len(piece.items) for piece in pieces)
+    board = Memory(16 * len(pieces))  # samples and bytes of each shard so far, written by whoever packs it
+    sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
+
+    def show() -> None:
+        if progress:
+            progress(int(sums[:, 0].sum()), total, int(sums[:, 1].sum()))
+
     if jobs == 1 or len(pieces) == 1:
-        for piece in pieces:
-            yield write_shard(os.path.join(stage, piece.name), piece.items, piece.split)
+        for number, piece in enumerate(pieces):
+
+            def tick(samples: int, size: int, number: int = number) -> None:
+                sums[number] = samples, size
+                show()
+
+            yield write_shard(os.path.join(stage, piece.name), piece.items, piece.split, tick)
         return
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _begin_worker)
+    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _begin_worker, (board,))
     waiting: deque[Future[Index]] = deque()  # few, so that an interruption has little to wait for
     try:
-        for piece in pieces:
-            waiting.append(pool.submit(write_shard, os.path.join(stage, piece.name), piece.items, piece.split))
+        for number, piece in enumerate(pieces):
+            waiting.append(pool.submit(_write, os.path.join(stage, piece.name), piece.items, piece.split, number))
             if len(waiting) > 2 * jobs:
-                yield waiting.popleft().result()
+                yield _awaited(waiting.popleft(), show)
         while waiting:
-            yield waiting.popleft().result()
+            yield _awaited(waiting.popleft(), show)
     except BrokenProcessPool as error:
         raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def _awaited(future: Future[Index], show: Callable[[], None]) -> Index:
+    while not future.done():
+        futures.wait([future], timeout=_LOOK)
+        show()
+    return future.result()
+
+
+_board: Memory | None = None  # in a worker: the parent's board
+
+
+def _write(path: str, items: list[Item], split: str, number: int) -> Index:
+    assert _board is not None
+    mine = np.frombuffer(_board.view, np.int64)[2 * number : 2 * number + 2]
+
+    def tick(samples: int, size: int) -> None:
+        mine[:] = samples, size
+
+    return write_shard(path, items, split, tick)
+
+
+def _begin_worker(board: Memory) -> None:
     """Ctrl-C reaches every process of a terminal; only the parent answers it, by cancelling what has not begun. And a
     worker ends when its parent is killed, which the pool alone does not see to."""
+    global _board
+    _board = board
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -101,4 +101,6 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
         folders[:] = sorted(name for name in folders if not is_litter(name))
         for name in sorted(name for name in files if not is_litter(name)):
             path = os.path.join(folder, name)
+            if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
+                raise SourceError(f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it.")
             yield os.path.relpath(path, root).replace(os.sep, "/"), path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from wdstrain.errors import SourceError, StorageError
@@ -27,8 +27,11 @@ def item_size(item: Item, sizes: Iterable[int]) -> int:
     return sum(len(header(name, size)) + size + padding(size) for name, size in zip(names, sizes, strict=True))
 
 
-def write_shard(path: str, items: Iterable[Item], split: str) -> Index:
-    """Write a shard and return the index of it alone. On any failure nothing is left of it."""
+Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
+
+
+def write_shard(path: str, items: Iterable[Item], split: str, tick: Tick) -> Index:
+    """Write a shard and return the index of it alone. On any failure nothing is left of it. `tick` is told as it grows."""
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp")
     samples: list[Sample] = []
     crcs: list[int] = []
@@ -51,6 +54,7 @@ def write_shard(path: str, items: Iterable[Item], split: str) -> Index:
                     digest.update(chunk)
                     file.write(chunk)
                     chunk.clear()
+                tick(len(samples), offset)
             chunk += END
             digest.update(chunk)
             file.write(chunk)

@@ -30,7 +30,7 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
     Raises SourceError for a missing file, an empty table, a ragged row, or a picture that is not there, with its row;
     UsageError for columns that do not exist.
     """
-    header, rows = _read(file)
+    header, rows, lines = _read(file)
     wanted = [_kind(name, header) for name in labels]
     names = [image, *(name for name, _ in wanted)]
     if len(set(names)) < len(names):
@@ -39,7 +39,7 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
         if name not in header:
             raise UsageError(f"{file} has no column '{name}'. Its columns are: {', '.join(header)}")
     columns = {name: _typed([row[i] for row in rows]) for i, name in enumerate(header) if name != image}
-    found = tuple(_label(file, name, kind, columns[name]) for name, kind in wanted)
+    found = tuple(_label(file, name, kind, columns[name], lines) for name, kind in wanted)
     classes = [label for label in found if label.kind == "class"]
     as_cls = classes[0].name if len(classes) == len(found) == 1 else None
     if as_cls is not None:
@@ -52,7 +52,7 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
         if path is None or field is None:
             what = "is not there" if path is None else "has no extension of an image"
             raise SourceError(
-                f"{file}, row {number + 2}: the picture {name!r} {what}. Its paths begin at {base or '.'} (--root)."
+                f"{file}, row {lines[number]}: the picture {name!r} {what}. Its paths begin at {base or '.'} (--root)."
             )
         parts: list[tuple[str, bytes | str]] = [(field, path)]
         if as_cls is not None:
@@ -64,28 +64,29 @@ def list_table(file: str, *, image: str, labels: list[str], root: str | None = N
     return Listing(items, found, {"kind": "table", "image": image, "labels": [label.name for label in found]})
 
 
-def _read(file: str) -> tuple[list[str], list[list[str]]]:
+def _read(file: str) -> tuple[list[str], list[list[str]], list[int]]:
+    """The header, the rows, and the line of each row."""
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
-            table = list(csv.reader(opened, delimiter="\t" if file.lower().endswith(".tsv") else ",", skipinitialspace=True))
+            reader = csv.reader(opened, delimiter="\t" if file.lower().endswith(".tsv") else ",", skipinitialspace=True)
+            table = [(reader.line_num, row) for row in reader if row]
     except OSError as error:
         raise SourceError(f"{file} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"{file} is no UTF-8 CSV table ({error}). Save it as one.") from error
-    table = [row for row in table if row]
     if len(table) < 2:
         raise SourceError(f"{file} has {len(table)} lines that are not blank; a header and at least one row are needed.")
-    header = [name.strip() for name in table[0]]
+    header = [name.strip() for name in table[0][1]]
     if any(_NUMBER.fullmatch(name) or image_field(name) for name in header):
         raise SourceError(
             f"{file}: its first line looks like data ({header[0][:40]!r} ...). Add a line that names the columns."
         )
     if len(set(header)) < len(header):
         raise SourceError(f"{file} names a column twice: {', '.join(header)}. Give each its own name.")
-    for number, row in enumerate(table[1:]):
+    for line, row in table[1:]:
         if len(row) != len(header):
-            raise SourceError(f"{file}, row {number + 2} has {len(row)} cells, the header {len(header)}. Mend the row.")
-    return header, table[1:]
+            raise SourceError(f"{file}, row {line} has {len(row)} cells, the header {len(header)}. Mend the row.")
+    return header, [row for _, row in table[1:]], [line for line, _ in table[1:]]
 
 
 def _kind(name: str, header: list[str]) -> tuple[str, str | None]:
@@ -102,14 +103,14 @@ def _typed(cells: list[str]) -> list[Any]:
     return [cell if cell.strip() else None for cell in cells]
 
 
-def _label(file: str, name: str, kind: str | None, values: list[Any]) -> Label:
+def _label(file: str, name: str, kind: str | None, values: list[Any], lines: list[int]) -> Label:
     if None in values:
-        row = values.index(None) + 2
+        row = lines[values.index(None)]
         raise SourceError(f"{file}, row {row}: the label column '{name}' is empty. Fill it in or remove the row.")
     whole = all(isinstance(value, int) and value >= 0 for value in values)
-    for row, value in enumerate(values):
+    for row, value in zip(lines, values, strict=True):
         if isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
-            raise SourceError(f"{file}, row {row + 2}: the label column '{name}' holds {value!r}. Mend or remove the row.")
+            raise SourceError(f"{file}, row {row}: the label column '{name}' holds {value!r}. Mend or remove the row.")
     words = any(isinstance(value, str) for value in values)
     if kind == "number" and words:
         word = next(value for value in values if isinstance(value, str))
