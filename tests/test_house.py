@@ -20,7 +20,7 @@ PACKAGE = ROOT / "wdstrain"
 
 # a module imports only from floors below its own
 FLOORS = [
-    {"errors", "bits"},
+    {"errors", "bits", "children"},
     {"plan", "tar", "storage", "decode", "augment", "memory", "meter"},
     {"indexing", "fields", "arena", "mixing"},
     {"index_files", "slots", "packing.listing"},

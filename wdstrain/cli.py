@@ -307,7 +307,8 @@ def _summary(index: Index) -> list[tuple[str, str]]:
     rows.append(("fields", ", ".join(index.fields)))
     for label in index.labels:
         some = ", ".join(label.classes[:8]) + (", ..." if len(label.classes) > 8 else "")
-        what = f"{len(label.classes)} classes: {some}" if label.kind == "class" else "a number"
+        plural = "es" if len(label.classes) != 1 else ""
+        what = f"{len(label.classes)} class{plural}: {some}" if label.kind == "class" else "a number"
         rows.append((f"label {label.name}", what))
     return rows
 

@@ -48,9 +48,11 @@ class Loader:
     for as long as he holds it.
 
     urls            folder, index.json, tar, glob or brace pattern, a list of them, or an Index
+    fields          {name in the batch: field}, such as {"image": wt.image(size=224), "label": wt.label()}
     transform       sample -> example, or (sample, rng) -> example; a sample is {"__key__": str, field: bytes}
     batch_size      per rank
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
+    shuffle         False: file order. seed: of the order and of augmentation; each epoch differs
     shuffle_buffer  samples: how far a sample may be delivered after it was read; about half of them are held at a time.
                     Default: 256 MB of samples, so that a smaller set is shuffled as a whole
     tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import UsageError, WdstrainError
 
@@ -111,7 +112,7 @@ class Processes:
             prefetch_factor=PREFETCH,
             persistent_workers=True,
             collate_fn=_as_it_is,
-            worker_init_fn=_leave_interrupts,
+            worker_init_fn=_begin_worker,
             multiprocessing_context=context,
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
@@ -214,9 +215,8 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _leave_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal or notebook; only the training process answers it, and goes on perhaps."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(worker: int) -> None:
+    children.begin()
 
 
 def _pool(count: int) -> ThreadPoolExecutor:

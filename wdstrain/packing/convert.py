@@ -12,9 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -22,11 +20,10 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 
 import numpy as np
 
-from wdstrain import bits
+from wdstrain import bits, children
 from wdstrain.errors import SourceError, StorageError, UsageError, WdstrainError
 from wdstrain.index_files import BIN_NAME, read_document, save_index
 from wdstrain.indexing import Index, join
@@ -254,16 +251,6 @@ def _write(path: str, items: list[Item], split: str, number: int) -> Index:
 
 
 def _begin_worker(board: Memory) -> None:
-    """Ctrl-C reaches every process of a terminal; only the parent answers it, by cancelling what has not begun. And a
-    worker ends when its parent is killed, which the pool alone does not see to."""
     global _board
     _board = board
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    wait([parent])
-    os._exit(1)
+    children.begin()
