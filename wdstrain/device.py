@@ -1,7 +1,8 @@
-"""Batches on a device, copied while the one before is used.
+"""Batches on a device, copied beside the work on the batch before.
 
-On CUDA the copy of the next batch runs on a stream of its own; the batch is given out when its copy is done, and
-`record_stream` tells torch's allocator that the caller's stream uses the memory, or it would be reused too early. The
+On CUDA copies run on a stream of their own, so that a batch is copied while the device still computes on the one before; the
+loop's stream waits for the copy by an event, and `record_stream` tells torch's allocator that it uses the memory, or it would
+be reused too early. Nothing is taken ahead of the loop, so that a loader's state is that of the batch the loop was given. The
 host's batch is held until its copy is done.
 """
 
@@ -18,7 +19,7 @@ Batch = dict[str, Any]
 
 
 def to_device(batches: Iterable[Batch], device: str | torch.device) -> Iterator[Batch]:
-    """The same batches with their tensors on `device`, one copied ahead. Lists and other values stay as they are."""
+    """The same batches with their tensors on `device`. Lists and other values stay as they are."""
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={str(device)!r}: torch finds no CUDA device here. Use cpu.")
@@ -31,18 +32,18 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 def _streamed(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    ahead: tuple[Batch, Batch, torch.cuda.Event] | None = None  # on the host, on the device, its copy is done
+    held: tuple[Batch, torch.cuda.Event] | None = None  # on the host until its copy is done
     for batch in batches:
         with torch.cuda.stream(side):
             copied, done = _moved(batch, device), torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(side)
-        if ahead is not None:
-            yield _given(ahead[1], ahead[2], device)
-            ahead[2].synchronize()  # the host's batch may go only now
-        ahead = (batch, copied, done)
-    if ahead is not None:
-        yield _given(ahead[1], ahead[2], device)
-        ahead[2].synchronize()
+        if held is not None:
+            held[1].synchronize()
+        held = (batch, done)
+        del batch
+        yield _given(copied, done, device)
+    if held is not None:
+        held[1].synchronize()
 
 
 def _given(batch: Batch, done: torch.cuda.Event, device: torch.device) -> Batch:
