@@ -65,9 +65,9 @@ def one_of(path: str) -> Index | None:
 def make_index(urls: Urls) -> Index:
     """Index all shards of the folder that `urls` lie in as they are now, and write the index beside them.
 
-    Only headers are read. Splits, labels and provenance of an index that lies there
-    are kept, and the checksums of shards whose samples lie where they lay. Raises UsageError for shards
-    of several folders or a folder without shards, ShardError for a shard that is cut or damaged.
+    Only headers are read. Splits, labels and provenance of an index that lies there are kept, and the checksums of shards
+    whose samples lie where they lay. Raises UsageError for shards of several folders or a folder without shards, ShardError
+    for a shard that is cut or damaged.
     """
     folders = {os.path.dirname(path) for path in expand(urls)}
     if len(folders) != 1:
@@ -91,6 +91,8 @@ def one_split(index: Index, urls: Urls) -> Index:
     """
     for address in [urls] if isinstance(urls, (str, os.PathLike)) else list(urls):
         meant = set(expand(address))
+        if len(meant) == 1 and not any(path.endswith(".json") for path in meant):
+            continue  # one shard has one split; a list may name many thousands of them
         folders = {os.path.dirname(path) for path in meant if path.endswith(".json")}
         mine = [s for s in index.shards if s.path in meant or os.path.dirname(s.path) in folders]
         splits = list(dict.fromkeys(shard.split for shard in mine))
