@@ -26,7 +26,7 @@ FLOORS = [
     {"index_files", "slots", "packing.listing"},
     {"opening", "packing.folder", "packing.table", "packing.shard", "reader", "decoder"},
     {"verifying"},
-    {"packing.convert", "packing", "workers"},
+    {"packing.convert", "packing", "workers", "tasks"},
     {"pipeline"},
     {"loader", "device"},
     {"streaming", "mixed", "training.task", "training.models", "training.run"},

@@ -351,11 +351,96 @@ def test_too_many_bad_samples_are_an_error_with_their_reasons(tmp_path: Path) ->
 def test_when_all_is_bad_the_wanted_and_the_found_fields_are_named(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar",
-        [("k0", {"txt": b"x", "jpg": picture(0, kind="JPEG")}), *[(f"k{i}", {"txt": b"x"}) for i in range(1, 9)]],
+        [*[(f"k{i}", {"txt": b"x"}) for i in range(8)], ("k8", {"txt": b"x", "jpg": b"no picture"})],
     )
     loader = wt.Loader(tmp_path, {"image": wt.image(size=8)}, batch_size=4, shuffle=False, on_bad="replace", max_bad=1.0)
-    with pytest.raises(SampleError, match="'k4'.*it has none of jpg, jpeg, .*but txt"):
+    with pytest.raises(SampleError, match="'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found"):
         keys(loader)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(tmp_path: Path, size: int) -> None:
+    bad = {0, 1, 2, 7, 38, 39}  # runs longer than a batch, at the start, and at the end, where the first good one follows
+    good = damaged(tmp_path, bad)
+
+    def epoch(workers: int, start: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        options: dict[str, Any] = {"batch_size": size, "num_workers": workers, "on_bad": "replace", "max_bad": 0.2}
+        loader = wt.Loader(good, PICTURE, shuffle=False, **options)
+        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader.epoch(0, start=start)]
+        loader.close()
+        return found, loader.report()
+
+    ours, report = epoch(0)
+    assert [key for keys, _, _ in ours for key in keys][:4] == ["k003"] * 4 if size == 1 else ["k003"] * 2 + ["k003"] * 2
+    assert ours[-1][0] == ["k003"] * size
+    assert report["bad"] == 6
+    for start, workers in ((0, 2), (1, 0)):
+        again = epoch(workers, start)[0]
+        for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(ours[start:], again, strict=True):
+            assert keys_a == keys_b
+            assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
+            assert torch.equal(image_a, image_b)
+
+
+def test_a_stand_in_is_transformed_as_in_a_worker_process(shards: Path) -> None:
+    torch.manual_seed(1)
+    numbers = []
+    for workers in (1, 2):
+        loader = wt.Loader(shards, transform=picky_and_random, batch_size=1, num_workers=workers, on_bad="replace", max_bad=0.5)
+        numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
+        loader.close()
+    assert numbers[0] == numbers[1]
+    drawn = {}  # a sample that stands in for others is itself each time
+    for n, values in numbers[0]:
+        assert drawn.setdefault(n, values) == values
+    assert len(numbers[0]) == 21 > len(drawn) == 14
+    wanted = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(wanted, torch.rand(1))
+
+
+def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**picky(sample), "drawn": np.array([random.random(), np.random.rand(), torch.rand(1).item()])}
+
+
+def test_an_empty_last_batch_is_of_the_kind_of_the_others(pictures: Path) -> None:
+    def made(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": int(sample["cls"]), "pair": (np.ones(3), "word"), "deep": {"x": 1.5}, "text": "word"}
+
+    fields = {"image": wt.image(size=8), "text": wt.text(), "array": Squared()}
+    for options in ({"fields": fields}, {"transform": made}, {}):
+        loaders = [wt.Loader(pictures, batch_size=1, rank=i, world_size=3, tail="keep", **options) for i in range(3)]  # type: ignore[arg-type]
+        assert [len(loader) for loader in loaders] == [14, 14, 14]  # 41 samples
+        found = [list(loader) for loader in loaders]
+        assert sorted(key for batches in found for batch in batches for key in batch["__key__"]) == [
+            f"s{i:06d}" for i in range(41)
+        ]
+        last = found[2][-1]
+        assert last["__key__"] == []
+        assert loaders[2].report()["samples"] == 13
+        assert loaders[2].report()["padded"] == 0
+        for name, value in found[0][-1].items():
+            assert same_kind(last[name], value), name
+
+
+def same_kind(empty: Any, full: Any) -> bool:
+    """Whether a value is another one without its rows."""
+    if isinstance(full, torch.Tensor):
+        return bool(empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:]))
+    if isinstance(full, dict):
+        return all(same_kind(empty[name], full[name]) for name in full)
+    if isinstance(full, list) and isinstance(full[0], torch.Tensor):
+        return same_kind(empty[0], full[0])
+    return bool(empty == [])
+
+
+class Squared:
+    """A field of the user, of no fixed size."""
+
+    names, example = ("cls",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.arange(3) * int(bytes(data))
 
 
 def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:

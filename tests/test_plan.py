@@ -75,11 +75,23 @@ def test_every_sample_once_and_fewer_than_a_global_batch_left_out() -> None:
 def test_every_rank_has_full_batches_in_every_step() -> None:
     for plan in GRID:
         for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
-            size = len(batch(plan, rank, step)[0])
+            valid = batch(plan, rank, step)[1]
+            size = len(valid)
             if plan.tail == "keep" and step >= plan.steps - 2:
                 assert 0 < size <= plan.batch_size, plan
+                # a row that is no sample of this rank only where it has none left, and then alone
+                assert all(valid) or (valid == [False] and step == plan.steps - 1), plan
             else:
                 assert size == plan.batch_size, plan
+
+
+def test_every_sample_can_be_kept_whatever_the_sizes() -> None:
+    for counts, world, lanes, size in itertools.product([[1], [2], [21], [5, 0, 3]], [1, 2, 3, 4, 8], [None, 24], [3, 6, 1]):
+        if lanes is not None and (size * world) % lanes:
+            continue
+        plan = make(counts, world_size=world, lanes=lanes, batch_size=size, tail="keep", window=7)
+        assert sorted(delivered(plan)) == list(range(sum(counts))), plan
+        assert plan.steps == -(-sum(counts) // plan.global_batch)
 
 
 def test_a_sample_leaves_within_one_window_of_its_place() -> None:
@@ -215,7 +227,6 @@ def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> Non
         ({"lanes": 6, "world_size": 4}, r"6 lanes cannot be shared by 4 ranks.*\[1, 2, 3, 6\]"),
         ({"lanes": 3}, "4 cannot be taken equally from 3 lanes"),
         ({"tail": "repeat"}, "tail='repeat' is not one of drop, pad, keep"),
-        ({"tail": "keep", "world_size": 2, "batch_size": 1}, "use tail=.pad|Use tail=.pad"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(options: dict[str, Any], words: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -50,7 +51,7 @@ class Task(NamedTuple):
 class Bad(NamedTuple):
     """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why.
 
-    `donor` is the row whose sample took its place, -1 if none did.
+    `donor` is the id of the sample that took its place, -1 if none did.
     """
 
     row: int
@@ -99,12 +100,18 @@ class Decoder:
             values, bad = self._read_fields(task)
         return Result(task.clock, task.slot, values, bad, time.perf_counter() - begun)
 
+    def over(self, arena: Memory) -> Decoder:
+        """The same decoder over the bytes of another arena."""
+        other = copy(self)
+        other._arena = arena
+        return other
+
     def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         """Each field as a list of bytes, None where a sample lacks it."""
         bad: list[Bad] = []
         rows = [self._members(task, row, bad) for row in range(len(task.ids))]
         found = {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
-        return found, self._substitute(bad, len(rows), list(found.values()))
+        return found, self._substitute(bad, task.ids, list(found.values()))
 
     def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         assert self._fields is not None
@@ -129,7 +136,7 @@ class Decoder:
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
                     bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
                     break
-        bad = self._substitute(bad, len(task.ids), [*columns.values(), *loose.values()])
+        bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
         return {} if _fails(bad) else {name: _gather(values) for name, values in loose.items()}, bad
 
     def _transformed(self, task: Task, own_process: bool) -> tuple[dict[str, Any], list[Bad]]:
@@ -154,7 +161,7 @@ class Decoder:
                     raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
-        bad = self._substitute(bad, len(task.ids), [examples])
+        bad = self._substitute(bad, task.ids, [examples])
         if _fails(bad):
             return {}, bad
         try:
@@ -163,13 +170,13 @@ class Decoder:
             return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")]
         return dict(collated), bad
 
-    def _substitute(self, bad: list[Bad], rows: int, columns: list[Any]) -> list[Bad]:
+    def _substitute(self, bad: list[Bad], ids: Ints, columns: list[Any]) -> list[Bad]:
         """Put good samples of the batch in the places of bad ones, if that is asked for and there is a good one.
 
         The one before takes the place, around the end: a function of the batch alone, so that it does not depend on who
         decodes or where a run was resumed. columns: sequences with a value for each row.
         """
-        good = sorted(set(range(rows)) - {one.row for one in bad})
+        good = sorted(set(range(len(ids))) - {one.row for one in bad})
         if not self._replace or not good:
             return bad
         done = []
@@ -177,7 +184,7 @@ class Decoder:
             donor = max((row for row in good if row < one.row), default=good[-1])
             for column in columns:
                 column[one.row] = column[donor]
-            done.append(one._replace(donor=donor))
+            done.append(one._replace(donor=int(ids[donor])))
         return done
 
     def _members(self, task: Task, row: int, bad: list[Bad]) -> dict[str, memoryview]:

@@ -55,11 +55,12 @@ class Loader:
     shuffle         False: file order. seed: of the order and of augmentation; each epoch differs
     shuffle_buffer  samples: how far a sample may be delivered after it was read; about half of them are held at a time.
                     Default: 256 MB of samples, so that a smaller set is shuffled as a whole
-    tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch)
+    tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch,
+                    of 0 rows on a rank for which no sample is left)
     lanes           default one per rank. Fix it to get the same global batches for every world size that divides it
     rank, world_size             default: torch.distributed if it is initialised, else RANK and WORLD_SIZE, else 0 and 1
-    on_bad          a sample that cannot be decoded: "raise", or "replace" it by the good one before it in its batch and
-                    count it; more than the share max_bad of an epoch is an error all the same
+    on_bad          a sample that cannot be decoded: "raise", or "replace" it by the good one before it in its batch, or
+                    by the next of the data set where all of the batch is bad, and count it; more than the share max_bad of an epoch is an error all the same
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
 
     Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
@@ -170,8 +171,7 @@ class Loader:
         meter = self._meter = Meter(epoch=plan.epoch, left_out=plan.left_out, decoders=pipeline.decoders)
         self._position = (plan.epoch, start)
         turn, before = pipeline.turn, pipeline.costs()
-        spans = [(plan.span(lane, start)[0], plan.span(lane, plan.steps - 1)[1]) for lane in plan.lanes_of(self.rank)]
-        promised = sum(stop - first for first, stop in spans)
+        promised = sum(_promised(plan, lane, start) for lane in plan.lanes_of(self.rank))
         for step in range(start, plan.steps):
             asked = time.perf_counter()
             if pipeline.turn != turn:
@@ -260,10 +260,19 @@ class Loader:
         )
 
 
+def _promised(plan: Order, lane: int, step: int) -> int:
+    """Samples that a lane delivers from a step on, padding included."""
+    first, stop = plan.span(lane, step)[0], plan.span(lane, plan.steps - 1)[1]
+    return (min(stop, plan.lane_samples(lane)) if plan.tail == "keep" else stop) - first
+
+
 def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline; from another thread if the collector runs this in one of its own, which cannot wait for itself."""
+    """Close a pipeline; from another thread if the collector runs this in one of its own, which cannot wait for itself.
+
+    The interpreter waits for that thread before it ends: a reader that it killed instead, inside numpy, would abort it.
+    """
     if threading.current_thread().name.startswith("wdstrain-"):
-        threading.Thread(target=pipeline.close, daemon=True).start()
+        threading.Thread(target=pipeline.close, daemon=False).start()
     else:
         pipeline.close()
 

@@ -23,6 +23,7 @@ from wdstrain.meter import Finding
 from wdstrain.plan import Order
 from wdstrain.reader import Batch, Reader
 from wdstrain.slots import Layout, Slots
+from wdstrain.tasks import Tasks
 from wdstrain.workers import Inline, Processes, Threads, in_flight
 
 _AHEAD_BYTES = 32 << 20  # read beyond what is asked for
@@ -64,10 +65,10 @@ class Pipeline:
         layout = Layout.of(examples, plans(0).batch_size)
         self._slots = Slots(layout, busy=busy + 1, spare=_SPARE)
         self._reader = Reader(index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1)
-        self._sends_keys = transform is not None
-        wanted = {name for field in (fields or {}).values() for name in field.names}
-        self._sent = np.array([fields is None or name in wanted for name in index.fields] or [False])
-        decoder = Decoder(
+        wanted = None if fields is None else {name for field in fields.values() for name in field.names}
+        self._to_do = Tasks(index, wanted, with_keys=transform is not None)
+        self._replace = replace
+        self._decoder = decoder = Decoder(
             names=index.fields,
             fields=fields,
             transform=transform,
@@ -83,6 +84,7 @@ class Pipeline:
             self._workers = Inline(decoder)
         else:
             self._workers = Processes(decoder, num_workers, context) if num_workers else Threads(decoder)
+        self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
         self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
@@ -105,27 +107,32 @@ class Pipeline:
             raise WdstrainError("the pipeline was closed")
         result = next(self._results)
         batch = self._pending.pop(result.clock)
+        epoch, step = self._at
+        if self._replace and len(result.bad) == len(batch.ids):
+            result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
         lost = [one for one in result.bad if one.donor < 0]
         if lost:
             more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
+            more += " No good sample was found near it to take its place." if self._replace else ""
             raise SampleError(self._found(batch, lost[0]).sentence + more)
-        rows = len(batch.ids)
+        plan = self._plans(epoch)
+        rows = int(batch.valid.sum()) if plan.tail == "keep" else len(batch.ids)
         given = batch.ids.copy()
         for one in result.bad:
-            given[one.row] = batch.ids[one.donor]
-        made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | result.values
-        made["__key__"] = [self._index.key(i) for i in given.tolist()]
+            given[one.row] = one.donor
+        values = result.values if rows else {name: _none_of(value) for name, value in result.values.items()}
+        made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
+        made["__key__"] = [self._index.key(i) for i in given[:rows].tolist()]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, given, side="right") - 1
             made["__source__"] = [self._source_names[i] for i in numbers.tolist()]
-        if self._plans(self._at[0]).tail == "pad":
+        if plan.tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid)
         self._reader.release(result.clock)
         self._decode_seconds += result.seconds
-        epoch, step = self._at
-        self._at = (epoch, step + 1) if step + 1 < self._plans(epoch).steps else (epoch + 1, 0)
+        self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
-        return made, Counts(rows, int((~batch.valid).sum()), found)
+        return made, Counts(rows, rows - int(batch.valid.sum()), found)
 
     def costs(self) -> dict[str, float]:
         """What the stages took since the pipeline was made, by the names of the meter."""
@@ -155,32 +162,9 @@ class Pipeline:
         while True:
             for at in range(step, self._plans(epoch).steps):
                 batch = self._pending[clock] = self._reader.collect(epoch, at)
-                yield self._task(clock, epoch, batch)
+                yield self._to_do.make(clock, epoch, self._slots.take(), batch.ids, batch.offset)
                 clock += 1
             epoch, step = epoch + 1, 0
-
-    def _task(self, clock: int, epoch: int, batch: Batch) -> Task:
-        table = self._index.table
-        # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
-        low, counts = table.member_first[batch.ids], table.member_first[batch.ids + 1] - table.member_first[batch.ids]
-        of = np.repeat(np.arange(len(batch.ids)), counts)
-        rows = np.arange(len(of)) + np.repeat(low - np.cumsum(counts) + counts, counts)
-        kept = self._sent[table.member_field[rows]]
-        rows, of = rows[kept], of[kept]
-        first = np.zeros(len(batch.ids) + 1, np.int64)
-        np.cumsum(np.bincount(of, minlength=len(batch.ids)), out=first[1:])
-        return Task(
-            clock=clock,
-            epoch=epoch,
-            slot=self._slots.take(),
-            ids=batch.ids,
-            first=first,
-            field=table.member_field[rows],
-            offset=batch.offset[of] + table.member_offset[rows] - table.start[batch.ids[of]],
-            size=table.member_size[rows],
-            crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
-            keys=tuple(self._index.key(i) for i in batch.ids.tolist()) if self._sends_keys else (),
-        )
 
     def _found(self, batch: Batch, bad: Bad) -> Finding:
         number = int(batch.ids[bad.row])
@@ -190,3 +174,14 @@ class Pipeline:
         if bad.field and bad.field not in offsets:  # it is missing; the decoder was sent only what is looked for
             bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
         return Finding(shard.path, self._index.key(number), bad.field, offset, bad.reason)
+
+
+def _none_of(value: Any) -> Any:
+    """The collated value of a batch without its rows: of the kind it would be, and empty."""
+    if isinstance(value, torch.Tensor):
+        return value[:0]
+    if isinstance(value, Mapping):
+        return {name: _none_of(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)) and any(isinstance(part, (torch.Tensor, Mapping)) for part in value):
+        return type(value)(map(_none_of, value))  # what default_collate makes of sequences: a column for each place
+    return []

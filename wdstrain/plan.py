@@ -86,7 +86,7 @@ class Plan:
 
     counts: samples of each shard, in index order. window: 1 delivers in reading order. tail: what is done with samples
     that fill no whole step: "drop" leaves them out, "pad" repeats samples that are marked invalid, "keep" gives a short
-    last batch. Raises PlanError, with the numbers that would do, when the sizes do not fit.
+    last batch, empty on a rank for which there is no sample left. Raises PlanError, with the numbers that would do, when the sizes do not fit.
     """
 
     counts: Ints
@@ -124,8 +124,6 @@ class Plan:
                 f"{self.samples} samples cannot give {self.world_size} rank(s) one batch of {self.batch_size} "
                 f'({self.global_batch} needed). Lower batch_size or world_size, or use tail="pad".'
             )
-        if self.tail == "keep":
-            self._check_keep()
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 
@@ -170,18 +168,23 @@ class Plan:
     def lane_places(self, lane: int) -> int:
         """Places a lane reads. One more than it delivers only where an empty lane must pad and needs something to repeat."""
         count = self.lane_samples(lane)
-        return 1 if count == 0 and self.tail == "pad" else count
+        return 1 if count == 0 and (self.tail == "pad" or self._repeats(lane)) else count
 
     def span(self, lane: int, step: int) -> tuple[int, int]:
         """Delivery positions [start, stop) of a lane that make up its part of a step.
 
-        With tail="pad" they may lie beyond `lane_samples`: those are padding. With tail="keep" the last step is short.
+        With tail="pad" they may lie beyond `lane_samples`: those are padding. With tail="keep" the last step is short; where
+        nothing is left for the rank, it is one position of padding, which shows what an empty batch is made of.
         """
         start, stop = step * self.quota, (step + 1) * self.quota
         if self.tail == "keep":
             lent = self._lent(lane)
             start -= lent if step == self.steps - 1 else 0
-            stop = self.lane_samples(lane) if step == self.steps - 1 else stop - (lent if step == self.steps - 2 else 0)
+            stop = (
+                self.lane_samples(lane) + self._repeats(lane)
+                if step == self.steps - 1
+                else stop - (lent if step == self.steps - 2 else 0)
+            )
         return start, stop
 
     # --- order -------------------------------------------------------------------------------------------------------
@@ -220,10 +223,8 @@ class Plan:
             position = np.empty(stop - start, np.int64)
             position[places[mine] - start] = np.flatnonzero(mine) + low
         step = position // self.quota
-        if self.tail == "keep" and self._lent(lane):
+        if self.tail == "pad" or self._lent(lane) or self._repeats(lane):  # padding repeats the last until the end
             step[position == count - 1] = self.steps - 1
-        if self.tail == "pad":
-            step[position == count - 1] = self.steps - 1  # repeated as padding until the end
         return step
 
     def first_place(self, lane: int, step: int) -> int:
@@ -291,14 +292,15 @@ class Plan:
 
     def _lent(self, lane: int) -> int:
         """With tail="keep": 1 if a lane moves one sample of its last but one step into the last, which would be empty."""
-        empty = self.lane_samples(lane) == (self.steps - 1) * self.quota
-        return int(self.tail == "keep" and empty and self.quota > 1 and self.steps > 1)
+        return int(self.tail == "keep" and self._ends(lane) and self.quota > 1 and self.steps > 1)
 
-    def _check_keep(self) -> None:
-        for rank in range(self.world_size):
-            start, stop = np.array([self.span(lane, self.steps - 1) for lane in self.lanes_of(rank)]).sum(axis=0)
-            if start >= stop:
-                raise PlanError(
-                    f'tail="keep" cannot give each of {self.world_size} ranks a sample in each of {self.steps} steps: '
-                    f'{self.samples} samples, batches of {self.batch_size}. Use tail="pad".'
-                )
+    def _repeats(self, lane: int) -> int:
+        """With tail="keep": 1 if nothing is left for any lane of a rank in the last step, and this is the first of them."""
+        share = self.lane_count // self.world_size
+        if self.tail != "keep" or lane % share or (self.quota > 1 and self.steps > 1):
+            return 0
+        return int(all(self._ends(one) for one in range(lane, lane + share)))
+
+    def _ends(self, lane: int) -> bool:
+        """Whether a lane has no sample for the last step."""
+        return self.lane_samples(lane) == (self.steps - 1) * self.quota

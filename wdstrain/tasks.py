@@ -1,0 +1,88 @@
+"""What a decoder is told of a batch: where the members of its samples lie, as integers.
+
+Also the one case in which a batch cannot be decoded from what was sent: every sample of it is bad, and others are asked
+to stand in. That happens in the training process, off the forward road, because it is rare and must not depend on who
+decodes: the substitute is the next good sample of the data set, whatever epoch, rank or worker asks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from wdstrain.decoder import Decoder, Result, Task
+from wdstrain.indexing import Index, Ints
+from wdstrain.memory import Memory
+from wdstrain.storage import open_source
+
+_TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
+
+
+class Tasks:
+    """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None."""
+
+    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool) -> None:
+        self._index, self._with_keys = index, with_keys
+        self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
+
+    def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints) -> Task:
+        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]"""
+        table = self._index.table
+        # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
+        low, counts = table.member_first[ids], table.member_first[ids + 1] - table.member_first[ids]
+        of = np.repeat(np.arange(len(ids)), counts)
+        rows = np.arange(len(of)) + np.repeat(low - np.cumsum(counts) + counts, counts)
+        kept = self._sent[table.member_field[rows]]
+        rows, of = rows[kept], of[kept]
+        first = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum(np.bincount(of, minlength=len(ids)), out=first[1:])
+        return Task(
+            clock=clock,
+            epoch=epoch,
+            slot=slot,
+            ids=ids,
+            first=first,
+            field=table.member_field[rows],
+            offset=offset[of] + table.member_offset[rows] - table.start[ids[of]],
+            size=table.member_size[rows],
+            crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
+            keys=tuple(self._index.key(i) for i in ids.tolist()) if self._with_keys else (),
+        )
+
+    def stand_in(self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool) -> Result:
+        """The next good sample after a batch of bad ones, in every row of its slot; if 100 are bad too, what failed.
+
+        seeded: global random generators are seeded per sample, as in worker processes, and put back after it.
+        """
+        bad = set(ids.tolist())
+        for number in range(int(ids[0]) + 1, int(ids[0]) + min(_TRIED + len(bad), len(self._index))):
+            number %= len(self._index)
+            if number in bad:
+                continue
+            start, stop = int(self._index.table.start[number]), int(self._index.table.stop[number])
+            memory = Memory(stop - start)
+            shard = int(self._index.shard_of(np.array([number]))[0])
+            with open_source(self._index.shards[shard].path) as source:
+                source.read_into([memory.view], start)
+            rows = np.full(len(ids), number)
+            task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows))
+            with _generators_kept():
+                result = decoder.over(memory)(task, own_process=seeded)
+            if not result.bad:
+                return result._replace(bad=[one._replace(donor=number) for one in failed.bad])
+        return failed
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
