@@ -1,4 +1,4 @@
-"""A CSV or TSV table with a column of picture paths to shards.
+"""A table (CSV, TSV, JSON lines, parquet) with a column of pictures to shards.
 
     .venv/bin/python scripts/convert_table.py log.csv shards/log --image path --label angle
 

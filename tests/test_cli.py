@@ -67,7 +67,7 @@ def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, 
         (["convert", "folder", "photos/cat", "out"], 1, "photos/cat holds 20 pictures and no class folders"),
         (["convert", "table", "absent.csv", "out", "--image", "f"], 1, "absent.csv cannot be read"),
         (["convert", "table", "log.csv", "out", "--image", "f"], 2, "log.csv has no column 'f'. Its columns are: file, n"),
-        (["convert", "table", "log.csv", "out", "--image", "file"], 1, "log.csv, row 2: the picture 'gone.jpg' is not there"),
+        (["convert", "table", "log.csv", "out", "--image", "file"], 1, "log.csv, row 2: gone.jpg: the picture is not there"),
         (["info", "photos"], 2, "photos: this folder holds no index.json and no .tar file"),
         (["info", "cut"], 1, "part-000.tar ends"),
         (["verify", "absent"], 2, "absent: there is no such file or folder"),
@@ -103,7 +103,16 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("words", [["convert", "folder"], ["convert", "table"], ["train"], ["verify"], ["demo"], ["evaluate"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *[["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")],
+        ["train"],
+        ["verify"],
+        ["demo"],
+        ["evaluate"],
+    ],
+)
 def test_every_verb_helps_with_an_example(words: list[str], capsys: Any) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([*words, "--help"])
@@ -123,27 +132,20 @@ def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    photos = write_class_folder(tmp_path / "many", {"a": 3000})
-    command = [
-        sys.executable,
-        "-m",
-        "wdstrain",
-        "convert",
-        "folder",
-        str(photos),
-        str(tmp_path / "out"),
-        "--shard-samples",
-        "2",
-    ]
+def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any) -> None:
+    photos, out = write_class_folder(tmp_path / "many", {"a": 3000}), tmp_path / "out"
+    command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(lambda: len(list((tmp_path / "out" / ".unfinished").glob("*.tar"))) > 3, process)
+        wait_for(lambda: len(list((out / ".unfinished").glob("shards/*.tar"))) > 3, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "wdstrain: interrupted. Nothing half-made is left" in err
+    assert "wdstrain: interrupted. What was written is kept: go on with the same command and --resume." in err
     assert "Traceback" not in err
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in out.iterdir()] == [".unfinished"]
+    assert convert(photos, out, "--shard-samples", "2", "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["kept_shards"] > 3
+    assert main(["verify", str(out)]) == 0
 
 
 def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
@@ -151,7 +153,7 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for(lambda: len(list((out / ".unfinished").glob("*.tar"))) > 3, process)
+        wait_for(lambda: len(list((out / ".unfinished").glob("shards/*.tar"))) > 3, process)
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
             workers = [int(word) for word in file.read().split()]
         process.kill()
@@ -165,8 +167,11 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     assert "a conversion into this folder was not finished" in capsys.readouterr().err
     assert convert(photos, out) == 2
     assert "holds an unfinished conversion" in capsys.readouterr().err
-    assert convert(photos, out, "--overwrite") == 0
+    assert convert(photos, out, "--shard-samples", "2", "--resume") == 0
     assert main(["verify", str(out)]) == 0
+    convert(photos, tmp_path / "whole", "--shard-samples", "2", "--jobs", "1")
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (out, tmp_path / "whole")]
+    assert files[0] == files[1]
 
 
 def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:

@@ -123,8 +123,9 @@ def test_no_address_at_all_is_refused() -> None:
 
 
 def test_single_shards_of_an_indexed_folder_keep_their_labels_and_checksums(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.convert import convert
     from wdstrain.packing.folder import list_folder
+    from wdstrain.packing.options import Options
 
     for name in ("cat", "dog"):
         (tmp_path / "in" / name).mkdir(parents=True)
@@ -177,11 +178,12 @@ def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(shar
 
 
 def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.convert import convert
     from wdstrain.packing.folder import list_folder
+    from wdstrain.packing.options import Options
 
     write_class_folder(tmp_path / "in", {"cat": 4, "dog": 4})
-    made = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4))
+    made = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4)).index
     again = wt.index(tmp_path / "out")
     assert again.shards == made.shards
     assert again.labels == made.labels
@@ -265,13 +267,14 @@ def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path
 
 
 def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import Options, convert
+    from wdstrain.packing.convert import convert
     from wdstrain.packing.folder import list_folder
+    from wdstrain.packing.options import Options
 
     (tmp_path / "in" / "cat").mkdir(parents=True)
     for i in range(4):
         (tmp_path / "in" / "cat" / f"{i}.png").write_bytes(picture(i))
-    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options())
+    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
     path = tmp_path / "out" / "train-000000.tar"
     name, offset, _ = index.members(2)[0]
     data = bytearray(path.read_bytes())

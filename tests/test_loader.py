@@ -26,8 +26,9 @@ from torchvision.transforms import v2
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
-from wdstrain.packing.convert import Options, convert
+from wdstrain.packing.convert import convert
 from wdstrain.packing.folder import list_folder
+from wdstrain.packing.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -657,7 +658,7 @@ def test_a_forked_child_does_not_end_what_its_parent_started(shards: Path) -> No
 
 def test_a_flipped_byte_is_a_bad_sample_where_the_index_knows_the_checksums(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 9}, "jpg")
-    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options())
+    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
     offset = dict((name, at) for name, at, _ in index.members(4))["jpg"]
     path = tmp_path / "out" / "train-000000.tar"
     data = bytearray(path.read_bytes())

@@ -6,6 +6,8 @@ loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="r
 for batch in wt.to_device(loader, "cuda"): ...
 """
 
+from typing import TYPE_CHECKING, Any
+
 from wdstrain.device import to_device
 from wdstrain.errors import (
     PlanError,
@@ -24,6 +26,9 @@ from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
 from wdstrain.streaming import Stream, stream, to_example
 from wdstrain.verifying import Verification, verify
+
+if TYPE_CHECKING:
+    from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
 
 __version__ = "0.1.0"
 
@@ -51,9 +56,25 @@ __all__ = [
     "label",
     "mix",
     "number",
+    "pack",
+    "pack_arrays",
+    "pack_folder",
+    "pack_hdf5",
+    "pack_table",
+    "pack_tars",
+    "pack_torchvision",
     "stream",
     "text",
     "to_device",
     "to_example",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The packing functions are imported when they are first used: who trains does not need them."""
+    if name.startswith("pack") and name in __all__:
+        from wdstrain.packing import doors
+
+        return getattr(doors, name)
+    raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")

@@ -28,8 +28,8 @@ class Teller:
         self._title = ""
         self._begun = self._shown = 0.0
 
-    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "steps") -> None:
-        """`done` of `total` units of what `title` names; `text` adds figures."""
+    def step(self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps") -> None:
+        """`done` of `total` units of what `title` names, None if nobody knows how many; `text` adds figures."""
         now = time.monotonic()
         if title != self._title:
             self.close()
@@ -38,8 +38,11 @@ class Teller:
             return
         self._shown = now
         rate = done / max(1e-9, now - self._begun)
-        left = (total - done) / rate if rate else 0.0
-        figures = f"{done}/{total} {unit}, {rate:.0f}/s, {left:.0f} s left{', ' + text if text else ''}"
+        if total is None:
+            figures = f"{done} {unit}, {rate:.0f}/s"
+        else:
+            figures = f"{done}/{total} {unit}, {rate:.0f}/s, {(total - done) / rate if rate else 0.0:.0f} s left"
+        figures += f", {text}" if text else ""
         if not self._console.is_terminal:
             say(f"{title}: {figures}")
             return

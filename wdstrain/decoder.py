@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from torch.utils.data import default_collate
 
 from wdstrain.augment import DRAWS
 from wdstrain.bits import key, uniform
+from wdstrain.checksum import crc32
 from wdstrain.fields import Field
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory

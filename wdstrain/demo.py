@@ -15,8 +15,9 @@ import numpy as np
 from PIL import Image
 
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.packing.convert import Options, convert
+from wdstrain.packing.convert import convert
 from wdstrain.packing.folder import list_folder
+from wdstrain.packing.options import Options
 from wdstrain.training.loop import Config, Tell, train
 from wdstrain.verifying import verify
 
@@ -29,7 +30,7 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     count = _write_pictures(pictures)
     tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {pictures}")
     options = Options(split={"train": 0.8, "val": 0.2}, shard_samples=400, overwrite=True)
-    index = convert(list_folder(pictures), shards, options)
+    index = convert(list_folder(pictures), shards, options).index
     size = sum(shard.bytes for shard in index.shards)
     tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
     checked = verify(shards)

@@ -85,6 +85,28 @@ class Label:
 
 
 @dataclass(frozen=True)
+class Labels:
+    names: tuple[str, ...]
+    column: str | None
+    classes: tuple[str, ...]
+
+    @property
+    def example(self) -> Example:
+        return Example((len(self.classes),), "float32")
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
+        value = _scalar(data, self.column)
+        if not isinstance(value, list):
+            raise SampleError(f"{str(value)[:80]!r} is no list of classes")
+        assert out is not None
+        out[()] = 0
+        for one in value:
+            if str(one) not in self.classes:
+                raise SampleError(f"{str(one)[:80]!r} is none of the {len(self.classes)} classes")
+            out[self.classes.index(str(one))] = 1
+
+
+@dataclass(frozen=True)
 class Number:
     names: tuple[str, ...]
     column: str | None
@@ -149,12 +171,16 @@ def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | No
     return Image(_names(names), sides, varied)
 
 
-def label(names: str = "cls", *, column: str | None = None, classes: tuple[str, ...] | list[str] = ()) -> Label:
+def label(
+    names: str = "cls", *, column: str | None = None, classes: tuple[str, ...] | list[str] = (), multi: bool = False
+) -> Label | Labels:
     """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there.
 
-    column: for a JSON field, the entry to read.
+    column: for a JSON field, the entry to read. multi: a list of classes, as a float32 tensor [b, classes] of ones and zeros.
     """
-    return Label(_names(names), column, tuple(classes))
+    if multi and (column is None or not classes):
+        raise UsageError("a label of several classes is an entry of a JSON field: give column= and classes=.")
+    return (Labels if multi else Label)(_names(names), column, tuple(classes))
 
 
 def number(names: str, *, column: str | None = None) -> Number:
@@ -185,6 +211,8 @@ def _names(names: str) -> tuple[str, ...]:
 
 
 def _scalar(data: memoryview, column: str | None) -> Any:
+    if column is None and bytes(data[:6]) == b"\x93NUMPY":  # a number of an HDF5 or array source
+        return np.load(io.BytesIO(data), allow_pickle=False).item()
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text

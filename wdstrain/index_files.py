@@ -31,10 +31,7 @@ _MAGIC = b"WDSTRAIN-INDEX-1\n"
 
 def save_index(index: Index, folder: str) -> None:
     """Write index.bin and then index.json into the folder of the shards."""
-    arrays = {name: np.ascontiguousarray(getattr(index.table, name), dtype) for name, dtype in ARRAYS.items()}
-    body = b"".join(array.tobytes() for array in arrays.values())
-    layout = {name: len(array) for name, array in arrays.items()}
-    head = {"id": blake2b(body, digest_size=8).hexdigest(), "lengths": layout}
+    head, body = _dump(index.table)
     document = {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
@@ -52,10 +49,22 @@ def save_index(index: Index, folder: str) -> None:
             "info": index.info,
         },
     }
-    line = json.dumps(head).encode() + b"\n"
-    line = line[:-1] + b" " * (-(len(_MAGIC) + len(line)) % 64) + b"\n"  # arrays start aligned for the mapping
-    write_whole(os.path.join(folder, BIN_NAME), _MAGIC + line + body)
+    write_whole(os.path.join(folder, BIN_NAME), _head_line(head) + body)
     write_whole(os.path.join(folder, INDEX_NAME), (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
+    """An index as one run of bytes, with whatever else is to be remembered of it (JSON-able)."""
+    head, body = _dump(index.table)
+    shards = [asdict(shard) | {"path": shard.name} for shard in index.shards]
+    return _head_line({**head, "shards": shards, "fields": index.fields, "extra": extra}) + body
+
+
+def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
+    """What `pack_part` packed; shards lie in the folder of `path`. Raises ValueError, KeyError or TypeError for others."""
+    head, table = _arrays(data, path)
+    shards = tuple(Shard(**{**row, "path": os.path.join(os.path.dirname(path), row["path"])}) for row in head["shards"])
+    return Index(shards, tuple(head["fields"]), table), dict(head["extra"])
 
 
 def load(path: str, *, base: str | None = None) -> Index:
@@ -165,22 +174,40 @@ def _size(value: object) -> int:
     return value
 
 
+def _dump(table: Table) -> tuple[dict[str, Any], bytes]:
+    """What is said of the arrays of a table before them, and their bytes."""
+    arrays = {name: np.ascontiguousarray(getattr(table, name), dtype) for name, dtype in ARRAYS.items()}
+    body = b"".join(array.tobytes() for array in arrays.values())
+    lengths = {name: len(array) for name, array in arrays.items()}
+    return {"id": blake2b(body, digest_size=8).hexdigest(), "lengths": lengths}, body
+
+
+def _head_line(head: dict[str, Any]) -> bytes:
+    line = json.dumps(head).encode() + b"\n"
+    return _MAGIC + line[:-1] + b" " * (-(len(_MAGIC) + len(line)) % 64) + b"\n"  # arrays start aligned for the mapping
+
+
 def _map(path: str, wanted: str) -> Table:
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    end = mapped.find(b"\n", len(_MAGIC))
-    if mapped[: len(_MAGIC)] != _MAGIC or end < 0:
-        raise ValueError(f"{path} does not start as an index")
-    head = json.loads(mapped[len(_MAGIC) : end])
+    head, table = _arrays(mapped, path)
     if head["id"] != wanted:
         raise ValueError(f"{path} belongs to another index.json")
+    return table
+
+
+def _arrays(data: bytes | mmap.mmap, path: str) -> tuple[dict[str, Any], Table]:
+    end = data.find(b"\n", len(_MAGIC))
+    if data[: len(_MAGIC)] != _MAGIC or end < 0:
+        raise ValueError(f"{path} does not start as an index")
+    head = json.loads(data[len(_MAGIC) : end])
     arrays, offset = {}, end + 1
     for name, dtype in ARRAYS.items():
-        arrays[name] = np.frombuffer(mapped, dtype, int(head["lengths"][name]), offset)
+        arrays[name] = np.frombuffer(data, dtype, int(head["lengths"][name]), offset)
         offset += arrays[name].nbytes
-    if offset != len(mapped):
-        raise ValueError(f"{path} has {len(mapped)} bytes where {offset} were promised")
-    return Table(**arrays)
+    if offset != len(data):
+        raise ValueError(f"{path} has {len(data)} bytes where {offset} were promised")
+    return head, Table(**arrays)
 
 
 def _check_table(index: Index, path: str) -> None:

@@ -22,7 +22,7 @@ from wdstrain.tar import Sample
 
 Ints = npt.NDArray[np.int64]
 
-_MOST_FIELDS = 65_535
+MOST_FIELDS = 65_535
 
 # the arrays of a table and their dtypes, in the order in which they are stored
 ARRAYS = {
@@ -58,7 +58,7 @@ class Label:
     """A column that training can aim at, and where its value lies: `field`, and `column` in it if that is JSON."""
 
     name: str
-    kind: str  # "class": value is a number or one of `classes`; "number": a float
+    kind: str  # "class": value is a number or one of `classes`; "number": a float; "multi": a list of `classes`
     field: str
     column: str | None = None
     classes: tuple[str, ...] = ()
@@ -95,9 +95,9 @@ class Table:
                 if name not in numbers:
                     numbers[name] = len(fields)
                     fields.append(name)
-        if len(fields) > _MOST_FIELDS:
+        if len(fields) > MOST_FIELDS:
             raise ShardError(
-                f"these samples have {len(fields)} different fields; {_MOST_FIELDS} are the most. Are they samples?"
+                f"these samples have {len(fields)} different fields; {MOST_FIELDS} are the most. Are they samples?"
             )
         raw = [sample.key.encode("utf-8", "surrogateescape") for sample in found]
         members = [member for sample in found for member in sample.fields]

@@ -70,7 +70,7 @@ def _expand_folder(path: Path) -> list[str]:
     found = sorted(str(one) for one in path.glob("*.tar"))
     if not found:
         if (path / UNFINISHED).exists():
-            raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --overwrite.")
+            raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --resume.")
         raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
     return found
 
@@ -78,7 +78,7 @@ def _expand_folder(path: Path) -> list[str]:
 def check_finished(folder: str) -> None:
     """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
     if os.path.exists(os.path.join(folder, SWAPPING)):
-        raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --overwrite.")
+        raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --resume.")
 
 
 class LocalFile:

@@ -73,6 +73,13 @@ def header(name: str, size: int) -> bytes:
     return extension + _ustar(*(fits or (raw[:100], b"")), size if size < 8**11 else 0, b"0")
 
 
+def member_size(name: str, size: int) -> int:
+    """Bytes that a member takes: its headers, its data, its padding."""
+    if len(name) <= 100 and name.isascii() and size < 8**11:
+        return BLOCK + size + padding(size)
+    return len(header(name, size)) + size + padding(size)
+
+
 def _fit(raw: bytes) -> tuple[bytes, bytes] | None:
     """(name, prefix) as ustar holds them, or None if it cannot."""
     if len(raw) <= 100:
@@ -82,24 +89,17 @@ def _fit(raw: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _ustar(name: bytes, prefix: bytes, size: int, kind: bytes) -> bytes:
-    block = b"".join(
-        (
-            name.ljust(100, b"\0"),
-            b"0000644\x00",  # mode
-            b"0000000\x00",  # uid
-            b"0000000\x00",  # gid
-            b"%011o\x00" % size,
-            b"00000000000\x00",  # mtime
-            b"        ",  # checksum, counted as spaces
-            kind,
-            bytes(100),  # link name
-            b"ustar\x0000" + bytes(64),  # magic, version, owner and group names
-            bytes(16),  # device numbers
-            prefix.ljust(155, b"\0"),
-            bytes(12),
-        )
-    )
-    return block[:148] + b"%06o\0 " % sum(block) + block[156:]
+    digits = b"%011o" % size
+    summed = _SUM + sum(name) + sum(prefix) + sum(digits) + kind[0]
+    tail = _TAIL if not prefix else _MAGIC + prefix + bytes(167 - len(prefix))
+    return b"%b%b%b%b%06o\0 %b%b" % (name, bytes(100 - len(name)), _OWNER, digits + _TIME, summed, kind, tail)
+
+
+_OWNER = b"0000644\x000000000\x000000000\x00"  # mode, uid, gid
+_TIME = b"\x0000000000000\x00"  # the end of the size; mtime
+_MAGIC = bytes(100) + b"ustar\x0000" + bytes(64) + bytes(16)  # no link name; magic, version; no owner, group, device
+_TAIL = _MAGIC + bytes(167)  # no prefix
+_SUM = sum(_OWNER) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)  # of all that is the same in every header
 
 
 def _record(name: bytes, value: bytes) -> bytes:

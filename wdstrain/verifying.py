@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
 from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index, Table
@@ -106,7 +106,7 @@ def _checksums(source: LocalFile, promised: Index) -> list[str]:
     for sample in range(len(promised)):
         rows = range(*table.member_first[sample : sample + 2].tolist())
         for row, (name, start, size) in zip(rows, promised.members(sample), strict=True):
-            if len(table.member_crc) and zlib.crc32(source.read(start, size)) != table.member_crc[row]:
+            if len(table.member_crc) and crc32(source.read(start, size)) != table.member_crc[row]:
                 where = f"'{promised.key(sample)}', field '{name}' at offset {start}"
                 findings.append(f"{shard.path}: {where}: the bytes are not those that were packed.")
     return findings or [f"{shard.path}: its sha256 is not the one of the index, though every field is as packed."]

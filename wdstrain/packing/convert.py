@@ -1,256 +1,293 @@
-"""Items to a folder of shards and their index.
+"""A source to a folder of shards and their index.
 
-The plan comes first: order by a seeded hash of the key, split by another, shard boundaries by count and bytes. It depends
-on the list alone, so any number of jobs gives the same bytes. Shards and index are written on a stage, a hidden folder in
-the output, and put in place together when all is whole: a conversion that fails or is killed leaves what was there before,
-and nothing half-made is ever where a reader looks.
+    listing ──────────────────────────────▶ catalog ──▶ plan ──▶ shards ──▶ index ──▶ in place
+    stream ──▶ spill, in one pass ─────────▶   │  ▲
+                    pictures made smaller ◀────┘  │  (only where that was asked for: sizes are planned as they will be)
+                           └──────────────────────┘
+
+The plan depends on the catalog and the options alone, so any number of jobs gives the same bytes. All is written on a stage
+(`stage`); each shard carries the identity of what it was made from, so that `resume` writes only what is missing.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import shutil
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain import bits, children
-from wdstrain.errors import SourceError, StorageError, UsageError, WdstrainError
-from wdstrain.index_files import BIN_NAME, read_document, save_index
-from wdstrain.indexing import Index, join
-from wdstrain.memory import Memory
-from wdstrain.packing.listing import Item, Listing, file_size
-from wdstrain.packing.shard import item_size, write_shard
-from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, sync_folder, write_whole
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.index_files import BIN_NAME, load, save_index
+from wdstrain.indexing import Index, Label, join
+from wdstrain.packing.catalog import Catalog, ItemCatalog, SpanCatalog
+from wdstrain.packing.collector import collector_paused
+from wdstrain.packing.jobs import Tick, run
+from wdstrain.packing.listing import Bad, Listing, Quarantine, Source, Stream
+from wdstrain.packing.options import Options
+from wdstrain.packing.pictures import Recipe
+from wdstrain.packing.planning import Piece, batches, chosen, plan_shards
+from wdstrain.packing.shard import Packed, identity, kept, write_shard
+from wdstrain.packing.spill import spill, spilled
+from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, Stage
+from wdstrain.storage import INDEX_NAME, write_whole
 
-_LOOK = 0.2  # seconds between looks at what worker processes have written
-_NAMES = "names.json"  # on the stage: what the exchange removes and brings
-
-Progress = Callable[[int, int, int], None]  # samples written, samples in all, bytes written
+_PIECE = 32 << 20  # bytes of pictures that are made smaller at a time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a conversion packs. `split`: share of the samples by split name, drawn by a seeded hash of each key."""
+class Step(NamedTuple):
+    """How far a conversion is. total: None if nobody knows."""
 
-    shard_samples: int | None = None
-    shard_bytes: int = 256_000_000
-    seed: int = 0
-    shuffle: bool = True
-    split: dict[str, float] | None = None
-    jobs: int = 1
-    overwrite: bool = False
-    limit: int | None = None
+    title: str
+    done: int
+    total: int | None
+    bytes: int
+    bad: int
 
-    def __post_init__(self) -> None:
-        for name in ("shard_samples", "shard_bytes", "jobs", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name}={value} is below 1.")
-        shares = (self.split or {"train": 1.0}).values()
-        if min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
-            raise UsageError(f"split={self.split}: shares are above 0 and add up to 1. Write for example train=0.9,val=0.1")
+
+Progress = Callable[[Step], None]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A shard to be written."""
+class Conversion:
+    """What a conversion did. samples: {split: {class: count}}; a source without classes has the class "".
 
-    name: str
-    split: str
-    items: list[Item]
-
-
-def convert(listing: Listing, out: str, options: Options, progress: Progress | None = None) -> Index:
-    """Pack what is listed into `out`. Returns the index that was written.
-
-    Raises UsageError if `out` is in use and overwriting was not asked for; SourceError and StorageError for input and
-    output that fail. Then what was written is gone again, and what was there before is there still.
+    listed = packed + quarantined + left by `limit`.
     """
-    if listing.root is not None and _lies_in(out, listing.root):
-        raise UsageError(f"{out} lies in {listing.root}, which is being converted. Put the shards into another folder.")
-    pieces = list(_pieces(listing, options))
-    made = _occupy(out, options.overwrite)
-    stage = os.path.join(out, UNFINISHED)
+
+    index: Index
+    listed: int
+    bad: list[Bad]
+    renamed: int
+    samples: dict[str, dict[str, int]]
+    ignored: dict[str, int] = field(default_factory=dict)
+    kept: int = 0  # shards that an earlier run had written
+    limited: int = 0  # samples that `limit` left out
+
+
+def convert(source: Source, out: str, options: Options, progress: Progress | None = None) -> Conversion:
+    """Pack a source into the folder `out`.
+
+    Raises UsageError if `out` is in use, SourceError for a bad sample unless it is quarantined, StorageError for a disk
+    that fails. What was written then stays on the stage for `resume`, and what was in `out` before is there still.
+    """
+    if source.root is not None and _lies_in(out, source.root):
+        raise UsageError(f"{out} lies in {source.root}, which is being converted. Put the shards into another folder.")
+    stage = Stage(out, overwrite=options.overwrite, resume=options.resume)
+    if stage.whole:
+        return _made(load(os.path.join(out, INDEX_NAME)))
+    work = _Conversion(source, stage, options, progress)
     try:
-        parts = list(_written(pieces, stage, options.jobs, progress))
-        total, samples = sum(len(piece.items) for piece in pieces), sum(map(len, parts))
-        if samples != total:
-            raise SourceError(f"{total} samples were listed and {samples} written.")
-        info = {"source": listing.source, "seed": options.seed, "shuffle": options.shuffle, "ignored": listing.ignored}
-        index = replace(join(parts), labels=listing.labels, info=info)
-        save_index(index, stage)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        if made:
-            with suppress(OSError):
-                os.rmdir(out)
+        with collector_paused() if isinstance(source, Listing) else nullcontext():
+            return work.run()
+    except UsageError:  # nothing worth going on with
+        work.stage.leave() if options.resume else work.stage.clear()
         raise
-    _put_in_place(out, [piece.name for piece in pieces])
-    return replace(index, shards=tuple(replace(shard, path=os.path.join(out, shard.name)) for shard in index.shards))
+    except BaseException:
+        work.stage.leave()
+        raise
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
+class _Conversion:
+    def __init__(self, source: Source, stage: Stage, options: Options, progress: Progress | None) -> None:
+        self.source, self.stage, self._options = source, stage, options
+        self._progress = progress or (lambda step: None)
+        self._quarantine = Quarantine(collect=options.on_bad == "quarantine")
+        self._kept = 0
+
+    def run(self) -> Conversion:
+        options, recipe = self._options, Recipe.of(self._options)
+        catalog, labels, listed = self._catalog()
+        first = catalog
+        if not listed:
+            self.stage.clear()
+            raise SourceError(f"{self.source.name} holds no samples.")
+        numbers = chosen(catalog, options)
+        limited = len(catalog.sizes) - len(numbers)
+        if recipe.changes:
+            catalog, recipe = self._encoded(catalog, recipe), recipe.looked_at()
+            options = replace(options, limit=None)  # it was applied when the pictures were chosen
+        resplit = isinstance(self.source, Stream) and self.source.resplit
+        pieces = plan_shards(catalog, options, resplit=resplit)
+        shards = self.stage.folder("shards")
+        packed = list(self._packed("packing", pieces, catalog, recipe, shards))
+        written = sum(len(one.numbers) for one in packed)
+        bad = self._quarantine.bad
+        if listed != written + limited + len(bad):
+            raise SourceError(
+                f"{listed} samples were listed; {written} were packed, {len(bad)} quarantined, {limited} left out."
+            )
+        return self._placed(packed, catalog, first, labels, shards, listed, limited)
+
+    # --- the parts of the road ---------------------------------------------------------------------------------------
+
+    def _catalog(self) -> tuple[ItemCatalog | SpanCatalog, tuple[Label, ...], int]:
+        """The samples, their labels, and how many the source holds, bad ones included."""
+        source, options, quarantine = self.source, self._options, self._quarantine
+        if isinstance(source, Listing):
+            for bad in source.bad:
+                quarantine.put(bad)
+            catalog = ItemCatalog(source, options.seed, quarantine)
+            return catalog, source.labels, len(source.items) + len(source.bad)
+        folder = self.stage.folder("spill")
+        found = spilled(source, folder, quarantine) if options.resume else None
+        return found or spill(
+            source,
+            folder,
+            seed=options.seed,
+            shuffle=options.shuffle,
+            memory=options.memory,
+            quarantine=quarantine,
+            told=lambda done, size: self._tell("reading", done, source.total, size),
+        )
+
+    def _encoded(self, catalog: Catalog, recipe: Recipe) -> SpanCatalog:
+        """The same samples with their pictures made smaller, in files on the stage, in the order they will be packed."""
+        numbers = chosen(catalog, self._options)
+        runs = batches(numbers, catalog.sizes[numbers], _PIECE)
+        pieces = [Piece(f"{place:06d}", "", run_) for place, run_ in enumerate(runs)]
+        done = list(self._packed("encoding", pieces, catalog, recipe, self.stage.folder("encoded")))
+        index = join([one.index for one in done])
+        taken = np.concatenate([one.numbers for one in done])
+        self._before = taken
+        file = index.shard_of(np.arange(len(index))).astype(np.int32)
+        paths = [shard.path for shard in index.shards]
+        return SpanCatalog(self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken), {})
+
+    def _packed(self, title: str, pieces: list[Piece], catalog: Catalog, recipe: Recipe, folder: str) -> Iterator[Packed]:
+        """The shards as they are written, in order; those that an earlier run wrote are taken as they are."""
+        options = self._options
+        marks = [identity(piece, catalog, recipe, self._quarantine.collect) for piece in pieces]
+        found = [kept(folder, piece, mark) if options.resume else None for piece, mark in zip(pieces, marks, strict=True)]
+        missing = [number for number, one in enumerate(found) if one is None]
+        self._kept += len(pieces) - len(missing)
+        total = sum(len(piece.numbers) for piece in pieces)
+        before = sum(len(one.numbers) for one in found if one is not None)
+        work = _Writing(
+            folder,
+            [pieces[number] for number in missing],
+            [marks[number] for number in missing],
+            catalog,
+            recipe,
+            self._quarantine.collect,
+            max(1 << 20, options.memory // (4 * options.jobs)),
+        )
+        told = lambda done, size: self._tell(title, before + done, total, size)  # noqa: E731
+        results = run(work, len(missing), options.jobs, told, engine=options.engine)
+        for one in found:
+            packed = next(results) if one is None else one
+            for bad in packed.bad:
+                self._quarantine.put(bad)
+            yield packed
+
+    def _placed(
+        self,
+        packed: list[Packed],
+        catalog: ItemCatalog | SpanCatalog,
+        first: ItemCatalog | SpanCatalog,
+        labels: tuple[Label, ...],
+        shards: str,
+        listed: int,
+        limited: int,
+    ) -> Conversion:
+        """Index, lists of what was renamed and quarantined, and the exchange. Shards that are empty are left away."""
+        options, bad = self._options, self._quarantine.bad
+        names: dict[str, str] = {}
+        parts: list[Index] = []
+        samples: dict[str, dict[str, int]] = {}
+        renamed: list[dict[str, str]] = []
+        numbers: dict[str, int] = {}
+        for one in packed:
+            shard = one.index.shards[0]
+            if not shard.samples:
+                continue
+            place = numbers[shard.split] = numbers.get(shard.split, -1) + 1
+            final = f"{shard.split}-{place:06d}.tar"
+            names[final] = shard.name
+            parts.append(replace(one.index, shards=(replace(shard, path=os.path.join(shards, final)),)))
+            counts = samples.setdefault(shard.split, {})
+            for code, count in zip(*np.unique(catalog.marks.stratum[one.numbers], return_counts=True), strict=True):
+                name = catalog.marks.strata[code]
+                counts[name] = counts.get(name, 0) + int(count)
+            at = one.numbers if catalog is first else self._before[one.numbers]
+            renamed += [row for number in at.tolist() if (row := _renamed(first, number)) is not None]
+        if not parts:
+            raise SourceError(f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}")
+        samples = {split: dict(sorted(counts.items())) for split, counts in samples.items()}
+        info = {
+            "source": self.source.source,
+            "options": {
+                name: getattr(options, name)
+                for name in ("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit")
+            },
+            "samples": samples,
+            "listed": listed,
+            "quarantined": len(bad),
+            "renamed": len(renamed),
+            "ignored": self._ignored,
+        }
+        index = replace(join(parts), labels=labels, info=info)
+        save_index(index, shards)
+        for name, rows in ((BAD_NAME, [one.portable() for one in bad]), (RENAMED_NAME, renamed)):
+            if rows:
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                write_whole(os.path.join(shards, name), text.encode("utf-8", "surrogateescape"))
+                names[name] = name
+        self.stage.put_in_place(shards, {**names, BIN_NAME: BIN_NAME, INDEX_NAME: INDEX_NAME})
+        moved = tuple(replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards)
+        index = replace(index, shards=moved)
+        return Conversion(index, listed, bad, len(renamed), samples, self._ignored, self._kept, limited)
+
+    @property
+    def _ignored(self) -> dict[str, int]:
+        return self.source.ignored if isinstance(self.source, Listing) else {}
+
+    def _tell(self, title: str, done: int, total: int | None, size: int) -> None:
+        self._progress(Step(title, done, total, size, len(self._quarantine.bad)))
 
 
-def _pieces(listing: Listing, options: Options) -> Iterator[_Piece]:
-    items = listing.items
-    if options.split and any(item.split for item in items):
-        raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
-    if options.split:
-        items = [item._replace(split=_split(item.key, options)) for item in items]
-    if options.shuffle:
-        items = sorted(items, key=lambda item: (bits.key("pack", options.seed, item.split, item.key), item.key))
-    items = items[: options.limit]
-    wanted = list(options.split or dict.fromkeys(item.split or "train" for item in items))
-    for split in wanted:
-        mine = [item for item in items if (item.split or "train") == split]
-        if not mine:
-            raise UsageError(f"the split '{split}' gets none of {len(items)} samples. Give it a larger share, or more samples.")
-        for number, group in enumerate(_groups(mine, options)):
-            yield _Piece(f"{split}-{number:06d}.tar", split, group)
+@dataclass(frozen=True)
+class _Writing:
+    """The work of writing shards, as processes are given it."""
+
+    folder: str
+    pieces: list[Piece]
+    marks: list[str]
+    catalog: Catalog
+    recipe: Recipe
+    collect: bool
+    memory: int
+
+    def __call__(self, number: int, tick: Tick) -> Packed:
+        return write_shard(
+            self.folder,
+            self.pieces[number],
+            self.catalog,
+            self.recipe,
+            collect=self.collect,
+            memory=self.memory,
+            mark=self.marks[number],
+            tick=tick,
+        )
 
 
-def _split(key: str, options: Options) -> str:
-    """By where the hash of the key falls: a sample stays in its split when others are added."""
-    at, names = bits.key("split", options.seed, key) / 2**64, list(options.split or {})
-    edges = np.cumsum(list((options.split or {}).values()))
-    return names[min(int(np.searchsorted(edges, at, side="right")), len(names) - 1)]
+def _made(index: Index) -> Conversion:
+    """The conversion that made an index, from what it says of itself."""
+    info, bad = index.info, []
+    with suppress(FileNotFoundError), open(os.path.join(os.path.dirname(index.shards[0].path), BAD_NAME), "rb") as file:
+        bad = [Bad(**json.loads(line)) for line in file]
+    limited = info["listed"] - len(index) - len(bad)
+    return Conversion(index, info["listed"], bad, info["renamed"], info["samples"], info["ignored"], len(index.shards), limited)
 
 
-def _groups(items: list[Item], options: Options) -> Iterator[list[Item]]:
-    group: list[Item] = []
-    filled = 0
-    for item in items:
-        sizes = [len(part) if isinstance(part, bytes) else file_size(part, f"'{item.key}'") for _, part in item.parts]
-        size = item_size(item, sizes)
-        if group and (filled + size > options.shard_bytes or len(group) == options.shard_samples):
-            yield group
-            group, filled = [], 0
-        group.append(item)
-        filled += size
-    if group:
-        yield group
-
-
-# --- the folder ------------------------------------------------------------------------------------------------------
+def _renamed(catalog: ItemCatalog | SpanCatalog, number: int) -> dict[str, str] | None:
+    name = catalog.name(number) if isinstance(catalog, ItemCatalog) else catalog.renamed.get(number) and catalog.own_key(number)
+    return {"key": catalog.key(number), "name": name} if name else None
 
 
 def _lies_in(path: str, folder: str) -> bool:
     real, root = os.path.realpath(path), os.path.realpath(folder)
     return real == root or real.startswith(os.path.join(root, ""))
-
-
-def _occupy(out: str, overwrite: bool) -> bool:
-    """Make an empty stage in the folder. True if the folder was made now."""
-    made = not os.path.exists(out)
-    try:
-        os.makedirs(out, exist_ok=True)
-        present = [name for name in os.listdir(out) if name != UNFINISHED]
-        unfinished = SWAPPING in present or len(present) < len(os.listdir(out))
-        if (present or unfinished) and not overwrite:
-            state = "an unfinished conversion" if unfinished else f"{len(present)} files"
-            raise UsageError(f"{out} holds {state}. Choose an empty folder, or add --overwrite to replace its shards.")
-        shutil.rmtree(os.path.join(out, UNFINISHED), ignore_errors=True)
-        os.mkdir(os.path.join(out, UNFINISHED))
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
-    return made
-
-
-def _put_in_place(out: str, names: list[str]) -> None:
-    """Replace the set in the folder by the one on the stage. While this goes on, readers refuse the folder.
-
-    Only what the former index lists is removed, or what an exchange that was cut short was about to remove or bring.
-    """
-    stage, swapping, listed = (os.path.join(out, name) for name in (UNFINISHED, SWAPPING, INDEX_NAME))
-    former: list[str] = []
-    with suppress(WdstrainError):
-        former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
-    with suppress(OSError, ValueError), open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
-        former += json.load(file)
-    try:
-        write_whole(os.path.join(stage, _NAMES), json.dumps([*former, *names]).encode())
-        shutil.rmtree(swapping, ignore_errors=True)
-        os.rename(stage, swapping)
-        for name in [INDEX_NAME, *former, BIN_NAME]:
-            with suppress(FileNotFoundError):
-                os.unlink(os.path.join(out, os.path.basename(name)))
-        for name in [*names, BIN_NAME, INDEX_NAME]:
-            os.replace(os.path.join(swapping, name), os.path.join(out, name))
-        shutil.rmtree(swapping)
-        sync_folder(out)
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error.strerror}. Run this again with --overwrite.") from error
-
-
-def _written(pieces: list[_Piece], stage: str, jobs: int, progress: Progress | None) -> Iterator[Index]:
-    """The index of each shard as it is written, in order."""
-    total = sum(len(piece.items) for piece in pieces)
-    board = Memory(16 * len(pieces))  # samples and bytes of each shard so far, written by whoever packs it
-    sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
-
-    def show() -> None:
-        if progress:
-            progress(int(sums[:, 0].sum()), total, int(sums[:, 1].sum()))
-
-    if jobs == 1 or len(pieces) == 1:
-        for number, piece in enumerate(pieces):
-
-            def tick(samples: int, size: int, number: int = number) -> None:
-                sums[number] = samples, size
-                show()
-
-            yield write_shard(os.path.join(stage, piece.name), piece.items, piece.split, tick)
-        return
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(min(jobs, len(pieces)), context, _begin_worker, (board,))
-    waiting: deque[Future[Index]] = deque()  # few, so that an interruption has little to wait for
-    try:
-        for number, piece in enumerate(pieces):
-            waiting.append(pool.submit(_write, os.path.join(stage, piece.name), piece.items, piece.split, number))
-            if len(waiting) > 2 * jobs:
-                yield _awaited(waiting.popleft(), show)
-        while waiting:
-            yield _awaited(waiting.popleft(), show)
-    except BrokenProcessPool as error:
-        raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _awaited(future: Future[Index], show: Callable[[], None]) -> Index:
-    while not future.done():
-        futures.wait([future], timeout=_LOOK)
-        show()
-    return future.result()
-
-
-_board: Memory | None = None  # in a worker: the parent's board
-
-
-def _write(path: str, items: list[Item], split: str, number: int) -> Index:
-    assert _board is not None
-    mine = np.frombuffer(_board.view, np.int64)[2 * number : 2 * number + 2]
-
-    def tick(samples: int, size: int) -> None:
-        mine[:] = samples, size
-
-    return write_shard(path, items, split, tick)
-
-
-def _begin_worker(board: Memory) -> None:
-    global _board
-    _board = board
-    children.begin()

@@ -58,11 +58,14 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     items = []
     for split, name, path, field in found:
         parts: tuple[tuple[str, bytes | str], ...] = ((field, path),)
+        kind = name.split("/", 1)[0] if classes else ""
         if classes:
-            parts += (("cls", numbers[name.split("/", 1)[0]]),)
-        items.append(Item(keys[split].key(os.path.splitext(name)[0]), parts, split))
+            parts += (("cls", numbers[kind]),)
+        stem = name.rpartition(".")[0]
+        key = keys[split].key(stem)
+        items.append(Item(key, parts, split, stratum=kind, name=name if key != stem else ""))
     labels = (Label("class", "class", "cls", classes=tuple(classes)),) if classes else ()
-    return Listing(items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
+    return Listing(source, items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
 
 
 def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
@@ -99,8 +102,10 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
         seen.add(real)
         _count(ignored, "hidden or system files", sum(map(is_litter, [*folders, *files])))
         folders[:] = sorted(name for name in folders if not is_litter(name))
+        below = os.path.relpath(folder, root).replace(os.sep, "/")
+        prefix = "" if below == "." else f"{below}/"
         for name in sorted(name for name in files if not is_litter(name)):
             path = os.path.join(folder, name)
             if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
                 raise SourceError(f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it.")
-            yield os.path.relpath(path, root).replace(os.sep, "/"), path
+            yield prefix + name, path

@@ -1,12 +1,15 @@
-"""What a source of samples looks like before it is read.
+"""What a source of samples looks like before it is packed.
 
-A conversion is planned on this list: order, splits and shard boundaries are fixed before the first byte is copied, so
-they cannot depend on how many jobs copy.
+There are two kinds. A `Listing` knows its items before a byte of them is read (files of a folder, rows of a table). A
+`Stream` is read once from its start to its end (arrays, HDF5, other tars, any iterable). What cannot be packed goes to the
+`Quarantine`, which raises or collects: nothing is left out without being counted.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,46 +20,138 @@ from wdstrain.indexing import Label
 # what operating systems leave in folders, by name
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
+_ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
+
+Part = tuple[str, bytes]  # field and its bytes
+
 
 class Item(NamedTuple):
-    """One sample to be packed. parts: (field, bytes), or (field, path of the file whose bytes are copied verbatim)."""
+    """One sample to be packed. parts: (field, bytes), or (field, path of the file whose bytes are copied verbatim).
+
+    group: samples of one group come to one side of a split. stratum: the class, for stratified splits and for counting.
+    row: where it stands in a table, from 1; 0 if it is in none. name: what the source calls it, if not as its key.
+    """
 
     key: str
     parts: tuple[tuple[str, bytes | str], ...]
     split: str = ""
+    group: str = ""
+    stratum: str = ""
+    row: int = 0
+    name: str = ""
+
+
+class Entry(NamedTuple):
+    """One sample of a stream. `key` None: it is given a number for a key."""
+
+    key: str | None
+    parts: list[Part]
+    split: str = ""
+    group: str = ""
+    stratum: str = ""
+
+
+class Bad(NamedTuple):
+    """What could not be packed: the source it is from, its row there (0: none), its path or key, and why."""
+
+    source: str
+    row: int
+    path: str
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        row = f", row {self.row}" if self.row else ""
+        path = f": {self.path}" if self.path else ""
+        return f"{self.source}{row}{path}: {self.reason}."
+
+    def portable(self) -> dict[str, Any]:
+        """For a file that says the same on every machine: without the folders above the source."""
+        above = os.path.join(os.path.dirname(os.path.abspath(self.source)), "")
+        inside = os.path.join(os.path.abspath(self.source), "")
+        path = os.path.abspath(self.path) if os.path.isabs(self.path) or os.path.exists(self.path) else self.path
+        for prefix in (inside, above):
+            path = path.removeprefix(prefix)
+        return {"source": os.path.basename(self.source.rstrip("/")), "row": self.row, "path": path, "reason": self.reason}
+
+
+class Quarantine:
+    """Where bad samples go: an error at the first, or a list of them all."""
+
+    def __init__(self, *, collect: bool = False) -> None:
+        self.collect = collect
+        self.bad: list[Bad] = []
+
+    def put(self, bad: Bad) -> None:
+        """Raises SourceError unless bad samples are collected."""
+        if not self.collect:
+            raise SourceError(f"{bad.sentence} Mend or remove it, or go on without such samples: --on-bad quarantine")
+        self.bad.append(bad)
 
 
 @dataclass(frozen=True)
 class Listing:
     """The items of a source in its own order, what is known of their labels, and what was passed over and why."""
 
+    name: str
     items: list[Item]
     labels: tuple[Label, ...]
     source: dict[str, Any]
     ignored: dict[str, int] = field(default_factory=dict)
+    bad: list[Bad] = field(default_factory=list)
     root: str | None = None  # the folder that was listed, which the shards must not be put into
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source that is read once. `entries` may put into the quarantine; `labels` is asked after the last entry.
+
+    total: how many entries there will be, None if that is not known.
+    """
+
+    name: str
+    entries: Callable[[Quarantine], Iterator[Entry]]
+    labels: Callable[[], tuple[Label, ...]]
+    source: dict[str, Any]
+    total: int | None = None
+    resplit: bool = False  # splits of the source may be drawn anew
+    root: str | None = None
+
+
+Source = Listing | Stream
 
 
 class Keys:
     """Gives each item a key of its own: webdataset ends a key at the first dot of its base name, so dots are rewritten."""
 
     def __init__(self) -> None:
-        self._given: dict[str, int] = {}  # key -> how many more wanted it
+        self._given: dict[str, int] = {}  # key in lower case -> how many more wanted it
 
     def key(self, path: str) -> str:
         """The key for a path without its extension, with forward slashes: dots of the base name become underscores, and
-        a name that was given before gets -2, -3, ..."""
-        # no part that climbs, starts at the root or names a drive: a key is never a path out of a folder
-        parts = [part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")]
-        base = parts.pop() if parts else ""
-        wanted = "/".join([*parts, base.replace(".", "_") or "_"])
-        key, number = wanted, self._given.get(wanted, 0)
-        while key in self._given:
+        a name that was given before, in capitals or not, gets -2, -3, ..."""
+        wanted = tidy(path)
+        folded = wanted.casefold()
+        if folded not in self._given:
+            self._given[folded] = 0
+            return wanted
+        key, number = wanted, self._given[folded]
+        while key.casefold() in self._given:
             number += 1
             key = f"{wanted}-{number + 1}"
-        self._given[wanted] = number
-        self._given[key] = 0
+        self._given[folded] = number
+        self._given.setdefault(key.casefold(), 0)
         return key
+
+
+def tidy(path: str) -> str:
+    """A key that is no path out of a folder and has no dot in its base name."""
+    if path and not _ODD.search(path):
+        return path
+    # no part that climbs, starts at the root or names a drive
+    parts = [part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")]
+    base = parts.pop() if parts else ""
+    return "/".join([*parts, base.replace(".", "_") or "_"])
 
 
 def image_field(name: str) -> str | None:
@@ -68,16 +163,3 @@ def image_field(name: str) -> str | None:
 def is_litter(name: str) -> bool:
     """Whether a file is something an operating system left behind, or hidden."""
     return name.lower() in _LITTER or name.startswith(".")
-
-
-def file_size(path: str, what: str) -> int:
-    """The size of a file that is to be packed. Raises SourceError naming `what` when it is missing or empty."""
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise SourceError(
-            f"{what}: {path} cannot be read: {error.strerror}. Put it there or remove it from the list."
-        ) from error
-    if size == 0:
-        raise SourceError(f"{what}: {path} has 0 bytes, which is no image. Replace it or remove it.")
-    return size

@@ -1,77 +1,168 @@
 """One shard: its members written under a temporary name, flushed to the disk, renamed.
 
-The bytes of files are copied verbatim. While they pass by, the sha256 of the shard and the crc32 of each member are taken,
-which costs less than writing them.
+The bytes of files are copied verbatim. While they pass by, the crc32 of each member is taken, and the sha256 of the shard by
+a second thread, which costs less than writing them. Beside each shard its part of the index is left, with the identity of
+what it was made from, so that a conversion that was broken off knows which shards it need not write again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import zlib
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
 
-from wdstrain.errors import SourceError, StorageError
-from wdstrain.indexing import Index, Shard, Table
-from wdstrain.packing.listing import Item
-from wdstrain.storage import publish
-from wdstrain.tar import END, Sample, header, padding
+import numpy as np
 
-_CHUNK = 4 << 20  # bytes collected before they are written and hashed
+from wdstrain.errors import SampleError, StorageError
+from wdstrain.index_files import pack_part, unpack_part
+from wdstrain.indexing import Index, Ints, Shard
+from wdstrain.packing.catalog import Catalog
+from wdstrain.packing.collector import collector_paused
+from wdstrain.packing.listing import Bad, Part
+from wdstrain.packing.pictures import Recipe
+from wdstrain.packing.planning import Piece, batches
+from wdstrain.packing.rows import Rows
+from wdstrain.storage import publish, write_whole
+from wdstrain.tar import END
 
-
-def item_size(item: Item, sizes: Iterable[int]) -> int:
-    """Bytes an item takes in a shard, from the sizes of its parts."""
-    names = (f"{item.key}.{field}" for field, _ in item.parts)
-    return sum(len(header(name, size)) + size + padding(size) for name, size in zip(names, sizes, strict=True))
-
+_CHUNK = 1 << 20  # bytes collected before they are written and hashed
+_FLUSH = 32 << 20  # bytes between flushes to the disk
+PART = ".part"  # what the index says of one shard, beside it until the conversion ends
 
 Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
 
 
-def write_shard(path: str, items: Iterable[Item], split: str, tick: Tick) -> Index:
-    """Write a shard and return the index of it alone. On any failure nothing is left of it. `tick` is told as it grows."""
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp")
-    samples: list[Sample] = []
-    crcs: list[int] = []
-    digest, offset, chunk = hashlib.sha256(), 0, bytearray()
+@dataclass(frozen=True)
+class Packed:
+    """A shard that was written: its index, the numbers of the samples in it, and what was left out of it."""
+
+    index: Index
+    numbers: Ints
+    bad: list[Bad]
+    kept: bool = False  # from an earlier run
+
+
+def identity(piece: Piece, catalog: Catalog, recipe: Recipe, collect: bool) -> str:
+    """Hash of all that the bytes of a shard depend on."""
+    words = f"2 {piece.name} {recipe} {collect}".encode()
+    return hashlib.blake2b(catalog.identity(piece.numbers) + words, digest_size=16).hexdigest()
+
+
+def kept(folder: str, piece: Piece, mark: str) -> Packed | None:
+    """The shard as an earlier run wrote it, if it is whole and made from the same."""
+    path = os.path.join(folder, piece.name)
     try:
-        with open(temporary, "wb") as file:
-            for item in items:
-                start, members = offset, []
-                for field, content in item.parts:
-                    data = content if isinstance(content, bytes) else _contents(content, item.key)
-                    head = header(f"{item.key}.{field}", len(data))
-                    members.append((field, offset + len(head), len(data)))
-                    crcs.append(zlib.crc32(data))
-                    chunk += head
-                    chunk += data
-                    chunk += bytes(padding(len(data)))
-                    offset += len(head) + len(data) + padding(len(data))
-                samples.append(Sample(item.key, start, offset, members))
-                if len(chunk) >= _CHUNK:
-                    digest.update(chunk)
-                    file.write(chunk)
-                    chunk.clear()
-                tick(len(samples), offset)
-            chunk += END
-            digest.update(chunk)
-            file.write(chunk)
+        with open(path + PART, "rb") as file:
+            index, extra = unpack_part(file.read(), path)
+        if extra["identity"] != mark or os.stat(path).st_size != index.shards[0].bytes:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    bad = [Bad(*row) for row in extra["bad"]]
+    return Packed(index, piece.numbers[np.array(extra["places"], np.int64)], bad, kept=True)
+
+
+def write_shard(
+    folder: str, piece: Piece, catalog: Catalog, recipe: Recipe, *, collect: bool, memory: int, mark: str, tick: Tick
+) -> Packed:
+    """Write a shard. `collect`: bad samples are left out and told, else the first raises SourceError.
+
+    memory: bytes of samples held at a time while they are put in order.
+    """
+    path = os.path.join(folder, piece.name)
+    temporary = os.path.join(folder, f".{piece.name}.tmp")
+    rows, places, bad = Rows(), array("q"), []
+    try:
+        with open(temporary, "wb", buffering=0) as file, _Digest(file) as digest, collector_paused():
+            chunk: list[bytes] = []
+            begun = 0
+            for place, number, parts in _fetched(piece.numbers, catalog, memory):
+                try:
+                    if isinstance(parts, SampleError):
+                        raise parts
+                    parts = recipe.apply(parts)
+                except SampleError as error:
+                    bad.append(catalog.bad(number, str(error)))
+                    if not collect:
+                        return Packed(Index((), (), Rows().table()), piece.numbers[:0], bad)
+                    continue
+                chunk += rows.add(catalog.key(number), parts)
+                places.append(place)
+                if rows.stop - begun >= _CHUNK:
+                    _write(file, digest, chunk)
+                    chunk, begun = [], rows.stop
+                    tick(len(places), rows.stop)
+            _write(file, digest, [*chunk, END])
+            sha256 = digest.finish()
+            tick(len(places), rows.stop)
         publish(temporary, path)
+        shard = Shard(path, len(places), rows.stop + len(END), piece.split, sha256)
+        index = Index((shard,), tuple(rows.fields), rows.table())
+        extra = {"identity": mark, "places": places.tolist(), "bad": bad}
+        write_whole(path + PART, pack_part(index, extra))
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}. Free some space or choose another folder.") from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free some space or choose another folder; --resume goes on."
+        ) from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    fields: list[str] = []
-    table = Table.of(samples, fields, crcs)
-    return Index((Shard(path, len(samples), offset + len(END), split, digest.hexdigest()),), tuple(fields), table)
+    return Packed(index, piece.numbers[np.array(places, np.int64)], bad)
 
 
-def _contents(path: str, key: str) -> bytes:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except OSError as error:
-        raise SourceError(f"{path} (for '{key}') cannot be read: {error.strerror}.") from error
+def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int, int, list[Part] | SampleError]]:
+    """(place in the shard, number, parts) of each sample, in order."""
+    place = 0
+    for group in batches(numbers, catalog.sizes[numbers], min(memory, catalog.together)):
+        for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
+            yield place, number, parts
+            place += 1
+
+
+class _Digest:
+    """The sha256 of what is written, taken in a thread of its own, one chunk behind at most.
+
+    It also has the file flushed now and then, so that little is left to wait for at its end. Writing there too was no
+    faster: what is left to do here holds the interpreter's lock either way.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._file, self._hash, self._unflushed = file, hashlib.sha256(), 0
+
+    def __enter__(self) -> _Digest:
+        self._pool = ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def update(self, data: memoryview) -> None:
+        if self._last is not None:
+            self._last.result()
+        self._last = self._pool.submit(self._take, data)
+
+    def _take(self, data: memoryview) -> None:
+        self._hash.update(data)
+        self._unflushed += len(data)
+        if self._unflushed > _FLUSH:
+            os.fsync(self._file.fileno())
+            self._unflushed = 0
+
+    def finish(self) -> str:
+        """The sha256 of all, in hexadecimal."""
+        if self._last is not None:
+            self._last.result()
+        return self._hash.hexdigest()
+
+
+def _write(file: FileIO, digest: _Digest, chunk: list[bytes]) -> None:
+    data = memoryview(b"".join(chunk))
+    digest.update(data)
+    while data:
+        data = data[file.write(data) :]

@@ -1,121 +1,153 @@
-"""A CSV or TSV table to a listing: one column of image paths, label columns, and every other column kept as JSON.
+"""A table to a listing: one column of pictures, label columns, and every other column kept as JSON.
 
-A label column of whole numbers from 0 or of words is a class, one with other numbers is a number; `name:class` and
-`name:number` say it outright. A single class column is stored as `cls`, as everybody's readers expect; several are read
-from the JSON by their column, where numbers always are.
+A label column of whole numbers from 0, of words or of booleans is a class, one with other numbers a number, one with lists
+(or with `a|b|c`, if it is asked for as `name:multi`) several classes at once; `name:class`, `name:number` and `name:multi` say
+it outright. A single class column is stored as `cls`, as everybody's readers expect; others are read from the JSON by their
+column. A picture is a path, or bytes as parquet files of the Hugging Face kind hold them.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
-import re
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.indexing import Label
-from wdstrain.packing.listing import Item, Keys, Listing, image_field
+from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, image_field
+from wdstrain.packing.pictures import field_of
+from wdstrain.packing.tables import Columns, read_table
 
-# no leading zeros: 00123 is a name; and no more digits than a float keeps apart
-_WHOLE = re.compile(r"[+-]?(0|[1-9]\d{0,14})")
-_NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
 _HIGHEST_CLASS = 100_000  # whole numbers beyond are ids of something, not classes counted from 0
 _MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, not classes
+_KINDS = ("class", "number", "multi")
 
 
-def list_table(file: str, *, image: str, labels: list[str], root: str | None = None) -> Listing:
-    """The rows of a table. `root`: what relative image paths begin at; default the table's folder.
+def list_table(
+    table: Any,
+    *,
+    image: str,
+    labels: list[str],
+    root: str | None = None,
+    header: bool = True,
+    group_by: str | None = None,
+    split_by: str | None = None,
+    collect: bool = False,
+) -> Listing:
+    """The rows of a table: a CSV, TSV, JSON lines or parquet file, or a pandas DataFrame.
 
-    Raises SourceError for a missing file, an empty table, a ragged row, or a picture that is not there, with its row;
-    UsageError for columns that do not exist.
+    root: what relative picture paths begin at, and absolute ones of another machine are looked for below; default the
+    table's folder. group_by: a column whose equal values come to one side of a split. split_by: a column that names each
+    row's split. collect: bad rows are listed as such, else the first raises SourceError, with its row.
+    Raises UsageError for columns that do not exist.
     """
-    header, rows, lines = _read(file)
-    wanted = [_kind(name, header) for name in labels]
+    quarantine = Quarantine(collect=collect)
+    columns = read_table(table, quarantine, header=header)
+    known = list(columns.values)
+    wanted = [_kind(name, known) for name in labels]
     names = [image, *(name for name, _ in wanted)]
     if len(set(names)) < len(names):
         raise UsageError(f"a column is named twice: {', '.join(names)}. The picture and each label are columns of their own.")
-    for name in names:
-        if name not in header:
-            raise UsageError(f"{file} has no column '{name}'. Its columns are: {', '.join(header)}")
-    columns = {name: _typed([row[i] for row in rows]) for i, name in enumerate(header) if name != image}
-    found = tuple(_label(file, name, kind, columns[name], lines) for name, kind in wanted)
+    for name in [*names, *filter(None, (group_by, split_by))]:
+        if name not in known:
+            raise UsageError(f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}")
+    columns = _with_labels(columns, wanted, quarantine)
+    found = tuple(_label(columns, name, kind) for name, kind in wanted)
     classes = [label for label in found if label.kind == "class"]
     as_cls = classes[0].name if len(classes) == len(found) == 1 else None
     if as_cls is not None:
         found = (Label(as_cls, "class", "cls", classes=classes[0].classes),)
-    keys, base, items = Keys(), root if root is not None else os.path.dirname(file), []
-    for number, row in enumerate(rows):
-        name = row[header.index(image)].strip()
-        path = _find(base, name)
-        field = image_field(name)
-        if path is None or field is None:
-            what = "is not there" if path is None else "has no extension of an image"
-            raise SourceError(
-                f"{file}, row {lines[number]}: the picture {name!r} {what}. Its paths begin at {base or '.'} (--root)."
-            )
-        parts: list[tuple[str, bytes | str]] = [(field, path)]
+    stratum = classes[0] if classes else None
+    base = root if root is not None else "" if not isinstance(table, (str, os.PathLike)) else os.path.dirname(table)
+    keys, items = Keys(), []
+    for number, row in enumerate(columns.rows):
+        try:
+            name, picture = _picture(columns.values[image][number], base, f"row-{row:09d}")
+        except SourceError as error:
+            quarantine.put(Bad(columns.name, row, str(columns.values[image][number])[:200], str(error)))
+            continue
+        parts: list[tuple[str, bytes | str]] = [picture]
         if as_cls is not None:
-            parts.append(("cls", _class(columns[as_cls][number], found[0]).encode()))
-        rest = {column: values[number] for column, values in columns.items() if column != as_cls}
+            parts.append(("cls", _class(columns.values[as_cls][number], found[0]).encode()))
+        rest = {c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)}
         if rest:
-            parts.append(("json", json.dumps(rest, ensure_ascii=False).encode()))
-        items.append(Item(keys.key(os.path.splitext(name.replace("\\", "/"))[0]), tuple(parts)))
-    return Listing(items, found, {"kind": "table", "image": image, "labels": [label.name for label in found]})
-
-
-def _read(file: str) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the rows, and the line of each row."""
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as opened:
-            reader = csv.reader(opened, delimiter="\t" if file.lower().endswith(".tsv") else ",", skipinitialspace=True)
-            table = [(reader.line_num, row) for row in reader if row]
-    except OSError as error:
-        raise SourceError(f"{file} cannot be read: {error.strerror}. Check the path.") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{file} is no UTF-8 CSV table ({error}). Save it as one.") from error
-    if len(table) < 2:
-        raise SourceError(f"{file} has {len(table)} lines that are not blank; a header and at least one row are needed.")
-    header = [name.strip() for name in table[0][1]]
-    if any(_NUMBER.fullmatch(name) or image_field(name) for name in header):
-        raise SourceError(
-            f"{file}: its first line looks like data ({header[0][:40]!r} ...). Add a line that names the columns."
+            parts.append(("json", json.dumps(rest, ensure_ascii=False, default=_no_json).encode()))
+        stem = os.path.splitext(name)[0]
+        key = keys.key(stem)
+        items.append(
+            Item(
+                key,
+                tuple(parts),
+                split=str(columns.values[split_by][number]) if split_by else "",
+                group=f"{group_by}={columns.values[group_by][number]}" if group_by else "",
+                stratum=_name(columns.values[stratum.name][number], stratum) if stratum else "",
+                row=row,
+                name=name if key != stem else "",
+            )
         )
-    if len(set(header)) < len(header):
-        raise SourceError(f"{file} names a column twice: {', '.join(header)}. Give each its own name.")
-    for line, row in table[1:]:
-        if len(row) != len(header):
-            raise SourceError(f"{file}, row {line} has {len(row)} cells, the header {len(header)}. Mend the row.")
-    return header, [row for _, row in table[1:]], [line for line, _ in table[1:]]
+    source = {"kind": "table", "image": image, "labels": [label.name for label in found]}
+    return Listing(columns.name, items, found, source, bad=quarantine.bad)
 
 
-def _kind(name: str, header: list[str]) -> tuple[str, str | None]:
+def _kind(name: str, known: list[str]) -> tuple[str, str | None]:
     before, colon, kind = name.rpartition(":")
-    return (before, kind) if colon and kind in ("class", "number") and name not in header else (name, None)
+    return (before, kind) if colon and kind in _KINDS and name not in known else (name, None)
 
 
-def _typed(cells: list[str]) -> list[Any]:
-    """The cells of a column as whole numbers, else as numbers, else as they are; empty cells are None."""
-    texts = [cell.strip() for cell in cells]
-    for kind, pattern in ((int, _WHOLE), (float, _NUMBER)):
-        if all(not text or pattern.fullmatch(text) for text in texts):
-            return [kind(text) if text else None for text in texts]
-    return [cell if cell.strip() else None for cell in cells]
+# --- labels ----------------------------------------------------------------------------------------------------------
 
 
-def _label(file: str, name: str, kind: str | None, values: list[Any], lines: list[int]) -> Label:
-    if None in values:
-        row = lines[values.index(None)]
-        raise SourceError(f"{file}, row {row}: the label column '{name}' is empty. Fill it in or remove the row.")
-    whole = all(isinstance(value, int) and value >= 0 for value in values)
-    for row, value in zip(lines, values, strict=True):
-        if isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
-            raise SourceError(f"{file}, row {row}: the label column '{name}' holds {value!r}. Mend or remove the row.")
+def _with_labels(columns: Columns, wanted: list[tuple[str, str | None]], quarantine: Quarantine) -> Columns:
+    """The rows whose labels can be used; the others go to the quarantine. Texts of several classes become lists."""
+    values = dict(columns.values)
+    for name, kind in wanted:
+        if kind == "multi":
+            values[name] = [_parted(cell) for cell in values[name]]
+    bad = [False] * len(columns.rows)
+    for name, _ in wanted:
+        for number, value in enumerate(values[name]):
+            reason = None
+            if value is None:
+                reason = f"the label column '{name}' is empty"
+            elif (isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity")) or (
+                isinstance(value, float) and value in (float("inf"), float("-inf"))
+            ):
+                reason = f"the label column '{name}' holds {value!r}"
+            if reason and not bad[number]:
+                bad[number] = True
+                quarantine.put(Bad(columns.name, columns.rows[number], "", reason))
+    if not any(bad):
+        return Columns(columns.name, values, columns.rows)
+    kept = [number for number, one in enumerate(bad) if not one]
+    if not kept:
+        raise SourceError(f"{columns.name}: no row has all its labels ({', '.join(name for name, _ in wanted)}).")
+    return Columns(columns.name, {c: [cells[i] for i in kept] for c, cells in values.items()}, [columns.rows[i] for i in kept])
+
+
+def _parted(cell: Any) -> Any:
+    """`a|b` as a list."""
+    if cell is None or isinstance(cell, list):
+        return cell
+    return [part.strip() for part in str(cell).split("|") if part.strip()]
+
+
+def _label(columns: Columns, name: str, kind: str | None) -> Label:
+    values, file = columns.values[name], columns.name
+    lists = any(isinstance(value, list) for value in values)
+    if kind == "multi" or (kind is None and lists):
+        members = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
+        return Label(name, "multi", "json", name, tuple(sorted(members)))
+    if lists or any(isinstance(value, (dict, bytes)) for value in values):
+        raise UsageError(
+            f"{file}: the column '{name}' holds lists or bytes, which are no class and no number. Use {name}:multi"
+        )
+    truths = all(isinstance(value, bool) for value in values)
+    whole = not truths and all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
     words = any(isinstance(value, str) for value in values)
     if kind == "number" and words:
         word = next(value for value in values if isinstance(value, str))
         raise UsageError(f"{file}: the column '{name}' is asked for as a number and holds {word!r}. Use {name}:class.")
-    if kind == "class" or (kind is None and (words or (whole and len(set(values)) <= _MOST_CLASSES))):
+    if kind == "class" or (kind is None and (words or truths or (whole and len(set(values)) <= _MOST_CLASSES))):
         if whole and max(values) > _HIGHEST_CLASS:
             raise UsageError(
                 f"{file}: the column '{name}' holds whole numbers up to {max(values)}, too many to be classes counted from 0. "
@@ -131,10 +163,46 @@ def _class(value: Any, label: Label) -> str:
     return str(label.classes.index(str(value)))
 
 
-def _find(base: str, name: str) -> str | None:
-    """The file a cell means: relative to base or absolute, with slashes of either kind."""
-    for one in (name, name.replace("\\", "/")):
-        path = os.path.join(base, one)
+def _name(value: Any, label: Label) -> str:
+    return label.classes[label.classes.index(str(value))]
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _picture(cell: Any, base: str, fallback: str) -> tuple[str, tuple[str, bytes | str]]:
+    """(name, (field, path or bytes)) of a cell. Raises SourceError saying why it is no picture."""
+    if isinstance(cell, dict) and ("bytes" in cell or "path" in cell):  # as Hugging Face data sets hold pictures
+        if cell.get("bytes") is None:
+            return _picture(cell.get("path"), base, fallback)
+        name = cell.get("path") or fallback
+        return str(name), (field_of(cell["bytes"]), cell["bytes"])
+    if isinstance(cell, bytes):
+        return fallback, (field_of(cell), cell)
+    if not isinstance(cell, str) or not cell.strip():
+        raise SourceError("there is no path of a picture")
+    name = cell.strip()
+    field = image_field(name.replace("\\", "/"))
+    if field is None:
+        raise SourceError("the picture has no extension of an image")
+    for below, path in _places(base, name):
         if os.path.isfile(path):
-            return path
-    return None
+            return below, (field, path)
+    raise SourceError(f"the picture is not there; relative paths begin at {base or '.'} (--root)")
+
+
+def _places(base: str, name: str) -> list[tuple[str, str]]:
+    """(name of the sample, path) of each file a cell may mean: as it is written, with slashes of either kind, below base;
+    for an absolute path of another machine, ever shorter ends of it below base."""
+    slashed = name.replace("\\", "/")
+    places = [(slashed, os.path.join(base, one)) for one in (name, slashed)]
+    drive, _, rest = slashed.partition(":")
+    if slashed.startswith("/") or (len(drive) == 1 and rest.startswith("/")):
+        parts = [part for part in slashed.split("/") if part]
+        ends = ["/".join(parts[first:]) for first in range(1, len(parts))]
+        places += [(end, os.path.join(base, end)) for end in ends]
+    return places
+
+
+def _no_json(value: Any) -> str:
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)

@@ -40,7 +40,10 @@ class Task:
             raise UsageError(
                 "the index says nothing of labels. Convert with `wdstrain convert folder` or `convert table --label`."
             )
-        return cls(labels[name] if name is not None else next(iter(labels.values())))
+        target = labels[name] if name is not None else next(iter(labels.values()))
+        if target.kind == "multi":
+            raise UsageError(f"the label {target.name!r} holds several classes at once, which train cannot learn yet.")
+        return cls(target)
 
     @property
     def is_class(self) -> bool:

@@ -1,0 +1,450 @@
+"""Conversions keep their promises: the same bytes whoever packs them, nothing lost, killed at any time and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture, read_with_webdataset, write_class_folder
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
+from wdstrain.packing import catalog
+from wdstrain.packing.convert import convert
+from wdstrain.packing.folder import list_folder
+from wdstrain.packing.listing import Item, Listing
+from wdstrain.packing.options import Options, Packing
+from wdstrain.packing.samples import stream_samples
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def keys(folder: Path) -> list[str]:
+    return [key for key, _ in read_with_webdataset(sorted(folder.glob("*.tar")))]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_class_folder(tmp_path / "in", {"cat": 11, "dog": 24, "eel": 5}, "jpg")
+
+
+# --- the same bytes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"resize": 16}, {"shuffle": False, "quality": 50}, {"split": {"a": 0.5, "b": 0.5}, "stratify": True}]
+)
+def test_any_number_of_jobs_and_any_memory_gives_the_same_bytes(photos: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    found = []
+    for jobs, memory in ((1, 1 << 30), (2, 1 << 30), (3, 16_000_000)):
+        out = tmp_path / f"out{jobs}"
+        wt.pack_folder(str(photos), str(out), jobs=jobs, memory=memory, shard_samples=6, **options)
+        found.append(files(out))
+    assert found[0] == found[1] == found[2]
+
+
+def test_another_place_for_the_source_gives_the_same_bytes(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "zero.jpg").touch()
+    (photos / "cat" / "a.b.jpg").write_bytes(picture(3, kind="JPEG"))
+    shutil.copytree(photos, tmp_path / "deep" / "down" / "in")
+    for number, source in enumerate((photos, tmp_path / "deep" / "down" / "in")):
+        wt.pack_folder(str(source), str(tmp_path / f"out{number}"), on_bad="quarantine")
+    assert files(tmp_path / "out0") == files(tmp_path / "out1")
+    assert set(files(tmp_path / "out0")) >= {"bad.jsonl", "renamed.jsonl"}
+
+
+def test_a_stream_gives_the_bytes_of_a_listing_of_the_same_samples(photos: Path, tmp_path: Path) -> None:
+    """The external shuffle orders as the shuffle of a list does."""
+    index = wt.pack_folder(str(photos), str(tmp_path / "list"), shard_samples=7)
+    samples = [
+        {
+            "__key__": f"{path.parent.name}/{path.stem}",
+            "jpg": path.read_bytes(),
+            "cls": ["cat", "dog", "eel"].index(path.parent.name),
+        }
+        for path in sorted(photos.rglob("*.jpg"))
+    ]
+    wt.pack(iter(samples), str(tmp_path / "stream"), shard_samples=7, classes=["cat", "dog", "eel"])
+    for shard in index.shards:
+        assert (tmp_path / "stream" / shard.name).read_bytes() == Path(shard.path).read_bytes()
+
+
+def test_a_shuffle_depends_on_the_seed_alone_and_mixes(photos: Path, tmp_path: Path) -> None:
+    orders = []
+    for number, seed in enumerate((0, 0, 1)):
+        wt.pack_folder(str(photos), str(tmp_path / f"{number}"), seed=seed)
+        orders.append(keys(tmp_path / f"{number}"))
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == sorted(orders[2])
+    assert sorted(orders[0]) != orders[0]
+
+
+# --- larger than memory ----------------------------------------------------------------------------------------------
+
+_STREAM = """
+import resource, sys
+import numpy as np
+import wdstrain as wt
+from wdstrain.packing import doors  # what is imported counts for neither run
+bits = np.random.default_rng(0)
+def samples(count):
+    for number in range(count):
+        yield {"__key__": f"k{number:07d}", "bin": bits.bytes(8000)}
+list(samples(10))
+wt.pack(samples(int(sys.argv[1])), sys.argv[2], memory=16_000_000, shard_bytes=8_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) -> None:
+    """16 MB are allowed and 165 MB packed: the process grows by less than what is allowed, beside a small conversion."""
+    peaks = []
+    for count in (50, 20_000):
+        done = subprocess.run(
+            [sys.executable, "-c", _STREAM, str(count), str(tmp_path / str(count))], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+    assert sum(path.stat().st_size for path in (tmp_path / "20000").glob("*.tar")) > 160_000_000
+    assert peaks[1] - peaks[0] < 16_000_000
+    places = np.array([int(key[1:]) for key in keys(tmp_path / "20000")])
+    assert sorted(places.tolist()) == list(range(20_000))
+    first = places[:1000]  # a shuffle of the whole: the first thousand come from everywhere
+    assert abs(first.mean() - 10_000) < 1_000
+    assert len(set(first // 1000)) == 20
+
+
+def test_ordering_reads_each_bucket_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: dict[str, list[tuple[int, int]]] = {}
+    opened = catalog.open_source
+
+    class Recorder:
+        def __init__(self, path: str) -> None:
+            self._source, self._path = opened(path), path
+
+        def __enter__(self) -> Recorder:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self._source.close()
+
+        def read(self, offset: int, length: int) -> bytes:
+            reads.setdefault(self._path, []).append((offset, length))
+            return self._source.read(offset, length)
+
+    monkeypatch.setattr(catalog, "open_source", Recorder)
+    samples = ({"__key__": f"k{number}", "bin": bytes(3000)} for number in range(4000))
+    wt.pack(samples, str(tmp_path / "out"), shard_bytes=1_000_000, memory=64_000_000)
+    assert len(reads) == 64
+    for found in reads.values():
+        ends = [offset + length for offset, length in found]
+        shards = sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False))
+        assert shards <= 1  # begun anew at most once, where a shard ends inside the bucket
+
+
+# --- killed, and gone on with ----------------------------------------------------------------------------------------
+
+
+def command(source: str, out: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "wdstrain", "convert", *source.split(), str(out), "--shard-samples", "40", *words]
+
+
+def killed_when(words: list[str], ready: Callable[[], bool]) -> None:
+    """Run a conversion and SIGKILL it, with its workers, as soon as `ready` holds."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        end = time.monotonic() + 60
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def count(out: Path, pattern: str) -> int:
+    return len(list((out / ".unfinished").glob(pattern)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "at"),
+    [
+        ("plain", "owner", 1),
+        ("plain", "shards/*.part", 3),
+        ("plain", "shards/*.part", 20),
+        ("resized", "encoded/*.part", 1),
+        ("resized", "shards/*.part", 5),
+        ("arrays", "spill/*", 1),
+        ("arrays", "spill/spill.json", 1),
+        ("arrays", "shards/*.part", 9),
+    ],
+)
+def test_a_conversion_killed_anywhere_goes_on_to_the_same_bytes(
+    tmp_path: Path, kind: str, pattern: str, at: int, capsys: Any
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    if kind == "arrays":
+        np.save(tmp_path / "x.npy", np.arange(2000 * 300).reshape(2000, 300))
+        source, words = f"arrays --field x={tmp_path / 'x.npy'}", []
+    else:
+        write_class_folder(tmp_path / "in", {"a": 900, "b": 300}, "jpg")
+        source, words = f"folder {tmp_path / 'in'}", ["--resize", "16"] if kind == "resized" else []
+    line = command(source, out, *words, "--jobs", "2")
+    killed_when(line, lambda: count(out, pattern) >= at)
+    with pytest.raises(ShardError, match="--resume"):
+        wt.Loader(str(out))
+    made = {path.name: path.stat().st_ino for path in (out / ".unfinished").glob("shards/*.tar")}
+    assert main([*line[3:], "--resume", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main([*command(source, whole, *words, "--jobs", "1")[3:]]) == 0
+    assert files(out) == files(whole)
+    kept = [name for name, inode in made.items() if (out / name).stat().st_ino == inode]
+    assert len(kept) >= count(out, "*") + (at if pattern == "shards/*.part" else 0)
+    assert told["kept_shards"] >= len(kept)
+
+
+def test_shards_made_from_other_input_are_written_anew(photos: Path, tmp_path: Path) -> None:
+    """What changed since the conversion was broken off is packed as it is now, the rest is taken as it is."""
+    out = tmp_path / "out"
+    (photos / "eel" / "039.jpg").write_text("no picture")
+    with pytest.raises(SourceError, match="039.jpg: its jpg does not begin as a picture does"):
+        convert(list_folder(str(photos)), str(out), Options(shard_samples=4, shuffle=False))
+    (photos / "eel" / "039.jpg").write_bytes(picture(999, kind="JPEG"))
+    (photos / "cat" / "000.jpg").write_bytes(picture(555, size=(40, 40), kind="JPEG"))
+    done = convert(list_folder(str(photos)), str(out), Options(shard_samples=4, shuffle=False, resume=True))
+    assert (done.kept, len(done.index.shards)) == (8, 10)
+    wt.pack_folder(str(photos), str(tmp_path / "whole"), shard_samples=4, shuffle=False)
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "zero.jpg").touch()
+    wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine")
+    before = files(tmp_path / "out")
+    done = convert(list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_bad="quarantine"))
+    assert (done.listed, len(done.bad), len(done.index), done.limited) == (41, 1, 40, 0)
+    assert files(tmp_path / "out") == before
+
+
+def test_resuming_where_nothing_was_begun_begins(photos: Path, tmp_path: Path) -> None:
+    assert len(wt.pack_folder(str(photos), str(tmp_path / "out"), resume=True)) == 40
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").touch()
+    with pytest.raises(UsageError, match="holds 1 files and no conversion"):
+        wt.pack_folder(str(photos), str(tmp_path / "notes"), resume=True)
+
+
+def test_two_conversions_into_one_folder_do_not_meet(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def samples() -> Iterator[dict[str, Any]]:
+        yield {"txt": "one"}
+        for flag in ("resume", "overwrite"):
+            with pytest.raises(UsageError, match="another conversion is writing into"):
+                wt.pack_folder(str(photos), str(out), **Packing(resume=flag == "resume", overwrite=flag == "overwrite"))
+        yield {"txt": "two"}
+
+    assert len(wt.pack(samples(), str(out))) == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["folder", "stream"])
+def test_a_full_disk_is_a_sentence_and_resuming_goes_on_when_there_is_room(tmp_path: Path, small_disk: Path, kind: str) -> None:
+    write_class_folder(tmp_path / "in", {"a": 1200}, "jpg")
+    out = small_disk / "out"
+
+    def pack(out: Path, resume: bool) -> wt.Index:
+        options = Packing(resume=resume, shard_samples=100, memory=16_000_000, jobs=2)
+        if kind == "folder":
+            return wt.pack_folder(str(tmp_path / "in"), str(out), **options)
+        return wt.pack(
+            ({"__key__": p.stem, "jpg": p.read_bytes()} for p in sorted((tmp_path / "in/a").iterdir())), str(out), **options
+        )
+
+    with pytest.raises(StorageError, match="cannot be written: No space left on device"):
+        pack(out, resume=False)
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    assert len(pack(out, resume=True)) == 1200
+    pack(tmp_path / "whole", resume=False)
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(photos: Path, tmp_path: Path) -> None:
+    code = f"import wdstrain as wt; wt.pack_folder({str(photos)!r}, {str(tmp_path / 'locked' / 'out')!r})"
+    (tmp_path / "locked").mkdir(mode=0o555)
+    (tmp_path / "locked").chmod(0o555)
+    if os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("root writes everywhere")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cannot be written: Permission denied" in done.stderr
+
+
+# --- nothing is lost in silence --------------------------------------------------------------------------------------
+
+
+def test_bad_samples_are_quarantined_counted_and_listed(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "zero.jpg").touch()
+    (photos / "cat" / "text.jpg").write_text("<html>404</html>")
+    (photos / "dog" / "half.jpg").write_bytes(picture(1, kind="JPEG")[:300])
+    (photos / "dog" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
+    with pytest.raises(SourceError, match="it has 0 bytes|it cannot be read"):
+        wt.pack_folder(str(photos), str(tmp_path / "out"))
+    index = wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine", check="decode", overwrite=True, jobs=2)
+    assert (index.info["listed"], index.info["quarantined"], len(index)) == (44, 4, 40)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    reasons = {row["path"]: row["reason"] for row in rows}
+    assert set(reasons) == {"cat/zero.jpg", "cat/text.jpg", "dog/half.jpg", "dog/gone.jpg"}
+    assert "does not begin as a picture does" in reasons["cat/text.jpg"]
+    assert "truncated" in reasons["dog/half.jpg"].lower()
+    assert {row["source"] for row in rows} == {"in"}
+    again = wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine", overwrite=True)
+    assert again.info["quarantined"] == 3  # without a look inside, half a picture is a picture
+
+
+def test_when_all_of_a_shard_is_bad_there_is_no_empty_shard_and_no_gap(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"a": 12}, "jpg")
+    for number in range(4, 8):
+        (tmp_path / "in" / "a" / f"{number:03d}.jpg").write_text("no picture")
+    index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), on_bad="quarantine", shuffle=False, shard_samples=4)
+    assert [(shard.name, shard.samples) for shard in index.shards] == [("train-000000.tar", 4), ("train-000001.tar", 4)]
+    assert keys(tmp_path / "out") == [f"a/{number:03d}" for number in [0, 1, 2, 3, 8, 9, 10, 11]]
+    assert wt.verify(str(tmp_path / "out")).ok
+    shutil.rmtree(tmp_path / "in" / "a")
+    write_class_folder(tmp_path / "in2", {"a": 1}, "jpg")
+    (tmp_path / "in2" / "a" / "000.jpg").write_text("no picture")
+    with pytest.raises(SourceError, match="none of 1 samples could be packed; the first: .*000.jpg"):
+        wt.pack_folder(str(tmp_path / "in2"), str(tmp_path / "out2"), on_bad="quarantine")
+
+
+def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remembered(tmp_path: Path) -> None:
+    names = ["a/x.jpg", "a/X.jpg", "a/x.png", "a/v1.0.jpg", "a/v1_0.jpg", "a/naïve.jpg", f"a/{'long' * 50}.jpg"]
+    for number, name in enumerate(names):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(picture(number, kind="PNG" if name.endswith("png") else "JPEG"))
+    index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"))
+    renamed = {
+        row["name"]: row["key"] for row in map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
+    }
+    assert set(renamed) == {"a/x.jpg", "a/x.png", "a/v1.0.jpg", "a/v1_0.jpg"}
+    found = [index.key(number) for number in range(len(index))]
+    assert len({key.casefold() for key in found}) == len(names)
+    assert index.info["renamed"] == 4
+    by_key = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
+    for number, name in enumerate(names):
+        fields = by_key[renamed.get(name, name.rpartition(".")[0])]
+        assert picture(number, kind="PNG" if name.endswith("png") else "JPEG") in fields.values()
+
+
+def test_a_sample_that_changed_while_it_was_packed_is_bad(photos: Path, tmp_path: Path) -> None:
+    listing = list_folder(str(photos))
+    options = Options(on_bad="quarantine")
+
+    def grow(step: Any) -> None:
+        (photos / "cat" / "003.jpg").write_bytes(picture(3, size=(99, 99), kind="JPEG"))
+
+    source = Listing(listing.name, [*listing.items, Item("z", (("txt", b"z"),))], (), {})
+    grow_now = catalog._file_size
+
+    def size(path: str) -> int:
+        found = grow_now(path)
+        if path.endswith("003.jpg"):
+            grow(None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalog, "_file_size", size)
+        done = convert(source, str(tmp_path / "out"), options)
+    assert [bad.reason.startswith("it had ") for bad in done.bad] == [True]
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: Path) -> None:
+    split = {"train": 0.8, "val": 0.2}
+    index = wt.pack_folder(str(photos), str(tmp_path / "out"), split=split, stratify=True)
+    assert index.info["samples"] == {"train": {"cat": 9, "dog": 19, "eel": 4}, "val": {"cat": 2, "dog": 5, "eel": 1}}
+
+
+def test_a_group_comes_to_one_side_and_stays_when_rows_are_added(tmp_path: Path) -> None:
+    rows = [(f"IMG/{i}.png", f"sender{i % 17}") for i in range(200)]
+    (tmp_path / "IMG").mkdir()
+    for i in range(200):
+        (tmp_path / "IMG" / f"{i}.png").write_bytes(picture(i))
+
+    def sides(count: int) -> dict[str, set[str]]:
+        file = tmp_path / f"{count}.csv"
+        file.write_text("file,sender\n" + "\n".join(",".join(row) for row in rows[:count]))
+        out = tmp_path / f"out{count}"
+        wt.pack_table(str(file), str(out), image="file", split={"train": 0.7, "val": 0.3}, group_by="sender")
+        found: dict[str, set[str]] = {}
+        for split in ("train", "val"):
+            for _, fields in read_with_webdataset(sorted(out.glob(f"{split}-*.tar"))):
+                found.setdefault(json.loads(fields["json"])["sender"], set()).add(split)
+        return found
+
+    fewer, more = sides(120), sides(200)
+    assert all(len(found) == 1 for found in more.values())
+    assert fewer == more
+    assert {next(iter(found)) for found in more.values()} == {"train", "val"}
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_shard_bytes_are_a_bound_of_the_file(tmp_path: Path) -> None:
+    samples = ({"__key__": f"k{i}", "bin": bytes(100 * i)} for i in range(200))
+    index = wt.pack(samples, str(tmp_path / "out"), shard_bytes=50_000)
+    assert all(Path(shard.path).stat().st_size <= 50_000 for shard in index.shards)
+    assert len(index.shards) < 2 * sum(100 * i + 1024 for i in range(200)) / 50_000
+    one = wt.pack([{"bin": bytes(9000)}, {"txt": "small"}], str(tmp_path / "large"), shard_bytes=5000)
+    assert sorted(shard.samples for shard in one.shards) == [1, 1]
+
+
+def test_descriptors_and_threads_do_not_grow(photos: Path, tmp_path: Path) -> None:
+    before = None
+    for number in range(4):
+        wt.pack_folder(str(photos), str(tmp_path / str(number)), jobs=2, shard_samples=5)
+        wt.pack([{"txt": "x"}] * 50, str(tmp_path / f"s{number}"))
+        now = len(os.listdir("/proc/self/fd"))
+        before = before or now
+        assert now <= before
+
+
+def test_an_empty_stream_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="samples holds no samples"):
+        wt.pack([], str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_options_of_python_and_of_the_class_are_the_same() -> None:
+    assert Packing.__annotations__.keys() == Options.__dataclass_fields__.keys()
+    with pytest.raises(UsageError, match="Choose one"):
+        Options(resume=True, overwrite=True)
+    with pytest.raises(UsageError, match="quality=101"):
+        Options(quality=101)
+    with pytest.raises(UsageError, match="none is asked for"):
+        Options(stratify=True)
+    assert stream_samples([{"txt": "x"}]).total == 1

@@ -1,0 +1,173 @@
+"""The command line: its verbs, errors and exit statuses.
+
+Each verb parses its words, calls what the package offers, and prints: results to stdout (a JSON object with --json),
+everything for people's eyes only to stderr. Exit status 0: done; 1: the work failed or found damage; 2: wrong usage;
+130: interrupted. An error is a sentence; --debug shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import NoReturn
+
+from wdstrain import __version__
+from wdstrain.cli.convert import add_convert
+from wdstrain.cli.words import facts, result, summary, urls, verb
+from wdstrain.console import Teller, say, show
+from wdstrain.errors import WdstrainError
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one command; returns its exit status."""
+    arguments = _parser().parse_args(words)
+    try:
+        status = int(arguments.verb(arguments))
+        sys.stdout.flush()
+        return status
+    except WdstrainError as error:
+        if arguments.debug:
+            raise
+        say(f"wdstrain: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say(f"\nwdstrain: interrupted. {arguments.interrupted}")
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone: that is no error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+# --- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _index(arguments: argparse.Namespace) -> int:
+    from wdstrain.opening import make_index
+
+    index = make_index(arguments.urls)
+    result(arguments, facts(index), summary(index))
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from wdstrain.opening import open_index
+
+    index = open_index(arguments.urls, note=say)
+    result(arguments, {**facts(index), "info": index.info}, summary(index))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from wdstrain.verifying import verify
+
+    with Teller() as teller:
+        done = verify(
+            arguments.urls,
+            lambda so_far, total: teller.step("verifying", so_far.shards, total, f"{so_far.bytes / 1e6:.1f} MB", "shards"),
+        )
+    rows = [("shards", str(done.shards)), ("samples", str(done.samples)), ("MB", f"{done.bytes / 1e6:.1f}")]
+    if done.unindexed:
+        rows.append(("without checksums", f"{done.unindexed} shards have no index; only their structure was checked"))
+    rows.append(("findings", str(len(done.findings)) if done.findings else "none"))
+    result(arguments, {**asdict(done), "ok": done.ok}, rows)
+    for finding in done.findings:
+        say(finding)
+    return 0 if done.ok else 1
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.loop import Config, train
+
+    config = Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
+    with Teller() as teller:
+        done = train(arguments.urls, config, arguments.out, val=arguments.val, overwrite=arguments.overwrite, tell=teller)
+    last = done.epochs[-1]
+    rows = [
+        ("epochs", str(len(done.epochs))),
+        ("samples/s", f"{last['samples_per_second']:.0f}"),
+        ("stall", f"{last['stall']:.1%}"),
+    ]
+    rows += [("validation", done.task.text(done.val))] if done.val else []
+    rows += [("verdict", last["verdict"]), ("run is in", done.folder)]
+    result(arguments, {"out": done.folder, "epochs": done.epochs, "best": done.best}, rows)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.loop import evaluate
+
+    with Teller() as teller:
+        task, metrics = evaluate(
+            arguments.checkpoint, arguments.urls, num_workers=arguments.num_workers, device=arguments.device, tell=teller
+        )
+    result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", task.text(metrics))])
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from wdstrain.demo import demo, next_steps
+
+    with Teller() as teller:
+        rows = demo(arguments.dir, teller)
+    result(arguments, dict(rows), rows)
+    if not arguments.json:
+        show("\nNext, with your own data:")
+        for step in next_steps(arguments.dir):
+            show(f"  {step}")
+    return 0
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="wdstrain", description="Train from WebDataset tar shards.")
+    parser.add_argument("--version", action="version", version=f"wdstrain {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    add_convert(verbs)
+
+    index = verb(verbs, "index", _index, "make or refresh the index of shards", "index shards/photos")
+    info = verb(verbs, "info", _info, "what is in shards", "info shards/photos")
+    check = verb(verbs, "verify", _verify, "read everything and compare it with the index", "verify shards/photos")
+    for one in (index, info, check):
+        urls(one)
+
+    train = verb(verbs, "train", _train, "train a model on shards", "train shards/photos --out runs/photos --epochs 10")
+    urls(train)
+    train.add_argument(
+        "--val", nargs="+", metavar="URL", help="shards to validate on (default: the split val, if there is one)"
+    )
+    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+    train.add_argument("--model", default="small", help="small, or a torchvision model such as resnet18 (default: %(default)s)")
+    train.add_argument("--label", metavar="NAME", help="which label to learn, where the shards have several")
+    train.add_argument("--epochs", type=int, default=10, metavar="N", help="default: %(default)s")
+    train.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
+    train.add_argument("--lr", type=float, default=2e-3, metavar="X", help="peak learning rate (default: %(default)s)")
+    train.add_argument("--weight-decay", type=float, default=0.05, metavar="X", help="default: %(default)s")
+    train.add_argument("--image-size", type=int, default=64, metavar="N", help="side of the pictures (default: %(default)s)")
+    train.add_argument("--augment", metavar="A", help="none, flip, rrc or rrc+flip (default: none)")
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
+    train.set_defaults(
+        interrupted="Epochs that were finished are in the run's folder; train cannot go on from them yet, --overwrite starts anew."
+    )
+    evaluate = verb(
+        verbs, "evaluate", _evaluate, "score a checkpoint", "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
+    )
+    evaluate.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
+    urls(evaluate)
+    for one in (train, evaluate):
+        one.add_argument("--num-workers", type=int, default=0, metavar="N", help="decoding processes; 0: threads (default: 0)")
+        one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
+
+    demo = verb(verbs, "demo", _demo, "the whole road on handwritten digits", "demo")
+    demo.add_argument("--dir", default="shards", help="folder to work in (default: %(default)s)")
+    return parser

@@ -1,0 +1,88 @@
+"""What verbs have in common: their help, their results, and sizes and shares as people write them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from wdstrain.console import show, table
+from wdstrain.indexing import Index
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = parent.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=f"example: wdstrain {example}"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--debug", action="store_true", help="show where an error came from")
+    parser.set_defaults(verb=run, interrupted="Run it again to start anew.")
+    return parser
+
+
+def urls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("urls", nargs="+", metavar="URL", help="folder, index.json, tar, glob or brace pattern of shards")
+
+
+def size(text: str) -> int:
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    digits = text.rstrip("BbIiKkMmGg ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        return int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256MB") from None
+
+
+def shares(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, share = part.partition("=")
+        try:
+            if not equals or not name.strip().isidentifier() or name.strip() in found:
+                raise ValueError
+            found[name.strip()] = float(share)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{part!r} is no share of a split; write for example train=0.9,val=0.1") from None
+    return found
+
+
+def result(arguments: argparse.Namespace, found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
+    if arguments.json:
+        show(json.dumps(found, ensure_ascii=False))
+    else:
+        table(rows)
+
+
+def facts(index: Index) -> dict[str, Any]:
+    return {
+        "samples": len(index),
+        "shards": len(index.shards),
+        "bytes": sum(shard.bytes for shard in index.shards),
+        "splits": _splits(index),
+        "fields": list(index.fields),
+        "labels": [asdict(label) for label in index.labels],
+    }
+
+
+def summary(index: Index) -> list[tuple[str, str]]:
+    known = facts(index)
+    rows = [("samples", str(known["samples"])), ("shards", str(known["shards"])), ("MB", f"{known['bytes'] / 1e6:.1f}")]
+    if any(index.splits):
+        rows.append(("splits", ", ".join(f"{name} {count}" for name, count in known["splits"].items())))
+    rows.append(("fields", ", ".join(index.fields)))
+    for label in index.labels:
+        some = ", ".join(label.classes[:8]) + (", ..." if len(label.classes) > 8 else "")
+        plural = "es" if len(label.classes) != 1 else ""
+        several = "any of " if label.kind == "multi" else ""
+        what = "a number" if label.kind == "number" else f"{several}{len(label.classes)} class{plural}: {some}"
+        rows.append((f"label {label.name}", what))
+    return rows
+
+
+def _splits(index: Index) -> dict[str, int]:
+    return {split: sum(shard.samples for shard in index.shards if shard.split == split) for split in index.splits}

@@ -1,0 +1,166 @@
+"""Arrays to a stream: .npy and .npz files, memory-mapped where they can be, or arrays in memory, row by row.
+
+`blocks` is also what HDF5 files are read with: a run of rows at a time, from every array, forward.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.indexing import Label
+from wdstrain.packing.encoding import array_field, encode
+from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream
+
+_BLOCK = 16 << 20  # bytes of rows read at a time, about
+
+
+class Rows(Protocol):
+    """An array that is read by runs of rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __getitem__(self, rows: slice) -> Any: ...
+
+
+def stream_arrays(
+    arrays: Mapping[str, Any], *, labels: Sequence[str] = (), classes: Sequence[str] = (), quality: int = 95
+) -> Stream:
+    """Rows of arrays of one length. arrays: {name: array, or a .npy file, or FILE.npz:member}.
+
+    labels: names of scalar arrays to learn, `name:class` or `name:number` outright; an array named cls is one by itself.
+    Raises SourceError for files that are no arrays, UsageError for lengths that differ.
+    """
+    opened = {name: _open(name, array) for name, array in arrays.items()}
+    files = {name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))}
+    title = ", ".join(files.values()) or "arrays"
+    return stream_rows(title, opened, {"kind": "arrays"}, labels=labels, classes=classes, quality=quality)
+
+
+def stream_rows(
+    title: str,
+    arrays: Mapping[str, Rows],
+    source: dict[str, Any],
+    *,
+    labels: Sequence[str],
+    classes: Sequence[str],
+    quality: int,
+    keys: str | None = None,
+    align: int = 1,
+) -> Stream:
+    """Rows of arrays of one length as samples. keys: the array that names them; align: blocks begin at multiples of it."""
+    if not arrays:
+        raise UsageError("no array was named. Name each field: --field NAME=...")
+    lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
+    if -1 in lengths.values() or len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise UsageError(f"{title}: arrays of one length are needed, one row for each sample; found {told}.")
+    count = next(iter(lengths.values()))
+    fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
+    found = [_Scalar(name, arrays, fields) for name in ([*labels] or ["cls"] * ("cls" in arrays))]
+    names = tuple(classes)
+
+    def entries(quarantine: Quarantine) -> Iterator[Entry]:
+        for first, block in blocks(arrays, count, align):
+            for i in range(len(next(iter(block.values())))):
+                try:
+                    parts = [
+                        encode(field, _value(block[name][i], field), quality=quality, classes=names)
+                        for name, field in fields.items()
+                    ]
+                    for scalar in found:
+                        scalar.see(block[scalar.name][i])
+                except SampleError as error:
+                    quarantine.put(Bad(title, first + i + 1, "", str(error)))
+                    continue
+                key = None if keys is None else _text(block[keys][i])
+                stratum = found[0].stratum(block[found[0].name][i], names) if found else ""
+                yield Entry(key, parts, stratum=stratum)
+
+    return Stream(title, entries, lambda: tuple(one.label(names) for one in found), source, count)
+
+
+def blocks(arrays: Mapping[str, Rows], count: int, align: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """(first row, {name: rows}) of each run of rows; runs begin at multiples of `align`."""
+    row = sum(max(1, int(np.prod(a.shape[1:], dtype=np.int64))) * max(1, np.dtype(a.dtype).itemsize) for a in arrays.values())
+    size = max(1, _BLOCK // row // align) * align
+    for first in range(0, count, size):
+        yield first, {name: np.asarray(array[slice(first, min(first + size, count))]) for name, array in arrays.items()}
+
+
+class _Scalar:
+    """A label among the arrays, and what was seen of its values."""
+
+    def __init__(self, asked: str, arrays: Mapping[str, Rows], fields: Mapping[str, str]) -> None:
+        before, _, kind = asked.rpartition(":")
+        self.name, self._kind = (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
+        if self.name not in fields:
+            raise UsageError(f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them.")
+        array = arrays[self.name]
+        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
+            raise UsageError(
+                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}, and one number a row is needed."
+            )
+        self._field = fields[self.name]
+        self._kind = self._kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
+        self._highest = -1
+
+    def see(self, value: Any) -> None:
+        if self._kind == "class":
+            number = int(value)
+            if number < 0 or number != value:
+                raise SampleError(f"its {self.name} is {value}, and a class is a whole number from 0")
+            self._highest = max(self._highest, number)
+        elif not np.isfinite(value):
+            raise SampleError(f"its {self.name} is {value}")
+
+    def stratum(self, value: Any, classes: Sequence[str]) -> str:
+        if self._kind != "class":
+            return ""
+        return classes[int(value)] if int(value) < len(classes) else str(int(value))
+
+    def label(self, classes: Sequence[str]) -> Label:
+        name = "class" if self.name == "cls" else self.name
+        if self._kind == "number":
+            return Label(name, "number", self._field)
+        return Label(name, "class", self._field, classes=tuple(classes) or tuple(map(str, range(self._highest + 1))))
+
+
+def _value(value: Any, field: str) -> Any:
+    if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
+        return bytes(value) if field.rpartition(".")[2] != "txt" else value.decode("utf-8", "replace")
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1 and field.rpartition(".")[2] != "npy":
+        return value.tobytes()  # the bytes of an encoded file
+    return value
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _open(name: str, array: Any) -> Rows:
+    if not isinstance(array, (str, os.PathLike)):
+        return np.asarray(array)
+    path, _, member = os.fspath(array).partition(".npz:")
+    try:
+        if member:
+            with np.load(f"{path}.npz", allow_pickle=False) as archive:
+                if member not in archive.files:
+                    raise UsageError(f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}")
+                return np.asarray(archive[member])
+        found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise SourceError(f"{name}={os.fspath(array)} is no array that can be read ({error}).") from error
+    if isinstance(found, np.lib.npyio.NpzFile):
+        members = ", ".join(found.files)
+        found.close()
+        raise UsageError(f"{path} holds several arrays: {members}. Name one: {name}={path}:{members.split(', ')[0]}")
+    rows: Rows = found
+    return rows

@@ -1,0 +1,145 @@
+"""Packing from Python: one function for each kind of source, all with the options of `Options` as keyword arguments.
+
+Each returns the index of what was written; `index.info` says how many samples were listed, quarantined and renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wdstrain.indexing import Index, Label
+from wdstrain.packing.arrays import stream_arrays
+from wdstrain.packing.convert import Progress, convert
+from wdstrain.packing.folder import list_folder
+from wdstrain.packing.hdf5 import stream_hdf5
+from wdstrain.packing.listing import Source
+from wdstrain.packing.options import Options, Packing
+from wdstrain.packing.samples import stream_samples
+from wdstrain.packing.table import list_table
+from wdstrain.packing.tars import stream_tars
+from wdstrain.packing.vision import stream_torchvision
+from wdstrain.storage import Urls
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+def pack(
+    samples: Any,
+    out: str,
+    *,
+    fields: Sequence[str] | None = None,
+    classes: Sequence[str] = (),
+    labels: Sequence[Label] = (),
+    group: Callable[[Any], str] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
+) -> Index:
+    """Pack any iterable of samples, or a torch data set, into shards.
+
+        wt.pack(({"jpg": data, "cls": number} for data, number in mine), "shards/mine", split={"train": 0.9, "val": 0.1})
+
+    A sample is a dict of fields: bytes as they are; pictures, numbers, texts, arrays by the name of the field ("png", "cls",
+    "txt", "json", "x.npy"); "__key__" names it. A tuple is named by `fields`, and taken for ("png", "cls") without.
+    classes: the names of the classes that `cls` counts. labels: further columns to learn. group: samples of one group come
+    to one side of a split. The samples are read once and may be more than memory holds. Raises as `wdstrain convert` does.
+    """
+    source = stream_samples(
+        samples, fields=fields, classes=classes, labels=labels, group=group, quality=options.get("quality") or 95
+    )
+    return _packed(source, out, options, progress)
+
+
+def pack_folder(
+    source: str, out: str, *, flat: bool = False, progress: Progress | None = None, **options: Unpack[Packing]
+) -> Index:
+    """Pack a folder of class folders, or with `flat` all pictures below it."""
+    return _packed(list_folder(source, flat=flat), out, options, progress)
+
+
+def pack_table(
+    table: Any,
+    out: str,
+    *,
+    image: str,
+    label: str | Sequence[str] = (),
+    root: str | None = None,
+    header: bool = True,
+    group_by: str | None = None,
+    split_by: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
+) -> Index:
+    """Pack the rows of a CSV, TSV, JSON lines or parquet file, or of a pandas DataFrame."""
+    listing = list_table(
+        table,
+        image=image,
+        labels=[label] if isinstance(label, str) else list(label),
+        root=root,
+        header=header,
+        group_by=group_by,
+        split_by=split_by,
+        collect=options.get("on_bad") == "quarantine",
+    )
+    return _packed(listing, out, options, progress)
+
+
+def pack_hdf5(
+    file: str,
+    out: str,
+    fields: Mapping[str, str],
+    *,
+    label: str | Sequence[str] = (),
+    classes: Sequence[str] = (),
+    key: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
+) -> Index:
+    """Pack data sets of one length from an HDF5 or PyTables file: fields={"image": "/train/images", "cls": "/train/labels"}."""
+    labels = [label] if isinstance(label, str) else list(label)
+    source = stream_hdf5(file, fields, labels=labels, classes=classes, key=key, quality=options.get("quality") or 95)
+    return _packed(source, out, options, progress)
+
+
+def pack_arrays(
+    arrays: Mapping[str, Any],
+    out: str,
+    *,
+    label: str | Sequence[str] = (),
+    classes: Sequence[str] = (),
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
+) -> Index:
+    """Pack rows of arrays of one length: in memory, .npy files (memory-mapped), or FILE.npz:member."""
+    labels = [label] if isinstance(label, str) else list(label)
+    source = stream_arrays(arrays, labels=labels, classes=classes, quality=options.get("quality") or 95)
+    return _packed(source, out, options, progress)
+
+
+def pack_tars(
+    urls: Urls,
+    out: str,
+    *,
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    select: str | None = None,
+    keys: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
+) -> Index:
+    """Pack the samples of existing shards anew: other sizes, another order, merged, split, filtered, with fewer fields."""
+    source = stream_tars(urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    return _packed(source, out, options, progress)
+
+
+def pack_torchvision(
+    name: str, out: str, root: str, *, splits: Sequence[str] = (), progress: Progress | None = None, **options: Unpack[Packing]
+) -> Index:
+    """Pack a torchvision data set by the name of its class, from files that are in `root` already."""
+    return _packed(stream_torchvision(name, root, splits=splits), out, options, progress)
+
+
+def _packed(source: Source, out: str, options: Packing, progress: Progress | None) -> Index:
+    return convert(source, out, Options(**options), progress).index

@@ -1,0 +1,117 @@
+"""Values to the bytes of a field, by the field's name: what a Python sample becomes in a shard.
+
+    jpg png webp ...   a PIL image, or uint8 pixels: [h, w], [h, w, c], or a tensor [c, h, w]
+    cls                a whole number, or the name of a class where the classes are known
+    txt                text
+    json               anything JSON can hold
+    NAME.npy           an array, a tensor or a number (of shape ())
+    any other          bytes, or text and numbers as text
+
+Bytes are always kept as they are. What only a pickle could hold is refused: a shard is data, never code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+
+from wdstrain.decode import EXTENSIONS
+from wdstrain.errors import SampleError
+from wdstrain.packing.listing import Part
+
+_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
+_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm": "PPM", "ppm": "PPM"}
+
+
+def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] = ()) -> Part:
+    """(field, bytes) of a value. Raises SampleError for a value that has no place under that name."""
+    kind = name.rpartition(".")[2].lower()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return name, bytes(value)
+    if kind in _PICKLES:
+        raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
+    if kind in EXTENSIONS:
+        return name, _image(name, kind, value, quality)
+    if kind == "npy":
+        return name, _npy(name, value)
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if kind == "cls":
+        return name, str(_class(value, classes)).encode()
+    if kind == "json":
+        try:
+            return name, json.dumps(value, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise SampleError(f"its {name} cannot be written as JSON ({error})") from None
+    if isinstance(value, (str, int, float)):
+        return name, str(value).encode()
+    raise SampleError(f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy")
+
+
+def array_field(name: str, values: np.ndarray) -> str:
+    """The field for the rows of an array that was named so: as it is if its last part says what it is, else .npy or .txt."""
+    kind = name.rpartition(".")[2].lower()
+    if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
+        return name
+    return f"{name}.txt" if values.dtype.kind in "SUO" else f"{name}.npy"
+
+
+def _class(value: Any, classes: Sequence[str]) -> int:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 0):
+        number = int(value)
+        if classes and number >= len(classes):
+            raise SampleError(f"its cls is {number}, and there are {len(classes)} classes")
+        return number
+    if isinstance(value, str) and value in classes:
+        return list(classes).index(value)
+    known = f"one of {', '.join(list(classes)[:8])}" if classes else "a number, or a name where classes=[...] are given"
+    raise SampleError(f"its cls is {value!r}, and a class is {known}")
+
+
+def _channels_last(value: torch.Tensor) -> np.ndarray:
+    """Pixels [c, h, w] as [h, w, c]; others as they are."""
+    if value.ndim == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
+        value = value.permute(1, 2, 0)
+    found: np.ndarray = value.detach().cpu().numpy()
+    return found
+
+
+def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
+    if isinstance(value, np.ndarray):
+        pixels = value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value
+        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
+            raise SampleError(
+                f"its {name} is an array of {value.dtype} {list(value.shape)}, and pixels are uint8 [h, w] or [h, w, 3]; "
+                f"keep it as it is under {name.rpartition('.')[0] or 'image'}.npy"
+            )
+        if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
+            return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"))
+        value = Image.fromarray(np.ascontiguousarray(pixels))
+    if not isinstance(value, Image.Image):
+        raise SampleError(f"its {name} is {type(value).__name__}, which is no picture")
+    if kind in ("jpg", "jpeg") and value.mode not in ("L", "RGB"):
+        value = value.convert("RGB")
+    out = io.BytesIO()
+    try:
+        value.save(out, _FORMATS.get(kind, kind.upper()), **({"quality": quality} if kind in ("jpg", "jpeg", "webp") else {}))
+    except (OSError, ValueError, KeyError) as error:
+        raise SampleError(f"its {name} cannot be written as {kind} ({error})") from None
+    return out.getvalue()
+
+
+def _npy(name: str, value: Any) -> bytes:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
+    out = io.BytesIO()
+    np.lib.format.write_array(out, array, version=(1, 0), allow_pickle=False)
+    return out.getvalue()

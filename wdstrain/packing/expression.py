@@ -1,0 +1,153 @@
+"""Expressions that choose samples, such as `cls < 3 and json.width > 640`: data, never code.
+
+Python's own grammar is read and a handful of its nodes are evaluated over plain values; there are no calls but those named
+here, and nothing that loops. Names: key, shard, split; a field of the sample (text as a number where it is one, JSON by its
+entries); size.FIELD, its bytes; has.FIELD.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from wdstrain.errors import SampleError, UsageError
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: lambda a, b: _number(a) * _number(b),  # of numbers alone: a text times a number has no bound
+    ast.Div: operator.truediv,
+    ast.Mod: lambda a, b: _number(a) % _number(b),
+}
+_LONGEST = 10_000
+_METHODS = ("startswith", "endswith", "lower")
+
+
+class Expression:
+    """A condition on a sample. Raises UsageError for text that is none."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self._tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UsageError(f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640") from None
+        if self._tree is None:
+            raise UsageError(f"a condition of {len(text)} characters is too long; {_LONGEST} are the most.")
+        for node in ast.walk(self._tree):
+            if not isinstance(node, _KNOWN):
+                raise UsageError(
+                    f"{text!r} uses {type(node).__name__}, which a condition cannot. Use comparisons, and, or, not, in, + - * / %, "
+                    f"and names of fields."
+                )
+            if isinstance(node, ast.Call) and not _is_known_call(node):
+                raise UsageError(f"{text!r}: of calls a condition knows len(), .startswith(), .endswith() and .lower().")
+
+    def holds(self, sample: Mapping[str, bytes], **about: str) -> bool:
+        """Whether it holds for the fields of a sample. Raises SampleError where it cannot be told."""
+        try:
+            return bool(self._value(self._tree, sample, about))
+        except (TypeError, ZeroDivisionError, KeyError, OverflowError, RecursionError, ValueError) as error:
+            raise SampleError(f"{self.text!r} cannot be told of it ({type(error).__name__}: {error})") from None
+
+    def _value(self, node: Any, sample: Mapping[str, bytes], about: Mapping[str, str]) -> Any:
+        def value(one: Any) -> Any:
+            return self._value(one, sample, about)
+
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.List() | ast.Tuple():
+                return [value(one) for one in node.elts]
+            case ast.BoolOp(op=ast.And()):
+                return all(value(one) for one in node.values)
+            case ast.BoolOp():
+                return any(value(one) for one in node.values)
+            case ast.UnaryOp(op=ast.Not()):
+                return not value(node.operand)
+            case ast.UnaryOp():
+                return -value(node.operand)
+            case ast.BinOp():
+                return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+            case ast.Compare():
+                left = value(node.left)
+                for operation, one in zip(node.ops, node.comparators, strict=True):
+                    right = value(one)
+                    if not _OPERATORS[type(operation)](left, right):
+                        return False
+                    left = right
+                return True
+            case ast.Call():
+                return self._call(node, value)
+            case ast.Name():
+                return about[node.id] if node.id in about else _read(sample, node.id)
+            case _:
+                return self._entry(node, sample, value)
+
+    def _entry(self, node: Any, sample: Mapping[str, bytes], value: Callable[[Any], Any]) -> Any:
+        """a.b or a["b"]: the size of a field, whether it is there, a field with a dot in its name, or an entry of JSON."""
+        entry = node.attr if isinstance(node, ast.Attribute) else value(node.slice)
+        base = node.value.id if isinstance(node.value, ast.Name) else ""
+        if base == "size":
+            return len(sample[entry])
+        if base == "has":
+            return entry in sample
+        if f"{base}.{entry}" in sample:
+            return _read(sample, f"{base}.{entry}")
+        return value(node.value)[entry]
+
+    def _call(self, node: ast.Call, value: Callable[[Any], Any]) -> Any:
+        if isinstance(node.func, ast.Name):
+            return len(value(node.args[0]))
+        assert isinstance(node.func, ast.Attribute)
+        text = value(node.func.value)
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is no text")
+        return getattr(text, node.func.attr)(*[value(one) for one in node.args])
+
+
+def _is_known_call(node: ast.Call) -> bool:
+    if node.keywords:
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id == "len" and len(node.args) == 1
+    return isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
+
+
+_KNOWN = (
+    *(ast.Constant, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare),
+    *(ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call),
+    *_OPERATORS,
+)
+
+
+def _number(value: Any) -> Any:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+def _read(sample: Mapping[str, bytes], field: str) -> Any:
+    if field not in sample:
+        raise KeyError(f"it has no field {field}, but {', '.join(sample)}")
+    data = sample[field]
+    if field.rpartition(".")[2] == "json":
+        return json.loads(data)
+    text = data.decode("utf-8", "replace").strip()
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

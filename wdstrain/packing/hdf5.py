@@ -1,0 +1,116 @@
+"""HDF5 and PyTables files to a stream: data sets of one length, read forward in runs of whole chunks.
+
+A chunk is decompressed once. What h5py cannot decompress by itself (PyTables' blosc and others) it learns from hdf5plugin.
+A column of a compound data set (a PyTables table) is named below it: /events/table/energy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.packing.arrays import stream_rows
+from wdstrain.packing.listing import Stream
+
+_WIDEST = 65_536  # rows; chunks whose common multiple is wider are aligned to the widest alone
+
+
+def stream_hdf5(
+    file: str,
+    fields: Mapping[str, str],
+    *,
+    labels: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    key: str | None = None,
+    quality: int = 95,
+) -> Stream:
+    """Rows of data sets. fields: {name: path in the file}; key: the path of a data set that names the samples.
+
+    Raises SourceError for a file that is no HDF5 file, UsageError for paths that lead to no data set, naming those there are.
+    """
+    h5py = _h5py()
+    try:
+        opened = h5py.File(file, "r")
+    except OSError as error:
+        raise SourceError(f"{file} is no HDF5 file that can be read ({error}).") from error
+    wanted = dict(fields) | ({"__key__": key} if key else {})
+    if not fields:
+        raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
+    found = {name: _find(opened, file, path) for name, path in wanted.items()}
+    chunks = [rows.chunk for rows in found.values()]
+    common = math.lcm(*chunks)
+    source = {"kind": "hdf5", "fields": dict(fields)}
+    return stream_rows(
+        file,
+        found,
+        source,
+        labels=labels,
+        classes=classes,
+        quality=quality,
+        keys="__key__" if key else None,
+        align=common if common <= _WIDEST else max(chunks),
+    )
+
+
+class _DataSet:
+    """A data set, or one column of a compound one."""
+
+    def __init__(self, opened: Any, file: str, column: str | None) -> None:
+        self._opened, self._file, self._column = opened, file, column
+        self.dtype = opened.dtype if column is None else opened.dtype[column].base
+        inner = () if column is None else opened.dtype[column].shape
+        self.shape: tuple[int, ...] = (*opened.shape, *inner)
+        self.chunk = int(opened.chunks[0]) if opened.chunks else 1
+
+    def __getitem__(self, rows: slice) -> Any:
+        try:
+            block = self._opened[rows]
+        except OSError as error:
+            raise SourceError(
+                f"{self._file}{self._opened.name} cannot be read at rows {rows.start} to {rows.stop}: {error}. If its "
+                f"compression is not known, install: pip install 'wdstrain[hdf5]'"
+            ) from error
+        return block if self._column is None else block[self._column]
+
+
+def _find(opened: Any, file: str, path: str) -> _DataSet:
+    h5py = _h5py()
+    node = opened.get(path)
+    if isinstance(node, h5py.Dataset):
+        if node.dtype.names:
+            raise UsageError(
+                f"{file}{path} is a table; name one of its columns: {', '.join(f'{path}/{c}' for c in node.dtype.names)}"
+            )
+        return _DataSet(node, file, None)
+    above, _, column = path.rstrip("/").rpartition("/")
+    table = opened.get(above) if above else None
+    if isinstance(table, h5py.Dataset) and column in (table.dtype.names or ()):
+        return _DataSet(table, file, column)
+    what = "is a group" if node is not None else "is not there"
+    raise UsageError(f"{file}: {path} {what}. Data sets in it: {_known(opened)}")
+
+
+def _known(opened: Any) -> str:
+    h5py, found = _h5py(), []
+
+    def visit(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            found.append(
+                f"/{name} {list(node.shape)} {node.dtype if not node.dtype.names else 'table of ' + ', '.join(node.dtype.names)}"
+            )
+
+    opened.visititems(visit)
+    return "; ".join(found[:20]) + ("; ..." if len(found) > 20 else "") or "none"
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError("HDF5 needs h5py. Install it: pip install 'wdstrain[hdf5]'") from None
+    with suppress(ImportError):
+        import hdf5plugin  # noqa: F401, registers its filters
+    return h5py

@@ -1,0 +1,143 @@
+"""Who does the work of a conversion: this process, a few more, or a Ray cluster. Results come in the order of the work.
+
+Work is a picklable object that is called with a number and a way to tell how far it is. Under fork it is inherited, not
+pickled, so that a list of millions of items is not copied.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from wdstrain import children
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.memory import Memory
+
+_LOOK = 0.2  # seconds between looks at what worker processes have done
+
+R = TypeVar("R", covariant=True)
+Tick = Callable[[int, int], None]
+Told = Callable[[int, int], None]  # sums of what all ticks said
+
+
+class Work(Protocol[R]):
+    def __call__(self, number: int, tick: Tick) -> R: ...
+
+
+def run(work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local") -> Iterator[R]:
+    """The results of work 0 to count - 1, in order. Raises what the work raises."""
+    if engine == "ray":
+        return _on_ray(work, count, told)
+    if jobs == 1 or count <= 1:
+        return _here(work, count, told)
+    return _in_processes(work, count, min(jobs, count), told)
+
+
+def _here(work: Work[R], count: int, told: Told) -> Iterator[R]:
+    sums = np.zeros((count, 2), np.int64)
+    for number in range(count):
+        line = sums[number]
+        before = sums.sum(axis=0)
+
+        def tick(samples: int, size: int, line: Any = line, before: Any = before) -> None:
+            line[:] = samples, size
+            told(int(before[0]) + samples, int(before[1]) + size)
+
+        yield work(number, tick)
+
+
+def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Iterator[R]:
+    board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
+    sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
+    waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
+    try:
+        for number in range(count):
+            with warnings.catch_warnings():  # threads of libraries are idle; the children use none of them
+                warnings.simplefilter("ignore", DeprecationWarning)
+                waiting.append(pool.submit(_do, number))
+            if len(waiting) > 2 * jobs:
+                yield _awaited(waiting.popleft(), sums, told)
+        while waiting:
+            yield _awaited(waiting.popleft(), sums, told)
+    except BrokenProcessPool as error:
+        raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _awaited(future: Future[Any], sums: np.ndarray, told: Told) -> Any:
+    while not future.done():
+        futures.wait([future], timeout=_LOOK)
+        told(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
+    result = future.result()
+    told(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
+    return result
+
+
+_mine: tuple[Any, Memory] | None = None  # in a worker: its work and the parent's board
+
+
+def _begin(work: Any, board: Memory) -> None:
+    global _mine
+    _mine = work, board
+    children.begin()
+    torch.set_num_threads(1)  # a process is a core's worth; and torch's threads do not outlive a fork
+
+
+def _do(number: int) -> Any:
+    assert _mine is not None
+    work, board = _mine
+    line = np.frombuffer(board.view, np.int64)[2 * number : 2 * number + 2]
+
+    def tick(samples: int, size: int) -> None:
+        line[:] = samples, size
+
+    return work(number, tick)
+
+
+def _on_ray(work: Work[R], count: int, told: Told) -> Iterator[R]:
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("engine=ray needs Ray. Install it: pip install 'wdstrain[ray]'") from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    shared = ray.put(work)
+
+    @ray.remote(max_retries=-1)  # type: ignore[untyped-decorator]
+    def do(work: Any, number: int) -> tuple[Any, int, int]:
+        last = (0, 0)
+
+        def tick(samples: int, size: int) -> None:
+            nonlocal last
+            last = (samples, size)
+
+        return work(number, tick), *last
+
+    waiting = deque(do.remote(shared, number) for number in range(count))
+    samples = size = 0
+    try:
+        while waiting:
+            try:
+                result, some, more = ray.get(waiting[0])
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            waiting.popleft()
+            samples, size = samples + some, size + more
+            told(samples, size)
+            yield result
+    finally:
+        for one in waiting:
+            ray.cancel(one, force=True)

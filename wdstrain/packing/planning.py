@@ -1,0 +1,97 @@
+"""Which samples go into which shard, in which order: decided on integers, before a shard is written.
+
+Order is that of a seeded hash of each key, splits are drawn by another, boundaries are cut by count and bytes. It depends on
+the catalog and the options alone, so any number of jobs, on any machine, gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from wdstrain.errors import UsageError
+from wdstrain.indexing import Ints
+from wdstrain.packing.catalog import Catalog, Marks
+from wdstrain.packing.options import Options
+from wdstrain.tar import END
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A shard to be written: its name, its split, the numbers of its samples in order."""
+
+    name: str
+    split: str
+    numbers: Ints
+
+
+def chosen(catalog: Catalog, options: Options) -> Ints:
+    """Numbers of the samples that are packed, in the order of the whole."""
+    marks = catalog.marks
+    order = np.argsort(marks.rank, kind="stable") if options.shuffle else np.arange(len(marks.rank))
+    return np.asarray(order[: options.limit], np.int64)
+
+
+def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) -> list[Piece]:
+    """The shards of a conversion. `resplit`: splits of the source may be drawn anew.
+
+    Raises UsageError where the source has splits and others are asked for, and for a split that gets no sample.
+    """
+    order, marks = chosen(catalog, options), catalog.marks
+    if options.split and any(marks.splits) and not resplit:
+        raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
+    if options.split:
+        names, split = list(options.split), _drawn(marks, order, options)
+    else:
+        known = [name or "train" for name in marks.splits]
+        names = list(dict.fromkeys(known))
+        split = np.array([names.index(name) for name in known], np.int64)[marks.split[order]] if known else order
+    pieces = []
+    for number, name in enumerate(names):
+        mine = order[split == number]
+        if not len(mine) and options.split:
+            raise UsageError(f"the split '{name}' gets none of {len(order)} samples. Give it a larger share, or more samples.")
+        for place, numbers in enumerate(_groups(mine, catalog.sizes[mine], options)):
+            pieces.append(Piece(f"{name}-{place:06d}.tar", name, numbers))
+    return pieces
+
+
+def _drawn(marks: Marks, order: Ints, options: Options) -> Ints:
+    """The split of each sample in the order, as its place in the split's names. int64[len(order)]"""
+    edges = np.cumsum(list((options.split or {}).values()))
+    if not options.stratify:
+        # by where the hash falls: a sample stays in its split when others are added
+        at = marks.side[order] / 2.0**64
+        return np.asarray(np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64)
+    found = np.zeros(len(order), np.int64)
+    for stratum in range(len(marks.strata)):
+        places = np.flatnonzero(marks.stratum[order] == stratum)
+        places = places[np.argsort(marks.side[order[places]], kind="stable")]
+        cuts = np.round(edges * len(places)).astype(np.int64)
+        found[places] = np.minimum(np.searchsorted(cuts, np.arange(len(places)), side="right"), len(edges) - 1)
+    return found
+
+
+def _groups(numbers: Ints, sizes: Ints, options: Options) -> Iterator[Ints]:
+    room = max(1, options.shard_bytes - len(END))
+    stops = np.cumsum(sizes)
+    first = 0
+    while first < len(numbers):
+        filled = int(stops[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(stops, filled + room, side="right")))
+        stop = min(stop, first + (options.shard_samples or stop), len(numbers))
+        yield numbers[first:stop]
+        first = stop
+
+
+def batches(numbers: Ints, sizes: Ints, most: int) -> Iterator[Ints]:
+    """Runs of samples of at most `most` bytes together, or of one that is larger."""
+    stops = np.cumsum(sizes)
+    first = 0
+    while first < len(numbers):
+        filled = int(stops[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(stops, filled + most, side="right")))
+        yield numbers[first:stop]
+        first = stop

@@ -1,0 +1,110 @@
+"""Python samples to a stream: any iterable, or a torch data set, of dicts, tuples or single values.
+
+A dict names its fields itself ("__key__" is its key; other names with two underscores are passed over, as webdataset's own);
+a tuple is named by `fields`, or taken for (picture, class). A map-style data set is read by number from 0, so one item that
+raises can be quarantined; an iterable that raises has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from wdstrain.errors import SampleError, UsageError
+from wdstrain.indexing import Label
+from wdstrain.packing.encoding import encode
+from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream
+
+
+def stream_samples(
+    samples: Any,
+    *,
+    fields: Sequence[str] | None = None,
+    classes: Sequence[str] = (),
+    labels: Sequence[Label] = (),
+    group: Callable[[Any], str] | None = None,
+    splits: Mapping[str, Any] | None = None,
+    quality: int = 95,
+    name: str = "samples",
+    source: dict[str, Any] | None = None,
+) -> Stream:
+    """The samples of an iterable or map-style data set, or of several that are splits by name (`splits`, then `samples` is None)."""
+    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
+        raise UsageError("a DataFrame is a table: use wt.pack_table(frame, out, image=..., label=...).")
+    if isinstance(samples, (str, bytes, Mapping)):
+        raise UsageError(f"samples is {type(samples).__name__}; give an iterable of samples, each a dict of fields.")
+    parts = dict(splits) if splits is not None else {"": samples}
+    highest = -1
+    names = tuple(classes) or _classes(next(iter(parts.values()), None))
+
+    def entries(quarantine: Quarantine) -> Iterator[Entry]:
+        nonlocal highest
+        for split, part in parts.items():
+            for number, sample in _numbered(part, name, quarantine):
+                try:
+                    named = _named(sample, fields)
+                    packed = [
+                        encode(field, value, quality=quality, classes=names)
+                        for field, value in named.items()
+                        if not field.startswith("__") and value is not None
+                    ]
+                    if not packed:
+                        raise SampleError(f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}")
+                    key, stratum = named.get("__key__"), _stratum(packed)
+                    if key is not None and (not isinstance(key, str) or not key):
+                        raise SampleError(f"its __key__ is {key!r}, and a key is a text")
+                except SampleError as error:
+                    quarantine.put(Bad(name, number + 1, "", str(error)))
+                    continue
+                highest = max(highest, int(stratum)) if stratum.isdecimal() else highest
+                if stratum.isdecimal() and int(stratum) < len(names):
+                    stratum = names[int(stratum)]
+                yield Entry(key, packed, split, group(sample) if group else "", stratum)
+
+    def found() -> tuple[Label, ...]:
+        if labels or highest < 0:
+            return tuple(labels)
+        return (Label("class", "class", "cls", classes=names or tuple(map(str, range(highest + 1)))),)
+
+    sizes = [len(part) if hasattr(part, "__len__") else None for part in parts.values()]
+    total = None if None in sizes else sum(size for size in sizes if size is not None)
+    return Stream(name, entries, found, source or {"kind": "samples"}, total)
+
+
+def _numbered(part: Any, name: str, quarantine: Quarantine) -> Iterator[tuple[int, Any]]:
+    if hasattr(part, "__iter__"):
+        yield from enumerate(part)
+        return
+    if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+        raise UsageError(f"{type(part).__name__} is neither an iterable nor a data set with a length. Give one of them.")
+    for number in range(len(part)):
+        try:
+            sample = part[number]
+        except Exception as error:  # whatever a data set of the user raises is the sample's fault
+            quarantine.put(Bad(name, number + 1, "", f"the data set raised {type(error).__name__}: {error}"))
+            continue
+        yield number, sample
+
+
+def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
+    if isinstance(sample, Mapping):
+        return {str(field): value for field, value in sample.items() if fields is None or field in (*fields, "__key__")}
+    values = list(sample) if isinstance(sample, (tuple, list)) else [sample]
+    names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
+    if len(names) != len(values):
+        raise UsageError(
+            f"a sample has {len(values)} values and {len(names)} names ({', '.join(names)}). Name each: fields=(...)"
+        )
+    return dict(zip(names, values, strict=True))
+
+
+def _stratum(packed: list[Part]) -> str:
+    return next((data.decode("utf-8", "replace") for field, data in packed if field == "cls"), "")
+
+
+def _classes(part: Any) -> tuple[str, ...]:
+    """The class names of a torchvision data set, or nothing."""
+    found = getattr(part, "classes", None)
+    if isinstance(found, (list, tuple)) and all(isinstance(one, str) for one in found):
+        return tuple(found)
+    return ()

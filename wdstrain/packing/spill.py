@@ -1,0 +1,178 @@
+"""A stream of samples, laid down on the disk so that it can be put in any order: the first pass of an external shuffle.
+
+Samples are written, as they will lie in a shard, into buckets: files that each hold a range of the shuffle's ranks (or, for
+the source's own order, of its numbers). A shard is then one forward read through one bucket or two. All I/O is sequential,
+twice the data in all; what is held is the buckets' buffers, within the memory that was asked for, and some 100 bytes of
+numbers per sample. The road not taken is a reservoir: with less memory it mixes less, and its order depends on its size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+import numpy as np
+
+from wdstrain.errors import StorageError
+from wdstrain.indexing import Label, Table
+from wdstrain.packing.catalog import Codes, Hashes, Marks, SpanCatalog, sides_of
+from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, tidy
+from wdstrain.packing.rows import Rows
+from wdstrain.storage import write_whole
+
+_BUCKETS = 64
+_RUN = 256 << 20  # bytes of a bucket where the order is the source's own
+_DONE = "spill.npz"
+_ABOUT = "spill.json"
+
+Told = Callable[[int, int], None]  # samples and bytes so far
+
+
+def spill(
+    stream: Stream, folder: str, *, seed: int, shuffle: bool, memory: int, quarantine: Quarantine, told: Told
+) -> tuple[SpanCatalog, tuple[Label, ...], int]:
+    """Read a stream to its end. Returns its samples, its labels, and the number of its entries, bad ones included."""
+    pass_ = _Pass(folder, seed=seed, shuffle=shuffle, memory=memory)
+    before = len(quarantine.bad)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for entry in stream.entries(quarantine):
+            pass_.add(entry)
+            told(pass_.count, pass_.bytes)
+        pass_.flush()
+        catalog = pass_.catalog(stream.name)
+        labels = stream.labels()
+        entries = pass_.count + len(quarantine.bad) - before
+        pass_.save(labels, quarantine.bad[before:], entries)
+    except OSError as error:
+        raise StorageError(f"{error.filename or folder} cannot be written: {error.strerror}. Free some space.") from error
+    finally:
+        pass_.close()
+    return catalog, labels, entries
+
+
+def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
+    """What an earlier run laid down, if it came to the stream's end."""
+    try:
+        with open(os.path.join(folder, _ABOUT), encoding="utf-8") as file:
+            about = json.load(file)
+        with np.load(os.path.join(folder, _DONE), allow_pickle=False) as found:
+            arrays = dict(found)
+    except (OSError, ValueError):
+        return None
+    marks = Marks(*(arrays.pop(name) for name in ("rank", "side", "split", "stratum")), *map(tuple, about["names"]))
+    file_ = arrays.pop("file_of")
+    paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
+    renamed = {int(number): key for number, key in about["renamed"].items()}
+    catalog = SpanCatalog(stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed)
+    for row in about["bad"]:
+        quarantine.put(Bad(*row))
+    labels = tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in about["labels"])
+    return catalog, labels, about["entries"]
+
+
+class _Pass:
+    """The buckets being filled and the numbers of what went into them."""
+
+    def __init__(self, folder: str, *, seed: int, shuffle: bool, memory: int) -> None:
+        self._folder, self._shuffle, self._most = folder, shuffle, memory // 4
+        self._hashes = Hashes(seed)
+        self._buffers: dict[int, list[bytes]] = {}
+        self._held = 0
+        self._offsets: dict[int, int] = {}
+        self._opened: set[int] = set()
+        self.count = self.bytes = 0
+        self._rows = Rows()
+        self._ranks, self._groups, self._folds = array("Q"), array("Q"), array("Q")
+        self._files, self._splits, self._strata = array("i"), array("i"), array("i")
+        self._split_names, self._stratum_names = Codes(), Codes()
+
+    def add(self, entry: Entry) -> None:
+        key = f"{self.count:09d}" if entry.key is None else tidy(entry.key)
+        rank = self._hashes.of(key)
+        file = rank >> 58 if self._shuffle else self.bytes // _RUN
+        start = self._offsets.get(file, 0)
+        buffer = self._buffers.get(file)
+        if buffer is None:
+            buffer = self._buffers[file] = []
+        buffer += self._rows.add(key, entry.parts, start)
+        self._ranks.append(rank)
+        self._groups.append(self._hashes.of(entry.group) if entry.group else rank)
+        self._folds.append(self._hashes.of(key.casefold()))
+        self._files.append(file)
+        self._splits.append(self._split_names.of(entry.split))
+        self._strata.append(self._stratum_names.of(entry.stratum))
+        self._offsets[file] = self._rows.stop
+        self.count += 1
+        self.bytes += self._rows.stop - start
+        self._held += self._rows.stop - start
+        if self._held > self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, bucket after bucket."""
+        for file, buffer in sorted(self._buffers.items()):
+            mode = "ab" if file in self._opened else "wb"
+            with open(os.path.join(self._folder, f"{file:03d}"), mode, buffering=0) as out:
+                self._opened.add(file)
+                data = memoryview(b"".join(buffer))
+                while data:
+                    data = data[out.write(data) :]
+        self._buffers.clear()
+        self._held = 0
+
+    def catalog(self, name: str) -> SpanCatalog:
+        marks = Marks(
+            np.array(self._ranks, np.uint64),
+            sides_of(np.array(self._groups, np.uint64)),
+            np.array(self._splits, np.int32),
+            np.array(self._strata, np.int32),
+            tuple(self._split_names.numbers),
+            tuple(self._stratum_names.numbers),
+        )
+        self._paths = [os.path.join(self._folder, f"{number:03d}") for number in range(max(self._opened, default=-1) + 1)]
+        files = np.array(self._files, np.int32)
+        self._made = SpanCatalog(name, self._paths, files, self._rows.table(), list(self._rows.fields), marks, {})
+        self._rename_twins(self._made)
+        return self._made
+
+    def _rename_twins(self, made: SpanCatalog) -> None:
+        """Keys that came before within their split, in capitals or not, get -2, -3, ..."""
+        folds, split = np.array(self._folds, np.uint64), made.marks.split
+        order = np.lexsort((np.arange(len(folds)), folds, split))
+        same = (np.diff(folds[order]) == 0) & (np.diff(split[order]) == 0) if len(order) else np.zeros(0, bool)
+        taken = set() if not same.any() else set(zip(split.tolist(), folds.tolist(), strict=True))
+        for number in np.sort(order[1:][same]).tolist():
+            times, key = 2, made.own_key(number)
+            while (int(split[number]), self._hashes.of(f"{key}-{times}".casefold())) in taken:
+                times += 1
+            made.renamed[number] = f"{key}-{times}"
+            taken.add((int(split[number]), self._hashes.of(made.renamed[number].casefold())))
+            made.marks.rank[number] = self._hashes.of(made.renamed[number])
+
+    def save(self, labels: tuple[Label, ...], bad: list[Bad], entries: int) -> None:
+        """Remember that the stream was read to its end."""
+        made = self._made
+        arrays = {name: getattr(made.table, name) for name in Table.__dataclass_fields__}
+        arrays |= {name: getattr(made.marks, name) for name in ("rank", "side", "split", "stratum")}
+        for path in made.paths:
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                os.fsync(file.fileno())
+        np.savez(os.path.join(self._folder, _DONE), allow_pickle=False, file_of=made.file, **arrays)
+        about = {
+            "names": [made.marks.splits, made.marks.strata],
+            "files": len(made.paths),
+            "fields": made.fields,
+            "renamed": made.renamed,
+            "bad": bad,
+            "labels": [asdict(label) for label in labels],
+            "entries": entries,
+        }
+        write_whole(os.path.join(self._folder, _ABOUT), json.dumps(about).encode())
+
+    def close(self) -> None:
+        self._buffers.clear()

@@ -1,0 +1,168 @@
+"""The folder of a conversion while it is made: a stage in it, hidden, and the exchange that puts all in place together.
+
+A conversion that fails or is killed leaves its stage, which readers refuse and `--resume` goes on with, and what was in the
+folder before is there still. Nothing half-made is ever where a reader looks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from contextlib import suppress
+
+from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.index_files import BIN_NAME, is_ours, read_document
+from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, sync_folder, write_whole
+
+BAD_NAME = "bad.jsonl"  # what was put into quarantine
+RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls them
+
+_NAMES = "names.json"  # on the stage: what the exchange removes and brings
+_LOCK = "owner"  # on the stage: held by the process that works on it
+_PATIENCE = 2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
+
+
+class Stage:
+    """The stage in a folder. Raises UsageError if the folder is in use and neither flag allows it.
+
+    whole: nothing is left to do, since what is there is a finished conversion, or an exchange that was finished now.
+    """
+
+    def __init__(self, out: str, *, overwrite: bool, resume: bool) -> None:
+        self.out, self.path = out, os.path.join(out, UNFINISHED)
+        self._made, self.whole = not os.path.exists(out), False
+        self._held = -1
+        try:
+            os.makedirs(out, exist_ok=True)
+            present = set(os.listdir(out))
+            self._check(present, overwrite, resume)
+            if resume and UNFINISHED not in present and SWAPPING not in present and INDEX_NAME in present:
+                self.whole = is_ours(os.path.join(out, INDEX_NAME))
+                return
+            os.makedirs(self.path, exist_ok=True)
+            self._lock()
+            if resume and SWAPPING in present:
+                self._exchange()
+                self.whole = True
+            elif not resume:
+                for name in set(os.listdir(self.path)) - {_LOCK}:
+                    shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
+        except OSError as error:
+            raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
+
+    def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
+        others = present - {UNFINISHED, SWAPPING}
+        if overwrite or not present:
+            return
+        if not resume and len(others) < len(present):
+            raise UsageError(
+                f"{self.out} holds an unfinished conversion. Add --resume to go on with it, or --overwrite to start anew."
+            )
+        if not resume or (len(others) == len(present) and INDEX_NAME not in present):
+            raise UsageError(
+                f"{self.out} holds {len(others)} files{' and no conversion' if resume else ''}. Choose an empty folder, or "
+                f"add --overwrite to replace its shards."
+            )
+
+    def folder(self, name: str) -> str:
+        """A folder on the stage."""
+        path = os.path.join(self.path, name)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}. Free some space.") from error
+        return path
+
+    def clear(self) -> None:
+        """Take the stage away, and the folder if it was made for it."""
+        self._unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._made:
+            with suppress(OSError):
+                os.rmdir(self.out)
+
+    def leave(self) -> None:
+        """Leave the stage for --resume; take it away if nothing is on it."""
+        self._unlock()
+        if not any(files for _, _, files in os.walk(self.path)):
+            self.clear()
+
+    def put_in_place(self, shards: str, files: dict[str, str]) -> None:
+        """Replace the set in the folder by the files in `shards`: {final name: name there}, the index last.
+
+        Only what the former index lists is removed, or what an exchange that was cut short was about to remove or bring.
+        While this goes on, readers refuse the folder; if it is cut short, `resume` brings it to its end.
+        """
+        swapping, listed = os.path.join(self.out, SWAPPING), os.path.join(self.out, INDEX_NAME)
+        former: list[str] = []
+        with suppress(WdstrainError):
+            former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
+        with suppress(OSError, ValueError, KeyError), open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
+            names = json.load(file)
+            former += [*names["former"], *names["files"]]
+        try:
+            write_whole(os.path.join(shards, _NAMES), json.dumps({"former": former, "files": files}).encode())
+            shutil.rmtree(swapping, ignore_errors=True)
+            os.rename(shards, swapping)
+            sync_folder(self.out)
+            self._exchange()
+        except OSError as error:
+            raise StorageError(f"{self.out} cannot be written: {error.strerror}. Run this again with --resume.") from error
+
+    def _exchange(self) -> None:
+        """Bring an exchange to its end, wherever it stands."""
+        swapping = os.path.join(self.out, SWAPPING)
+        with open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
+            names = json.load(file)
+        files: dict[str, str] = names["files"]
+        arrived = {final for final, name in files.items() if not os.path.exists(os.path.join(swapping, name))}
+        if INDEX_NAME not in arrived:  # readers first find no index, then no shard of the old set under a new index
+            for name in [INDEX_NAME, BAD_NAME, RENAMED_NAME, *names["former"], BIN_NAME]:
+                if os.path.basename(name) not in arrived:
+                    with suppress(FileNotFoundError):
+                        os.unlink(os.path.join(self.out, os.path.basename(name)))
+            for final, name in files.items():
+                if final not in arrived:
+                    os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
+            sync_folder(self.out)
+        self._unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(swapping)
+        sync_folder(self.out)
+
+    # --- one conversion at a time ------------------------------------------------------------------------------------
+
+    def _lock(self) -> None:
+        """Hold the stage, by a lock that ends with the process. Two conversions into one folder would undo each other."""
+        self._held = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            import fcntl
+        except ImportError:  # not a system with such locks
+            return
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.02)
+                    continue
+                os.close(self._held)
+                self._held = -1
+                raise UsageError(
+                    f"another conversion is writing into {self.out}. Wait for it, or choose another folder."
+                ) from None
+            except OSError:  # a file system without locks
+                return
+
+    def _unlock(self) -> None:
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, _LOCK))
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1

@@ -1,0 +1,162 @@
+"""Tables from files and DataFrames to columns of plain values: CSV, TSV, JSON lines, parquet, pandas.
+
+Whatever the file, a cell becomes None, a bool, an int, a float, a text, a list of these, or bytes; the rest of the package
+knows no other kinds. CSV has no types, so a column of it is whole numbers, else numbers, else booleans, else text, if all its
+cells are.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.packing.listing import Bad, Quarantine, image_field
+
+# no leading zeros: 00123 is a name; and no more digits than a float keeps apart
+_WHOLE = re.compile(r"[+-]?(0|[1-9]\d{0,14})")
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
+_TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table by columns. rows: the line or number of each row in its source, from 1."""
+
+    name: str
+    values: dict[str, list[Any]]
+    rows: list[int]
+
+
+def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Columns:
+    """A file by its extension (.csv, .tsv, .jsonl or .ndjson, .parquet), or a pandas DataFrame.
+
+    header False: the first line of a CSV is data, and its columns are named "0", "1", ... Rows that cannot be read go to
+    the quarantine. Raises SourceError for a table that is missing, empty or no table.
+    """
+    if hasattr(table, "columns") and hasattr(table, "to_dict"):
+        return _frame(table, "the DataFrame")
+    name = os.fspath(table)
+    kind = os.path.splitext(name)[1].lower()
+    if not header and kind not in (".csv", ".tsv", ".txt"):
+        raise UsageError(f"{name}: only CSV and TSV files can be without a header. Leave --no-header away.")
+    if kind in (".jsonl", ".ndjson"):
+        columns = _json_lines(name, quarantine)
+    elif kind in (".parquet", ".pq"):
+        columns = _parquet(name)
+    else:
+        columns = _csv(name, quarantine, header)
+    if not columns.rows:
+        raise SourceError(f"{name} has no rows that could be read.")
+    return columns
+
+
+def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
+    try:
+        with open(name, encoding="utf-8-sig", newline="") as opened:
+            reader = csv.reader(opened, delimiter="\t" if name.lower().endswith(".tsv") else ",", skipinitialspace=True)
+            table = [(reader.line_num, row) for row in reader if row]
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SourceError(f"{name} is no UTF-8 CSV table ({error}). Save it as one.") from error
+    if len(table) < 1 + has_header:
+        raise SourceError(f"{name} has {len(table)} lines that are not blank; a header and at least one row are needed.")
+    if has_header:
+        header = [cell.strip() for cell in table[0][1]]
+        if any(_NUMBER.fullmatch(cell) or image_field(cell) for cell in header):
+            raise SourceError(
+                f"{name}: its first line looks like data ({header[0][:40]!r} ...). Add a line that names the columns, or "
+                f"--no-header and name them by number: 0, 1, ..."
+            )
+        table = table[1:]
+    else:
+        header = [str(number) for number in range(len(table[0][1]))]
+    if len(set(header)) < len(header):
+        raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
+    whole = []
+    for line, row in table:
+        if len(row) == len(header):
+            whole.append((line, row))
+        else:
+            quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
+    values = {column: _typed([row[i] for _, row in whole]) for i, column in enumerate(header)}
+    return Columns(name, values, [line for line, _ in whole])
+
+
+def _typed(cells: list[str]) -> list[Any]:
+    """The cells of a column as whole numbers, else numbers, else booleans, else as they are; empty cells are None."""
+    texts = [cell.strip() for cell in cells]
+    for kind, pattern in ((int, _WHOLE), (float, _NUMBER)):
+        if all(not text or pattern.fullmatch(text) for text in texts):
+            return [kind(text) if text else None for text in texts]
+    if all(not text or text.lower() in _TRUTH for text in texts):
+        return [_TRUTH[text.lower()] if text else None for text in texts]
+    return [cell if cell.strip() else None for cell in cells]
+
+
+def _json_lines(name: str, quarantine: Quarantine) -> Columns:
+    found: list[tuple[int, dict[str, Any]]] = []
+    try:
+        with open(name, "rb") as opened:
+            for line, text in enumerate(opened, 1):
+                if not text.strip():
+                    continue
+                try:
+                    row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"{type(row).__name__} where an object is expected")
+                    found.append((line, row))
+                except (ValueError, RecursionError) as error:
+                    quarantine.put(Bad(name, line, "", f"it is no JSON object ({error})"))
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
+    header = list(dict.fromkeys(column for _, row in found for column in row))
+    return Columns(name, {c: [_plain(row.get(c)) for _, row in found] for c in header}, [line for line, _ in found])
+
+
+def _parquet(name: str) -> Columns:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(f"{name}: parquet needs pyarrow. Install it: pip install 'wdstrain[tables]'") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(name).read()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"{name} is no parquet file that can be read ({str(error).splitlines()[0]}).") from error
+    values = {column: [_plain(cell) for cell in table[column].to_pylist()] for column in table.column_names}
+    return Columns(name, values, list(range(1, table.num_rows + 1)))
+
+
+def _frame(frame: Any, name: str) -> Columns:
+    header = [str(column) for column in frame.columns]
+    if len(set(header)) < len(header):
+        raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
+    values = {
+        title: [_plain(cell) for cell in frame[column].tolist()] for title, column in zip(header, frame.columns, strict=True)
+    }
+    return Columns(name, values, list(range(1, len(frame) + 1)))
+
+
+def _plain(value: Any) -> Any:
+    """A cell as the plain values that JSON knows, or bytes."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return None
+    return str(value)  # times, paths, decimals: as they are written

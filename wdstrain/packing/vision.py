@@ -1,0 +1,75 @@
+"""A torchvision data set by the name of its class, as shards: its splits kept, its files' own bytes where it has files.
+
+Data sets that list their files (`samples` or `imgs`) are packed from these; the others are asked item by item, and their
+pictures stored as PNG, which loses nothing. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.packing.listing import Stream
+from wdstrain.packing.samples import stream_samples
+
+_NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
+
+
+def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Stream:
+    """The splits of a data set. splits: which, by torchvision's names; default: those that are there.
+
+    Raises UsageError for a name or split that torchvision has not, SourceError for data that are not in `root`.
+    """
+    import torchvision.datasets  # half a second; only who asks for it waits
+
+    kind: Any = getattr(torchvision.datasets, name, None)
+    if kind is None or name not in torchvision.datasets.__all__:
+        near = [one for one in torchvision.datasets.__all__ if one.lower().startswith(name[:3].lower())]
+        raise UsageError(f"torchvision has no data set '{name}'{'; perhaps ' + ', '.join(near) if near else ''}.")
+    parameters = inspect.signature(kind).parameters
+    wanted = list(splits) or (["train", "test"] if "train" in parameters else list(_NAMES) if "split" in parameters else [""])
+    found: dict[str, Any] = {}
+    reasons = []
+    for split in wanted:
+        arguments: dict[str, Any] = {"train": split == "train"} if "train" in parameters else {"split": split} if split else {}
+        try:
+            found["val" if split == "valid" else split] = kind(root, **arguments)
+        except Exception as error:  # data sets raise what they like for files and splits that are not there
+            reasons.append(f"{split or name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            if splits:
+                raise SourceError(f"{name} in {root} has no split '{split}' ({reasons[-1]}).") from error
+    if not found:
+        raise SourceError(f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download it first.")
+    files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
+    parts = files if len(files) == len(found) else found
+    classes = getattr(next(iter(found.values())), "classes", ())
+    source = {"kind": "torchvision", "name": name, "splits": list(found)}
+    fields = None if parts is files else ("png", "cls")
+    return stream_samples(None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source)
+
+
+class _Files:
+    """The files of a data set that lists them, with their own bytes and names."""
+
+    def __init__(self, data: Any) -> None:
+        self._rows = data.samples
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        path, target = self._rows[number]
+        with open(path, "rb") as file:
+            data = file.read()
+        return {str(path).rpartition(".")[2].lower(): data, "cls": int(target)}
+
+
+def _has_files(data: Any) -> bool:
+    rows = getattr(data, "samples", None)
+    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple) and len(rows[0]) == 2
+
+
+def _texts(classes: Any) -> tuple[str, ...]:
+    return tuple(classes) if isinstance(classes, (list, tuple)) and all(isinstance(one, str) for one in classes) else ()
