@@ -59,6 +59,7 @@ class Catalog(Protocol):
     @property
     def sizes(self) -> Ints: ...
     def key(self, number: int) -> str: ...
+    def name(self, number: int) -> str: ...
     def identity(self, numbers: Ints) -> bytes: ...
     def bad(self, number: int, reason: str) -> Bad: ...
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]: ...
@@ -146,7 +147,7 @@ class ItemCatalog:
 class SpanCatalog:
     """Samples that lie in tars, or in files of the same shape without an end: file: int32[n], extents and members in table.
 
-    renamed: number -> the key it is packed under instead of its own.
+    renamed: number -> the key it is packed under instead of its own; names: number -> what the source calls it, if not so.
     """
 
     together = 1 << 62  # all that memory allows: the more, the fewer times a bucket is gone through
@@ -159,14 +160,19 @@ class SpanCatalog:
         table: Table,
         fields: Sequence[str],
         marks: Marks,
-        renamed: dict[int, str],
+        renamed: dict[int, str] | None = None,
+        names: dict[int, str] | None = None,
     ) -> None:
         self.paths, self.file, self.table, self.fields, self.marks = paths, file, table, fields, marks
-        self.renamed, self._name = renamed, name
+        self.renamed, self.names, self._name = renamed or {}, names or {}, name
         self.sizes = np.asarray(table.stop - table.start, np.int64)
 
     def key(self, number: int) -> str:
         return self.renamed.get(number) or self.own_key(number)
+
+    def name(self, number: int) -> str:
+        """What the source calls a sample whose key is another; else nothing."""
+        return self.names.get(number) or (self.own_key(number) if number in self.renamed else "")
 
     def own_key(self, number: int) -> str:
         first, stop = self.table.key_first[number : number + 2]
@@ -180,7 +186,7 @@ class SpanCatalog:
         return hashed.digest()
 
     def bad(self, number: int, reason: str) -> Bad:
-        return Bad(self._name, 0, self.own_key(number), reason)
+        return Bad(self._name, 0, self.name(number) or self.key(number), reason)
 
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
         """The parts of these samples, read forward file by file. Raises ShardError where a file has changed."""

@@ -155,7 +155,7 @@ class _Conversion:
         self._before = taken
         file = index.shard_of(np.arange(len(index))).astype(np.int32)
         paths = [shard.path for shard in index.shards]
-        return SpanCatalog(self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken), {})
+        return SpanCatalog(self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken))
 
     def _packed(self, title: str, pieces: list[Piece], catalog: Catalog, recipe: Recipe, folder: str) -> Iterator[Packed]:
         """The shards as they are written, in order; those that an earlier run wrote are taken as they are."""
@@ -213,7 +213,7 @@ class _Conversion:
                 name = catalog.marks.strata[code]
                 counts[name] = counts.get(name, 0) + int(count)
             at = one.numbers if catalog is first else self._before[one.numbers]
-            renamed += [row for number in at.tolist() if (row := _renamed(first, number)) is not None]
+            renamed += [{"key": first.key(number), "name": name} for number in at.tolist() if (name := first.name(number))]
         if not parts:
             raise SourceError(f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}")
         samples = {split: dict(sorted(counts.items())) for split, counts in samples.items()}
@@ -281,11 +281,6 @@ def _made(index: Index) -> Conversion:
         bad = [Bad(**json.loads(line)) for line in file]
     limited = info["listed"] - len(index) - len(bad)
     return Conversion(index, info["listed"], bad, info["renamed"], info["samples"], info["ignored"], len(index.shards), limited)
-
-
-def _renamed(catalog: ItemCatalog | SpanCatalog, number: int) -> dict[str, str] | None:
-    name = catalog.name(number) if isinstance(catalog, ItemCatalog) else catalog.renamed.get(number) and catalog.own_key(number)
-    return {"key": catalog.key(number), "name": name} if name else None
 
 
 def _lies_in(path: str, folder: str) -> bool:

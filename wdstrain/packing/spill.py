@@ -67,8 +67,8 @@ def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCa
     marks = Marks(*(arrays.pop(name) for name in ("rank", "side", "split", "stratum")), *map(tuple, about["names"]))
     file_ = arrays.pop("file_of")
     paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
-    renamed = {int(number): key for number, key in about["renamed"].items()}
-    catalog = SpanCatalog(stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed)
+    renamed, names = ({int(number): key for number, key in about[name].items()} for name in ("renamed", "original"))
+    catalog = SpanCatalog(stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed, names)
     for row in about["bad"]:
         quarantine.put(Bad(*row))
     labels = tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in about["labels"])
@@ -87,12 +87,15 @@ class _Pass:
         self._opened: set[int] = set()
         self.count = self.bytes = 0
         self._rows = Rows()
+        self._names: dict[int, str] = {}
         self._ranks, self._groups, self._folds = array("Q"), array("Q"), array("Q")
         self._files, self._splits, self._strata = array("i"), array("i"), array("i")
         self._split_names, self._stratum_names = Codes(), Codes()
 
     def add(self, entry: Entry) -> None:
         key = f"{self.count:09d}" if entry.key is None else tidy(entry.key)
+        if entry.key is not None and key != entry.key:
+            self._names[self.count] = entry.key
         rank = self._hashes.of(key)
         file = rank >> 58 if self._shuffle else self.bytes // _RUN
         start = self._offsets.get(file, 0)
@@ -136,7 +139,7 @@ class _Pass:
         )
         self._paths = [os.path.join(self._folder, f"{number:03d}") for number in range(max(self._opened, default=-1) + 1)]
         files = np.array(self._files, np.int32)
-        self._made = SpanCatalog(name, self._paths, files, self._rows.table(), list(self._rows.fields), marks, {})
+        self._made = SpanCatalog(name, self._paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names)
         self._rename_twins(self._made)
         return self._made
 
@@ -168,6 +171,7 @@ class _Pass:
             "files": len(made.paths),
             "fields": made.fields,
             "renamed": made.renamed,
+            "original": made.names,
             "bad": bad,
             "labels": [asdict(label) for label in labels],
             "entries": entries,

@@ -1,0 +1,562 @@
+"""Every kind of source arrives whole: rows of tables, data sets of HDF5 files, arrays, Python samples, tars, torchvision."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+
+import wdstrain as wt
+from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
+from wdstrain.cli import main
+from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.packing.expression import Expression
+from wdstrain.packing.table import list_table
+
+
+def samples(out: Path) -> dict[str, dict[str, bytes]]:
+    return dict(read_with_webdataset(sorted(out.glob("*.tar"))))
+
+
+def array(data: bytes) -> Any:
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    (tmp_path / "IMG").mkdir()
+    for number in range(6):
+        (tmp_path / "IMG" / f"{number}.png").write_bytes(picture(number))
+    return tmp_path
+
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "file": f"IMG/{n}.png",
+        "kind": ["dog", "cat"][n % 2],
+        "tags": ["a", "b"][: n % 3],
+        "good": n > 2,
+        "x": n / 4,
+        "when": f"d{n}",
+    }
+    for n in range(6)
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "frame"])
+def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> None:
+    frame, table = pandas.DataFrame(ROWS), str(pictures / f"t.{form}")
+    root: str | None = None
+    if form == "jsonl":
+        Path(table).write_text("".join(json.dumps(row) + "\n\n" for row in ROWS))
+    elif form == "parquet":
+        frame.to_parquet(table)
+    else:
+        table, root = frame, str(pictures)  # type: ignore[assignment]
+    index = wt.pack_table(table, str(pictures / "out"), image="file", label=["kind", "tags", "good", "x"], root=root)
+    assert [(one.name, one.kind, one.field, one.column, one.classes) for one in index.labels] == [
+        ("kind", "class", "json", "kind", ("cat", "dog")),
+        ("tags", "multi", "json", "tags", ("a", "b")),
+        ("good", "class", "json", "good", ("False", "True")),
+        ("x", "number", "json", "x", ()),
+    ]
+    found = samples(pictures / "out")
+    for row in ROWS:
+        fields = found[row["file"].removesuffix(".png")]
+        assert fields["png"] == (pictures / row["file"]).read_bytes()
+        assert json.loads(fields["json"]) == {name: value for name, value in row.items() if name != "file"}
+    batch = next(
+        iter(
+            wt.Loader(
+                index,
+                {
+                    "tags": wt.label("json", column="tags", classes=["a", "b"], multi=True),
+                    "good": wt.label("json", column="good", classes=["False", "True"]),
+                },
+                batch_size=6,
+            )
+        )
+    )
+    for key, tags, good in zip(batch["__key__"], batch["tags"].tolist(), batch["good"].tolist(), strict=True):
+        number = int(key.rpartition("/")[2])
+        assert (tags, good) == ([[0, 0], [1, 0], [1, 1]][number % 3], number > 2)
+
+
+def test_several_classes_in_a_cell_are_written_with_bars(pictures: Path) -> None:
+    (pictures / "t.csv").write_text("file,tags\nIMG/0.png,sun|sea\nIMG/1.png,\nIMG/2.png,sea\n")
+    listing = list_table(str(pictures / "t.csv"), image="file", labels=["tags:multi"], collect=True)
+    assert listing.labels[0].classes == ("sea", "sun")
+    assert [json.loads(dict(item.parts)["json"])["tags"] for item in listing.items] == [["sun", "sea"], ["sea"]]
+    assert [(bad.row, bad.reason) for bad in listing.bad] == [(3, "the label column 'tags' is empty")]
+    with pytest.raises(UsageError, match="column= and classes="):
+        wt.label("json", multi=True)
+
+
+def test_pictures_may_be_bytes_in_the_table(pictures: Path) -> None:
+    data = [picture(n, kind=kind) for n, kind in enumerate(("PNG", "JPEG", "WEBP"))]
+    frame = pandas.DataFrame({"image": [{"bytes": one, "path": None} for one in data], "label": [0, 1, 1]})
+    frame.to_parquet(pictures / "t.parquet")
+    wt.pack_table(str(pictures / "t.parquet"), str(pictures / "out"), image="image", label="label")
+    found = samples(pictures / "out")
+    assert [set(found[f"row-00000000{n}"]) for n in (1, 2, 3)] == [{"png", "cls"}, {"jpg", "cls"}, {"webp", "cls"}]
+    assert [one for n in (1, 2, 3) for field, one in found[f"row-00000000{n}"].items() if field != "cls"] == data
+
+
+def test_rows_that_cannot_be_used_are_quarantined_with_their_numbers(pictures: Path) -> None:
+    lines = ["file,n", "IMG/0.png,1", "IMG/gone.png,2", "IMG/1.png", ",3", "IMG/2.png,", "IMG/3.doc,1", "IMG/4.png,4"]
+    (pictures / "t.csv").write_text("\n".join(lines))
+    words = ["convert", "table", str(pictures / "t.csv"), str(pictures / "out"), "--image", "file", "--label", "n:class"]
+    assert main(words) == 1
+    assert main([*words, "--on-bad", "quarantine"]) == 0
+    rows = [json.loads(line) for line in (pictures / "out" / "bad.jsonl").read_text().splitlines()]
+    assert {row["row"]: row["reason"].split(";")[0] for row in rows} == {
+        3: "the picture is not there",
+        4: "it has 1 cells where 2 are columns",
+        5: "there is no path of a picture",
+        6: "the label column 'n' is empty",
+        7: "the picture has no extension of an image",
+    }
+    assert {row["source"] for row in rows} == {"t.csv"}
+    assert len(samples(pictures / "out")) == 2
+    (pictures / "t.jsonl").write_text('{"file": "IMG/0.png"}\nnot json\n[1]\n')
+    listing = list_table(str(pictures / "t.jsonl"), image="file", labels=[], collect=True)
+    assert ([bad.row for bad in listing.bad], len(listing.items)) == ([2, 3], 1)
+
+
+def test_a_column_can_name_the_split_of_each_row(pictures: Path) -> None:
+    (pictures / "t.csv").write_text("file,part\n" + "".join(f"IMG/{n}.png,{'val' if n > 3 else 'train'}\n" for n in range(6)))
+    index = wt.pack_table(str(pictures / "t.csv"), str(pictures / "out"), image="file", split_by="part")
+    assert {shard.split: shard.samples for shard in index.shards} == {"train": 4, "val": 2}
+
+
+def test_a_table_without_a_header_is_named_by_numbers(data: Callable[[str], Path], tmp_path: Path) -> None:
+    """The driving log as it was recorded: no header, absolute Windows paths of another machine, blanks after commas."""
+    folder = data("driving")
+    words = ["convert", "table", str(folder / "driving_log.csv"), str(tmp_path / "out"), "--image", "0", "--label", "3"]
+    assert main(words) == 1
+    assert main([*words, "--no-header", "--root", str(folder), "--limit", "300", "--shard-samples", "100"]) == 0
+    found = samples(tmp_path / "out")
+    assert len(found) == 300
+    key, fields = next(iter(found.items()))
+    assert fields["jpg"] == (folder / f"{key}.jpg").read_bytes()
+    assert set(json.loads(fields["json"])) == {"1", "2", "3", "4", "5", "6"}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: p.with_suffix(".parquet").write_bytes(b"PAR1 no") and p.with_suffix(".parquet"), "is no parquet file"),
+        (lambda p: p.with_suffix(".jsonl").touch() or p.with_suffix(".jsonl"), "has no rows that could be read"),
+        (lambda p: pandas.DataFrame([[1, 2]], columns=["a", "a"]), "names a column twice"),
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, make: Callable[[Path], Any], words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        list_table(make(tmp_path / "t"), image="file", labels=[])
+
+
+# --- HDF5 and arrays -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    bits = np.random.default_rng(0)
+    return bits.integers(0, 255, (1000, 9, 7), np.uint8), bits.integers(0, 4, 1000)
+
+
+def test_hdf5_data_sets_arrive_row_by_row_and_are_read_in_whole_chunks(
+    tmp_path: Path, rows: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = rows
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("train/images", data=images, chunks=(30, 9, 7), compression="gzip")
+        file.create_dataset("train/labels", data=labels, chunks=(20,))
+        file.create_dataset("train/names", data=[f"n {i}" for i in range(1000)])
+    reads = []
+    from wdstrain.packing import arrays, hdf5
+
+    read = hdf5._DataSet.__getitem__
+    monkeypatch.setattr(hdf5._DataSet, "__getitem__", lambda self, part: reads.append(part) or read(self, part))
+    monkeypatch.setattr(arrays, "_BLOCK", 20_000)
+    fields = {"image": "/train/images", "cls": "train/labels", "note": "/train/names"}
+    index = wt.pack_hdf5(str(tmp_path / "d.h5"), str(tmp_path / "out"), fields, key="/train/names", classes=list("abcd"))
+    assert all(part.start % 60 == 0 for part in reads)
+    assert [part.start for part in reads] == sorted(part.start for part in reads)
+    assert index.labels[0].classes == ("a", "b", "c", "d")
+    assert index.info["samples"]["train"] == {name: int((labels == i).sum()) for i, name in enumerate("abcd")}
+    found = samples(tmp_path / "out")
+    for i in (0, 1, 499, 999):
+        assert (array(found[f"n {i}"]["image.npy"]) == images[i]).all()
+        assert (found[f"n {i}"]["cls"], found[f"n {i}"]["note.txt"]) == (str(labels[i]).encode(), f"n {i}".encode())
+
+
+def test_pytables_files_with_blosc_and_tables_are_read(tmp_path: Path, rows: tuple[np.ndarray, np.ndarray]) -> None:
+    tables = pytest.importorskip("tables")
+    images, labels = rows
+    with tables.open_file(str(tmp_path / "t.h5"), "w") as file:
+        filters = tables.Filters(complevel=5, complib="blosc:lz4")
+        file.create_carray("/", "images", obj=images, filters=filters)
+        table = np.zeros(1000, [("energy", "f4"), ("hits", "i2", (3,)), ("kind", "u1")])
+        table["energy"], table["hits"], table["kind"] = np.arange(1000) / 8, np.arange(3000).reshape(1000, 3), labels
+        file.create_table("/events", "table", obj=table, createparents=True, filters=filters)
+    words = ["convert", "hdf5", str(tmp_path / "t.h5"), str(tmp_path / "out"), "--no-shuffle", "--label", "energy,kind"]
+    for pair in ("image=/images", "energy=/events/table/energy", "hits=/events/table/hits", "kind=/events/table/kind"):
+        words += ["--field", pair]
+    assert main(words) == 0
+    found = list(samples(tmp_path / "out").values())
+    assert [float(array(one["energy.npy"])) for one in found] == [i / 8 for i in range(1000)]
+    assert (array(found[7]["image.npy"]) == images[7]).all()
+    assert array(found[7]["hits.npy"]).tolist() == [21, 22, 23]
+    assert array(found[7]["energy.npy"]).shape == ()
+    batch = next(
+        iter(
+            wt.Loader(
+                str(tmp_path / "out"),
+                {"e": wt.number("energy.npy"), "k": wt.label("kind.npy"), "x": wt.array("image.npy")},
+                batch_size=4,
+                shuffle=False,
+            )
+        )
+    )
+    assert (batch["e"].tolist(), batch["k"].tolist()) == ([0, 0.125, 0.25, 0.375], labels[:4].tolist())
+    assert torch.equal(batch["x"], torch.from_numpy(images[:4]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {},
+            r"name the data sets.*There are: /g/z \[10, 2\] float64; /t \[10\] table of p, q; /x \[10\] int64; /y \[9\] int64",
+        ),
+        ({"a": "/nothing"}, "/nothing is not there. Data sets in it: /g/z"),
+        ({"a": "/g"}, "/g is a group"),
+        ({"a": "/x", "b": "/y"}, "arrays of one length are needed.*a .10., b .9."),
+        ({"a": "/t"}, "/t is a table; name one of its columns: /t/p, /t/q"),
+    ],
+)
+def test_data_sets_that_cannot_be_packed_are_refused(tmp_path: Path, fields: dict[str, str], words: str) -> None:
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["x"], file["y"], file["g/z"] = np.arange(10), np.arange(9), np.zeros((10, 2))
+        file["t"] = np.zeros(10, [("p", "f4"), ("q", "i4")])
+    with pytest.raises(UsageError, match=words):
+        wt.pack_hdf5(str(tmp_path / "d.h5"), str(tmp_path / "out"), fields)
+    with pytest.raises(SourceError, match="is no HDF5 file"):
+        wt.pack_hdf5(__file__, str(tmp_path / "out"), {"a": "/x"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_arrays_become_pictures_classes_and_arrays_by_the_names_of_their_fields(
+    tmp_path: Path, rows: tuple[np.ndarray, np.ndarray]
+) -> None:
+    images, labels = rows
+    np.save(tmp_path / "x.npy", images)
+    np.savez_compressed(tmp_path / "y.npz", y=labels, other=labels)
+    words = ["convert", "arrays", str(tmp_path / "out"), "--field", f"png={tmp_path / 'x.npy'}"]
+    words += ["--field", f"cls={tmp_path / 'y.npz'}:y", "--field", f"raw={tmp_path / 'x.npy'}", "--no-shuffle"]
+    assert main(words) == 0
+    found = samples(tmp_path / "out")
+    assert list(found) == [f"{i:09d}" for i in range(1000)]
+    for i, fields in enumerate(found.values()):
+        assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == images[i]).all()
+        assert fields["cls"] == str(labels[i]).encode()
+        assert (array(fields["raw.npy"]) == images[i]).all()
+    in_memory = wt.pack_arrays({"png": images, "cls": labels, "raw": images}, str(tmp_path / "memory"), shuffle=False)
+    assert [shard.sha256 for shard in in_memory.shards] == [shard.sha256 for shard in wt.index(str(tmp_path / "out")).shards]
+
+
+def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "objects.npy", np.array([{}, []], object), allow_pickle=True)
+    np.savez(tmp_path / "two.npz", a=np.arange(3), b=np.arange(3))
+    for one, words in (
+        (str(tmp_path / "objects.npy"), "is no array that can be read.*Python objects"),
+        (str(tmp_path / "gone.npy"), "No such file"),
+    ):
+        with pytest.raises(SourceError, match=words):
+            wt.pack_arrays({"x": one}, str(tmp_path / "out"))
+    for fields, words in (
+        ({"x": str(tmp_path / "two.npz")}, "holds several arrays: a, b. Name one: x=.*two.npz:a"),
+        ({"x": str(tmp_path / "two.npz") + ":c"}, "has no member 'c'"),
+        ({"x": np.float64(3)}, "arrays of one length"),
+        ({}, "no array was named"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wt.pack_arrays(fields, str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="the label 'x' is an array of float64 .3, 2., and one number a row is needed"):
+        wt.pack_arrays({"x": np.zeros((3, 2))}, str(tmp_path / "out"), label="x")
+    with pytest.raises(SourceError, match="row 2: its y is nan"):
+        wt.pack_arrays({"y": np.array([1.0, np.nan])}, str(tmp_path / "out"), label="y")
+
+
+# --- Python samples --------------------------------------------------------------------------------------------------
+
+
+class Digits(Dataset[Any]):
+    """A map-style data set of (picture, class); the item 3 cannot be read."""
+
+    classes = ("zero", "one", "two")
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, number: int) -> Any:
+        if number == 3:
+            raise OSError("a scratch on the disk")
+        return Image.fromarray(np.full((4, 5), number, np.uint8)), number % 3
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(5):
+            yield {"x.npy": torch.arange(3) * number, "txt": f"number {number}", "json": {"n": number}, "cls": np.int64(number)}
+
+
+def test_a_map_style_data_set_is_packed_with_its_classes(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="samples, row 4: the data set raised OSError: a scratch on the disk"):
+        wt.pack(Digits(), str(tmp_path / "out"))
+    index = wt.pack(Digits(), str(tmp_path / "out"), on_bad="quarantine", overwrite=True, shuffle=False)
+    assert (index.labels[0].classes, len(index)) == (("zero", "one", "two"), 6)
+    found = list(samples(tmp_path / "out").values())
+    assert [np.asarray(Image.open(io.BytesIO(one["png"])))[0, 0] for one in found] == [0, 1, 2, 4, 5, 6]
+    assert [one["cls"] for one in found] == [b"0", b"1", b"2", b"1", b"2", b"0"]
+
+
+def test_an_iterable_of_dicts_is_packed_by_the_names_of_its_fields(tmp_path: Path) -> None:
+    index = wt.pack(Endless(), str(tmp_path / "out"), shuffle=False, labels=[wt.Label("n", "number", "json", "n")])
+    found = list(samples(tmp_path / "out").values())
+    assert [array(one["x.npy"]).tolist() for one in found] == [[0, n, 2 * n] for n in range(5)]
+    assert [(one["txt"], json.loads(one["json"]), one["cls"]) for one in found] == [
+        (f"number {n}".encode(), {"n": n}, str(n).encode()) for n in range(5)
+    ]
+    assert [label.name for label in index.labels] == ["n"]
+
+
+def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) -> None:
+    import webdataset
+
+    write_shards(tmp_path / "in", [5, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its files to the collector to close
+        shards = sorted(map(str, (tmp_path / "in").glob("*.tar")))
+        wt.pack(webdataset.WebDataset(shards, shardshuffle=False), str(tmp_path / "out"))
+        gc.collect()
+    assert samples(tmp_path / "out") == samples(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"cls": "cat"}, "its cls is 'cat', and a class is a number, or a name where classes"),
+        ({"cls": -1}, "its cls is -1"),
+        ({"x": object()}, "its x is object, which has no place"),
+        ({"x": np.arange(3)}, "an array is named x.npy"),
+        ({"jpg": np.zeros((3, 3))}, "its jpg is an array of float64 .3, 3., and pixels are uint8"),
+        ({"jpg": "path.jpg"}, "its jpg is str, which is no picture"),
+        ({"x.pyd": [1]}, "a shard is data, never code"),
+        ({"x.npy": np.array([{}])}, "holds Python objects"),
+        ({"json": {1, 2}}, "cannot be written as JSON"),
+        ({"__key__": 7, "txt": "x"}, "its __key__ is 7"),
+        ({"__key__": "only"}, "it has no fields, but '__key__'"),
+    ],
+)
+def test_samples_that_cannot_be_packed_are_named_or_quarantined(tmp_path: Path, sample: dict[str, Any], words: str) -> None:
+    with pytest.raises(SourceError, match=f"samples, row 2: .*{words}"):
+        wt.pack([{"txt": "fine"}, sample], str(tmp_path / "out"))
+    index = wt.pack([{"txt": "fine"}, sample], str(tmp_path / "out"), on_bad="quarantine", overwrite=True)
+    assert (len(index), index.info["quarantined"]) == (1, 1)
+
+
+def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> None:
+    names = ["a", "b", "A", "a", "a-2", "../up", "x.y"]
+    wt.pack([{"__key__": key, "txt": str(n)} for n, key in enumerate(names)], str(tmp_path / "out"))
+    found = {fields["txt"]: key for key, fields in samples(tmp_path / "out").items()}
+    assert found == {b"0": "a", b"1": "b", b"2": "A-3", b"3": "a-4", b"4": "a-2", b"5": "up", b"6": "x_y"}
+    renamed = [json.loads(line) for line in (tmp_path / "out" / "renamed.jsonl").read_text().splitlines()]
+    assert {row["key"]: row["name"] for row in renamed} == {"A-3": "A", "a-4": "a", "up": "../up", "x_y": "x.y"}
+
+
+def test_what_is_no_iterable_of_samples_is_refused(tmp_path: Path) -> None:
+    for wrong, words in (
+        (3, "int is neither an iterable nor a data set"),
+        ("path", "samples is str"),
+        (pandas.DataFrame(ROWS), "use wt.pack_table"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wt.pack(wrong, str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="a sample has 3 values and 2 names"):
+        wt.pack([(1, 2, 3)], str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+# --- tars ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Packed shards with classes and splits."""
+    write_class_folder(tmp_path / "in", {"cat": 9, "dog": 12})
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "old"), split={"train": 0.6, "val": 0.4}, shard_samples=4)
+    return tmp_path / "old"
+
+
+def test_shards_are_made_anew_with_their_labels_and_splits(old: Path, tmp_path: Path) -> None:
+    before = wt.index(str(old))
+    index = wt.pack_tars(str(old), str(tmp_path / "new"), shard_samples=100, seed=3)
+    assert samples(tmp_path / "new") == samples(old)
+    assert (index.labels, index.splits, len(index.shards)) == (before.labels, ("train", "val"), 2)
+    assert index.info["samples"]["train"].keys() == {"cat", "dog"}
+    again = wt.pack_tars(str(old), str(tmp_path / "split"), split={"a": 0.5, "b": 0.5})
+    assert again.splits == ("a", "b")
+    assert wt.verify(str(tmp_path / "split")).ok
+
+
+def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(old: Path, tmp_path: Path) -> None:
+    everything = samples(old)
+    words = ["convert", "tars", str(old / "*.tar"), str(tmp_path / "a"), "--select", "cls == 1 and not key.endswith('3')"]
+    assert main([*words, "--rename", "png=image.png"]) == 0
+    wanted = {
+        key: {"image.png": fields["png"], "cls": b"1"}
+        for key, fields in everything.items()
+        if fields["cls"] == b"1" and not key.endswith("3")
+    }
+    assert samples(tmp_path / "a") == wanted
+    index = wt.pack_tars(str(old), str(tmp_path / "b"), drop=["cls"])
+    assert (index.fields, index.labels) == (("png",), ())
+    (tmp_path / "keys.txt").write_text("\n".join(sorted(everything)[:5]))
+    wt.pack_tars(str(old), str(tmp_path / "c"), keys=str(tmp_path / "keys.txt"), keep=["png"])
+    assert samples(tmp_path / "c") == {key: {"png": everything[key]["png"]} for key in sorted(everything)[:5]}
+    (tmp_path / "keys.txt").write_text("cat/000\nnobody\n")
+    with pytest.raises(SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"):
+        wt.pack_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"))
+
+
+def test_sets_are_merged_and_keys_of_both_kept_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tar(tmp_path / name / "s.tar", [(f"k{i}", {"txt": f"{name}{i}".encode()}) for i in range(5)])
+    wt.pack_tars([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "out"))
+    found = samples(tmp_path / "out")
+    assert sorted(fields["txt"].decode() for fields in found.values()) == [f"{name}{i}" for name in "ab" for i in range(5)]
+    assert set(found) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
+
+
+def test_sets_that_number_their_classes_differently_are_not_merged(old: Path, tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in2", {"ant": 3, "bee": 3})
+    wt.pack_folder(str(tmp_path / "in2"), str(tmp_path / "other"))
+    with pytest.raises(UsageError, match="a class number would mean two things"):
+        wt.pack_tars([str(old), str(tmp_path / "other")], str(tmp_path / "out"))
+
+
+def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(old: Path, tmp_path: Path) -> None:
+    index = wt.index(str(old))
+    offset = next(at for name, at, _ in index.members(2) if name == "png") + 40
+    with open(index.shards[0].path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(SourceError, match=r"the bytes of its png are not those that were packed .crc32"):
+        wt.pack_tars(str(old), str(tmp_path / "out"))
+    done = wt.pack_tars(str(old), str(tmp_path / "out"), on_bad="quarantine", overwrite=True)
+    assert (done.info["quarantined"], len(done)) == (1, 20)
+    assert json.loads((tmp_path / "out" / "bad.jsonl").read_text())["path"] == index.key(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("cls < 3", True),
+        ("1 < cls <= 2 and txt == 'two'", True),
+        ("cls in [0, 1] or json.deep.x > 4", True),
+        ("json['deep']['x'] % 5 == 0", True),
+        ("size.txt > 3", False),
+        ("has.png or not has.txt", False),
+        ("'w' in txt and len(txt) == 3", True),
+        ("key.startswith('ab') and shard != 'x'", True),
+        ("-cls == -2 and cls * 2.5 == 5", True),
+    ],
+)
+def test_conditions_say_which_samples_are_taken(text: str, holds: bool) -> None:
+    fields = {"cls": b"2", "txt": b"two", "json": b'{"deep": {"x": 5}}'}
+    assert Expression(text).holds(fields, key="abc", shard="s.tar", split="") is holds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "cls <",
+        "__import__('os')",
+        "[x for x in cls]",
+        "lambda: 1",
+        "open('x')",
+        "cls ** 9",
+        "f'{cls}'",
+        "a" * 10_001,
+        "len",
+    ],
+)
+def test_conditions_are_never_code(text: str) -> None:
+    if text == "len":
+        with pytest.raises(SampleError, match="it has no field len"):
+            Expression(text).holds({"cls": b"1"})
+        return
+    with pytest.raises(UsageError):
+        Expression(text)
+
+
+def test_a_condition_that_cannot_be_told_is_a_bad_sample() -> None:
+    for text in ("nothing > 3", "txt > 3", "cls / 0 == 1", "'a' * 9 == 1", "json.a", "txt.lower(1) == 'a'"):
+        with pytest.raises(SampleError, match="cannot be told of it"):
+            Expression(text).holds({"cls": b"2", "txt": b"two", "json": b"{}"})
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def test_a_torchvision_data_set_keeps_its_splits_classes_and_pixels(data: Callable[[str], Path], tmp_path: Path) -> None:
+    raw = tmp_path / "root" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in data("fashion-mnist").glob("*.gz"):
+        with gzip.open(path) as packed, open(raw / path.stem, "wb") as file:
+            shutil.copyfileobj(packed, file)
+    words = ["convert", "torchvision", "FashionMNIST", str(tmp_path / "out"), "--root", str(tmp_path / "root")]
+    assert main([*words, "--no-shuffle", "--splits", "test"]) == 0
+    index = wt.index(str(tmp_path / "out"))
+    assert (len(index), index.splits, index.labels[0].classes[9]) == (10_000, ("test",), "Ankle boot")
+    pixels = np.frombuffer((raw / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 28, 28)
+    for number, fields in list(enumerate(samples(tmp_path / "out").values()))[::1000]:
+        assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == pixels[number]).all()
+
+
+def test_a_torchvision_data_set_of_files_keeps_their_bytes(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "root" / "eurosat" / "2750", {"Forest": 3, "River": 4}, "jpg")
+    index = wt.pack_torchvision("EuroSAT", str(tmp_path / "out"), str(tmp_path / "root"))
+    assert index.labels[0].classes == ("Forest", "River")
+    packed = {fields["jpg"] for fields in samples(tmp_path / "out").values()}
+    assert packed == {path.read_bytes() for path in (tmp_path / "root").rglob("*.jpg")}
+
+
+def test_a_torchvision_name_or_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="torchvision has no data set 'Fasion'; perhaps .*FashionMNIST"):
+        wt.pack_torchvision("Fasion", str(tmp_path / "out"), str(tmp_path))
+    with pytest.raises(SourceError, match="MNIST is not in .* as torchvision expects it .train: Dataset not found"):
+        wt.pack_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path))
+    with pytest.raises(SourceError, match="has no split 'test'"):
+        wt.pack_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path), splits=["test"])
