@@ -64,6 +64,8 @@ def header(name: str, size: int) -> bytes:
     raw = name.encode("utf-8", "surrogateescape")
     if not raw or b"\0" in raw:
         raise UsageError(f"{name!r} cannot be a member name: it is empty or holds a NUL character.")
+    if len(raw) <= 100 and size < 8**11:
+        return _ustar(raw, b"", size, b"0")
     fits = _fit(raw)
     if fits is not None and size < 8**11:
         return _ustar(fits[0], fits[1], size, b"0")
@@ -92,14 +94,14 @@ def _ustar(name: bytes, prefix: bytes, size: int, kind: bytes) -> bytes:
     digits = b"%011o" % size
     summed = _SUM + sum(name) + sum(prefix) + sum(digits) + kind[0]
     tail = _TAIL if not prefix else _MAGIC + prefix + bytes(167 - len(prefix))
-    return b"%b%b%b%b%06o\0 %b%b" % (name, bytes(100 - len(name)), _OWNER, digits + _TIME, summed, kind, tail)
+    return b"%b%b%b%b%06o\0 %b%b" % (name, _FILL[len(name)], digits, _TIME, summed, kind, tail)
 
 
-_OWNER = b"0000644\x000000000\x000000000\x00"  # mode, uid, gid
+_FILL = [bytes(100 - length) + b"0000644\x000000000\x000000000\x00" for length in range(101)]  # then mode, uid, gid
 _TIME = b"\x0000000000000\x00"  # the end of the size; mtime
 _MAGIC = bytes(100) + b"ustar\x0000" + bytes(64) + bytes(16)  # no link name; magic, version; no owner, group, device
 _TAIL = _MAGIC + bytes(167)  # no prefix
-_SUM = sum(_OWNER) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)  # of all that is the same in every header
+_SUM = sum(_FILL[100]) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)  # of all that is the same in every header
 
 
 def _record(name: bytes, value: bytes) -> bytes:

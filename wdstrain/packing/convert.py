@@ -213,7 +213,9 @@ class _Conversion:
                 name = catalog.marks.strata[code]
                 counts[name] = counts.get(name, 0) + int(count)
             at = one.numbers if catalog is first else self._before[one.numbers]
-            renamed += [{"key": first.key(number), "name": name} for number in at.tolist() if (name := first.name(number))]
+            renamed += [
+                {"key": first.key(n), "name": first.names[n]} for n in (at.tolist() if first.names else ()) if n in first.names
+            ]
         if not parts:
             raise SourceError(f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}")
         samples = {split: dict(sorted(counts.items())) for split, counts in samples.items()}

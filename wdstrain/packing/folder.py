@@ -26,18 +26,21 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     ignored: dict[str, int] = {}
     splits = {} if flat else _splits(source, ignored)
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {"": source}
-    found: list[tuple[str, str, str, str]] = []  # split, name, path, field
+    found: list[tuple[str, str, str, str, str]] = []  # split, class, name below the split's folder, path, field
     outside = 0
     for split, root in roots.items():
-        for name, path in _files(root, ignored):
-            field = image_field(name)
-            if field is None:
-                _count(ignored, f"*{os.path.splitext(name)[1].lower()}")
-            elif not flat and "/" not in name:
-                outside += 1
-            else:
-                found.append((split, name, path, field))
-    classes = [] if flat else sorted({name.split("/", 1)[0] for _, name, _, _ in found})
+        for below, folder, names in _files(root, ignored):
+            kind = "" if flat else below.split("/", 1)[0]
+            prefix = f"{below}/" if below else ""
+            for name in names:
+                field = image_field(name)
+                if field is None:
+                    _count(ignored, f"*{os.path.splitext(name)[1].lower()}")
+                elif not kind and not flat:
+                    outside += 1
+                else:
+                    found.append((split, kind, prefix + name, f"{folder}{os.sep}{name}", field))
+    classes = [] if flat else sorted({kind for _, kind, _, _, _ in found})
     if not found and outside:
         raise SourceError(
             f"{source} holds {outside} pictures and no class folders; one folder for each class is expected. "
@@ -56,14 +59,11 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     numbers = {name: str(number).encode() for number, name in enumerate(classes)}
     keys = {split: Keys() for split in roots}
     items = []
-    for split, name, path, field in found:
-        parts: tuple[tuple[str, bytes | str], ...] = ((field, path),)
-        kind = name.split("/", 1)[0] if classes else ""
-        if classes:
-            parts += (("cls", numbers[kind]),)
+    for split, kind, name, path, field in found:
+        parts: tuple[tuple[str, bytes | str], ...] = ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
         stem = name.rpartition(".")[0]
         key = keys[split].key(stem)
-        items.append(Item(key, parts, split, stratum=kind, name=name if key != stem else ""))
+        items.append(Item(key, parts, split, "", kind, 0, name if key != stem else ""))
     labels = (Label("class", "class", "cls", classes=tuple(classes)),) if classes else ()
     return Listing(source, items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
 
@@ -88,8 +88,8 @@ def _folders(root: str) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name))
 
 
-def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """(name relative to root with forward slashes, path) of every file below root, sorted; links are followed."""
+def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[str]]]:
+    """(path below root with forward slashes, path, names of its files) of each folder, all sorted; links are followed."""
 
     def failed(error: OSError) -> None:
         raise SourceError(f"{error.filename} cannot be listed: {error.strerror}.") from error
@@ -100,12 +100,12 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str]]:
         if real in seen:
             raise SourceError(f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link.")
         seen.add(real)
-        _count(ignored, "hidden or system files", sum(map(is_litter, [*folders, *files])))
-        folders[:] = sorted(name for name in folders if not is_litter(name))
-        below = os.path.relpath(folder, root).replace(os.sep, "/")
-        prefix = "" if below == "." else f"{below}/"
-        for name in sorted(name for name in files if not is_litter(name)):
-            path = os.path.join(folder, name)
+        names = sorted(name for name in files if not is_litter(name))
+        kept = sorted(name for name in folders if not is_litter(name))
+        _count(ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept))
+        folders[:] = kept
+        for path in [folder, *names]:
             if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
                 raise SourceError(f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it.")
-            yield prefix + name, path
+        below = os.path.relpath(folder, root).replace(os.sep, "/")
+        yield "" if below == "." else below, folder, names

@@ -116,7 +116,7 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Iterator[R]:
         ray.init(log_to_driver=False)
     shared = ray.put(work)
 
-    @ray.remote(max_retries=-1)  # type: ignore[untyped-decorator]
+    @ray.remote(max_retries=-1)
     def do(work: Any, number: int) -> tuple[Any, int, int]:
         last = (0, 0)
 

@@ -20,6 +20,7 @@ from wdstrain.indexing import Label
 # what operating systems leave in folders, by name
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
+_EXTENSIONS = frozenset(EXTENSIONS)
 _ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
 
 Part = tuple[str, bytes]  # field and its bytes
@@ -156,8 +157,8 @@ def tidy(path: str) -> str:
 
 def image_field(name: str) -> str | None:
     """The field an image file becomes, from its extension; None for a file that is no image by its name."""
-    extension = os.path.splitext(name)[1][1:].lower()
-    return extension if extension in EXTENSIONS else None
+    extension = name.rpartition(".")[2].lower()
+    return extension if extension in _EXTENSIONS and "." in name else None
 
 
 def is_litter(name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +44,21 @@ class Recipe:
     def changes(self) -> bool:
         return self.resize is not None or self.quality is not None
 
+    @cached_property
+    def only_looks(self) -> bool:
+        return not self.changes and self.check != "decode"
+
     def looked_at(self) -> Recipe:
         """The recipe for pictures that went through this one already."""
         return Recipe(None, None, "magic")
 
     def apply(self, parts: list[Part]) -> list[Part]:
         """The parts of a sample as they are packed. Raises SampleError for a picture that is none."""
+        if self.only_looks:
+            for field, data in parts:
+                if is_picture(field) and not looks_like_image(data):
+                    self._picture(field, data)  # raises
+            return parts
         return [
             self._picture(field, data) if field.rpartition(".")[2] in EXTENSIONS else (field, data) for field, data in parts
         ]
@@ -59,7 +68,7 @@ class Recipe:
             raise SampleError(f"its {field} has 0 bytes")
         if not looks_like_image(data):
             raise SampleError(f"its {field} does not begin as a picture does, but with {data[:12]!r}")
-        if not self.changes and self.check != "decode":
+        if self.only_looks:
             return field, data
         with warnings.catch_warnings():  # Pillow warns of odd metadata; what matters raises
             warnings.simplefilter("ignore")

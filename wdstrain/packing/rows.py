@@ -22,9 +22,10 @@ class Rows:
     def __init__(self) -> None:
         self.stop = 0
         self.fields: dict[str, int] = {}
-        self._keys = bytearray()
-        self._starts, self._stops, self._offsets, self._sizes = array("q"), array("q"), array("q"), array("q")
-        self._lengths, self._members, self._names, self._crcs = array("i"), array("i"), array("H"), array("I")
+        self._starts = array("q")
+        self._samples = array("q")  # end, length of the key, members: of each sample
+        self._members = array("q")  # offset, size, crc32, number of the field: of each member
+        self._keys: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -37,45 +38,41 @@ class Rows:
         for field, data in parts:
             size = len(data)
             head = header(f"{key}.{field}", size)
-            padding = _PADDING[size % BLOCK]
-            made += (head, data, padding)
+            fill = _PADDING[size % BLOCK]
+            made += (head, data, fill)
             stop += len(head)
-            self._offsets.append(stop)
-            self._sizes.append(size)
-            self._crcs.append(crc32(data))
-            self._names.append(self._number(field))
-            stop += size + len(padding)
+            number = self.fields.get(field)
+            self._members.extend((stop, size, crc32(data), self._new(field) if number is None else number))
+            stop += size + len(fill)
         raw = key.encode("utf-8", "surrogateescape")
-        self._keys += raw
-        self._lengths.append(len(raw))
-        self._members.append(len(parts))
-        self._stops.append(stop)
+        self._keys.append(raw)
+        self._samples.extend((stop, len(raw), len(parts)))
         self.stop = stop
         return made
 
     def table(self) -> Table:
+        samples = np.array(self._samples, np.int64).reshape(-1, 3)
+        members = np.array(self._members, np.int64).reshape(-1, 4)
         return Table(
             start=np.array(self._starts, np.int64),
-            stop=np.array(self._stops, np.int64),
-            key_first=_firsts(self._lengths),
-            member_first=_firsts(self._members),
-            member_field=np.array(self._names, np.uint16),
-            member_offset=np.array(self._offsets, np.int64),
-            member_size=np.array(self._sizes, np.int64),
-            member_crc=np.array(self._crcs, np.uint32),
-            keys=np.frombuffer(bytes(self._keys), np.uint8),
+            stop=samples[:, 0].copy(),
+            key_first=_firsts(samples[:, 1]),
+            member_first=_firsts(samples[:, 2]),
+            member_field=members[:, 3].astype(np.uint16),
+            member_offset=members[:, 0].copy(),
+            member_size=members[:, 1].copy(),
+            member_crc=members[:, 2].astype(np.uint32),
+            keys=np.frombuffer(b"".join(self._keys), np.uint8),
         )
 
-    def _number(self, field: str) -> int:
-        number = self.fields.get(field)
-        if number is None:
-            if len(self.fields) == MOST_FIELDS:
-                raise ShardError(f"these samples have more than {MOST_FIELDS} different fields. Are they samples?")
-            number = self.fields[field] = len(self.fields)
+    def _new(self, field: str) -> int:
+        if len(self.fields) == MOST_FIELDS:
+            raise ShardError(f"these samples have more than {MOST_FIELDS} different fields. Are they samples?")
+        number = self.fields[field] = len(self.fields)
         return number
 
 
-def _firsts(counts: array[int]) -> np.ndarray:
+def _firsts(counts: np.ndarray) -> np.ndarray:
     out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(np.array(counts, np.int64), out=out[1:])
+    np.cumsum(counts, out=out[1:])
     return out

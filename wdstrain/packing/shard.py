@@ -30,8 +30,7 @@ from wdstrain.packing.rows import Rows
 from wdstrain.storage import publish, write_whole
 from wdstrain.tar import END
 
-_CHUNK = 1 << 20  # bytes collected before they are written and hashed
-_FLUSH = 32 << 20  # bytes between flushes to the disk
+_CHUNK = 2 << 20  # bytes collected before they are written and hashed
 PART = ".part"  # what the index says of one shard, beside it until the conversion ends
 
 Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
@@ -78,7 +77,7 @@ def write_shard(
     temporary = os.path.join(folder, f".{piece.name}.tmp")
     rows, places, bad = Rows(), array("q"), []
     try:
-        with open(temporary, "wb", buffering=0) as file, _Digest(file) as digest, collector_paused():
+        with open(temporary, "wb", buffering=0) as file, _Digest() as digest, collector_paused():
             chunk: list[bytes] = []
             begun = 0
             for place, number, parts in _fetched(piece.numbers, catalog, memory):
@@ -127,15 +126,12 @@ def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int
 class _Digest:
     """The sha256 of what is written, taken in a thread of its own, one chunk behind at most.
 
-    It also has the file flushed now and then, so that little is left to wait for at its end. Writing there too was no
-    faster: what is left to do here holds the interpreter's lock either way.
+    Writing there too was no faster: what is left to do here holds the interpreter's lock either way. Nor was flushing to
+    the disk now and then instead of at the end.
     """
 
-    def __init__(self, file: FileIO) -> None:
-        self._file, self._hash, self._unflushed = file, hashlib.sha256(), 0
-
     def __enter__(self) -> _Digest:
-        self._pool = ThreadPoolExecutor(1)
+        self._hash, self._pool = hashlib.sha256(), ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
         return self
 
@@ -145,14 +141,7 @@ class _Digest:
     def update(self, data: memoryview) -> None:
         if self._last is not None:
             self._last.result()
-        self._last = self._pool.submit(self._take, data)
-
-    def _take(self, data: memoryview) -> None:
-        self._hash.update(data)
-        self._unflushed += len(data)
-        if self._unflushed > _FLUSH:
-            os.fsync(self._file.fileno())
-            self._unflushed = 0
+        self._last = self._pool.submit(self._hash.update, data)
 
     def finish(self) -> str:
         """The sha256 of all, in hexadecimal."""

@@ -154,6 +154,7 @@ class _Pass:
             while (int(split[number]), self._hashes.of(f"{key}-{times}".casefold())) in taken:
                 times += 1
             made.renamed[number] = f"{key}-{times}"
+            made.names.setdefault(number, key)
             taken.add((int(split[number]), self._hashes.of(made.renamed[number].casefold())))
             made.marks.rank[number] = self._hashes.of(made.renamed[number])
 

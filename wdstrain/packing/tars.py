@@ -92,7 +92,7 @@ def stream_tars(
 def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
     numbers = np.arange(len(index))
     file = index.shard_of(numbers).astype(np.int32)
-    catalog = SpanCatalog("", [s.path for s in index.shards], file, index.table, index.fields, marks_of([], 0, 0))
+    catalog = SpanCatalog("", [s.path for s in index.shards], file, index.table, index.fields, marks_of([], 0))
     for group in batches(numbers, catalog.sizes, _BLOCK):
         for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
             assert not isinstance(parts, SampleError)
