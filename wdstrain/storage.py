@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -154,7 +155,7 @@ def sync_folder(folder: str) -> None:
 
 def write_whole(path: str, data: bytes) -> None:
     """Write a small file atomically: temporary name, fsync, rename."""
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(data)

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 
 from wdstrain.errors import SourceError
 from wdstrain.indexing import Label
+from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.listing import Item, Keys, Listing, image_field, is_litter
 
 _SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
+@collector_paused()
 def list_folder(source: str, *, flat: bool = False) -> Listing:
     """The pictures of a folder. `flat`: all files below it, without classes.
 

@@ -7,6 +7,7 @@ pickled, so that a list of millions of items is not copied.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import warnings
 from collections import deque
@@ -113,11 +114,13 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Iterator[R]:
     except ImportError:
         raise UsageError("engine=ray needs Ray. Install it: pip install 'wdstrain[ray]'") from None
     if not ray.is_initialized():
-        ray.init(log_to_driver=False)
+        ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS, or one on this machine
     shared = ray.put(work)
 
     @ray.remote(max_retries=-1)
-    def do(work: Any, number: int) -> tuple[Any, int, int]:
+    def do(work: Any, number: int, place: str) -> tuple[Any, int, int]:
+        os.chdir(place)  # what is named relative to the caller's folder is found on every node
+        torch.set_num_threads(1)
         last = (0, 0)
 
         def tick(samples: int, size: int) -> None:
@@ -126,7 +129,7 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Iterator[R]:
 
         return work(number, tick), *last
 
-    waiting = deque(do.remote(shared, number) for number in range(count))
+    waiting = deque(do.remote(shared, number, os.getcwd()) for number in range(count))
     samples = size = 0
     try:
         while waiting:

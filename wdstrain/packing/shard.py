@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,7 +75,8 @@ def write_shard(
     memory: bytes of samples held at a time while they are put in order.
     """
     path = os.path.join(folder, piece.name)
-    temporary = os.path.join(folder, f".{piece.name}.tmp")
+    # a name of its own: on a cluster, a node that was given up may still be writing the same shard
+    temporary = os.path.join(folder, f".{piece.name}.{uuid.uuid4().hex[:12]}.tmp")
     rows, places, bad = Rows(), array("q"), []
     try:
         with open(temporary, "wb", buffering=0) as file, _Digest() as digest, collector_paused():

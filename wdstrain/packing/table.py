@@ -14,6 +14,7 @@ from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.indexing import Label
+from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, image_field
 from wdstrain.packing.pictures import field_of
 from wdstrain.packing.tables import Columns, read_table
@@ -23,6 +24,7 @@ _MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, no
 _KINDS = ("class", "number", "multi")
 
 
+@collector_paused()
 def list_table(
     table: Any,
     *,

@@ -1,0 +1,63 @@
+"""A conversion on a Ray cluster gives the bytes of any other, also when a node dies in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'wdstrain[ray]'")
+
+# a process of its own: Ray leaves threads and warnings behind in whoever starts it
+_CODE = """
+import json, sys, time
+import ray
+import wdstrain as wt
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+other = cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+told = {"nodes": sum(node["Alive"] for node in ray.nodes())}
+
+def lose_a_node(step):
+    if "lost_at" not in told:
+        told["lost_at"] = step.done
+        cluster.remove_node(other, allow_graceful=False)
+
+index = wt.pack_folder("in", "out", shard_samples=10, engine="ray", progress=lose_a_node)
+end = time.monotonic() + 60
+while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < end:  # a cluster notices after some seconds
+    time.sleep(0.1)
+told |= {"samples": len(index), "left": sum(node["Alive"] for node in ray.nodes())}
+try:
+    wt.pack_folder("bad", "out2", engine="ray")
+except wt.SourceError as error:
+    told["error"] = str(error)
+json.dump(told, open("told.json", "w"))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")
+    write_class_folder(tmp_path / "bad", {"a": 3}, "jpg")
+    (tmp_path / "bad" / "a" / "001.jpg").write_text("no picture")
+    done = subprocess.run([sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
+    assert (told["nodes"], told["left"], told["samples"]) == (2, 1, 240)
+    assert 0 < told["lost_at"] < 240
+    assert "001.jpg: its jpg does not begin as a picture does" in told["error"]
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "here"), shard_samples=10)
+    for path in (tmp_path / "here").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
