@@ -11,6 +11,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 import wdstrain
@@ -149,10 +151,14 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the README speaks of: photos/, a table of them, and the command on the path."""
+    """A folder with what the README speaks of: photos/, a table of them, arrays, and the command on the path."""
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40}, "jpg")
     rows = [f"photos/cat/{i:03d}.jpg,{i / 40}" for i in range(40)]
     (tmp_path / "log.csv").write_text("\n".join(["file,angle", *rows]) + "\n")
+    for name, array in (("images", np.zeros((9, 8, 8), np.uint8)), ("labels", np.arange(9) % 3), ("depth", np.zeros((9, 2)))):
+        np.save(tmp_path / f"{name}.npy", array)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["events/x"], file["events/energy"] = np.zeros((9, 4)), np.arange(9) / 8
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
