@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import gzip
 import io
+import itertools
 import json
 import shutil
 import warnings
@@ -144,6 +145,12 @@ def test_a_column_can_name_the_split_of_each_row(pictures: Path) -> None:
     (pictures / "t.csv").write_text("file,part\n" + "".join(f"IMG/{n}.png,{'val' if n > 3 else 'train'}\n" for n in range(6)))
     index = wt.pack_table(str(pictures / "t.csv"), str(pictures / "out"), image="file", split_by="part")
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 4, "val": 2}
+    (pictures / "t.csv").write_text("file,part\nIMG/0.png,../up\nIMG/1.png,\n")
+    with pytest.raises(SourceError, match="row 3: the split column 'part' is empty"):
+        wt.pack_table(str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part")
+    with pytest.raises(UsageError, match="'../up' cannot be the name of a split"):
+        wt.pack_table(str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part", on_bad="quarantine")
+    assert not (pictures / "out2").exists()
 
 
 def test_a_table_without_a_header_is_named_by_numbers(data: Callable[[str], Path], tmp_path: Path) -> None:
@@ -392,6 +399,25 @@ def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> N
     assert {row["key"]: row["name"] for row in renamed} == {"A-3": "A", "a-4": "a", "up": "../up", "x_y": "x.y"}
 
 
+def test_an_endless_stream_is_read_as_far_as_the_limit_says(tmp_path: Path) -> None:
+    index = wt.pack(({"txt": str(number)} for number in itertools.count()), str(tmp_path / "out"), limit=50)
+    assert sorted(int(fields["txt"]) for fields in samples(tmp_path / "out").values()) == list(range(50))
+    assert (index.info["listed"], len(index)) == (50, 50)
+
+
+def test_groups_and_splits_of_python_samples(tmp_path: Path) -> None:
+    rows = [{"__key__": f"k{n}", "txt": str(n)} for n in range(300)]
+    index = wt.pack(rows, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, group=lambda row: str(int(row["txt"]) % 11))
+    assert index.splits == ("a", "b")
+    sides = [
+        {int(fields["txt"]) % 11 for _, fields in read_with_webdataset(sorted((tmp_path / "out").glob(f"{s}-*.tar")))}
+        for s in "ab"
+    ]
+    assert not sides[0] & sides[1]
+    with pytest.raises(UsageError, match="groups come to one side"):
+        wt.pack(rows, str(tmp_path / "o"), split={"a": 0.5, "b": 0.5}, stratify=True, group=lambda row: "x")
+
+
 def test_what_is_no_iterable_of_samples_is_refused(tmp_path: Path) -> None:
     for wrong, words in (
         (3, "int is neither an iterable nor a data set"),
@@ -454,6 +480,19 @@ def test_sets_are_merged_and_keys_of_both_kept_apart(tmp_path: Path) -> None:
     found = samples(tmp_path / "out")
     assert sorted(fields["txt"].decode() for fields in found.values()) == [f"{name}{i}" for name in "ab" for i in range(5)]
     assert set(found) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
+
+
+def test_keys_that_two_splits_share_are_kept_apart_when_splits_are_drawn_anew(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for number in range(6):
+            path = tmp_path / "in" / split / "cat" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(number + 10 * (split == "val")))
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "old"))
+    assert len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))}) == 6
+    wt.pack_tars(str(tmp_path / "old"), str(tmp_path / "new"), split={"all": 1.0})
+    assert len(samples(tmp_path / "new")) == 12
+    assert wt.verify(str(tmp_path / "new")).ok
 
 
 def test_sets_that_number_their_classes_differently_are_not_merged(old: Path, tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def _kind(kinds: Any, name: str, run: Verb, text: str, example: str) -> argparse
     group.add_argument(
         "--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster with a shared file system"
     )
-    group.add_argument("--limit", type=int, metavar="N", help="pack N samples only")
+    group.add_argument("--limit", type=int, metavar="N", help="pack N samples only; of a stream, the first N")
     group.add_argument("--resume", action="store_true", help="go on with a conversion that was broken off")
     group.add_argument("--overwrite", action="store_true", help="replace the shards in the folder")
     parser.set_defaults(interrupted=_AGAIN)

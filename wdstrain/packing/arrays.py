@@ -64,7 +64,7 @@ def stream_rows(
         raise UsageError(f"{title}: arrays of one length are needed, one row for each sample; found {told}.")
     count = next(iter(lengths.values()))
     fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
-    found = [_Scalar(name, arrays, fields) for name in ([*labels] or ["cls"] * ("cls" in arrays))]
+    found = [_Scalar(name, arrays, fields, classes) for name in ([*labels] or ["cls"] * ("cls" in arrays))]
     names = tuple(classes)
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
@@ -98,7 +98,7 @@ def blocks(arrays: Mapping[str, Rows], count: int, align: int) -> Iterator[tuple
 class _Scalar:
     """A label among the arrays, and what was seen of its values."""
 
-    def __init__(self, asked: str, arrays: Mapping[str, Rows], fields: Mapping[str, str]) -> None:
+    def __init__(self, asked: str, arrays: Mapping[str, Rows], fields: Mapping[str, str], classes: Sequence[str]) -> None:
         before, _, kind = asked.rpartition(":")
         self.name, self._kind = (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
         if self.name not in fields:
@@ -110,13 +110,15 @@ class _Scalar:
             )
         self._field = fields[self.name]
         self._kind = self._kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
-        self._highest = -1
+        self._highest, self._most = -1, len(classes)
 
     def see(self, value: Any) -> None:
         if self._kind == "class":
             number = int(value)
             if number < 0 or number != value:
                 raise SampleError(f"its {self.name} is {value}, and a class is a whole number from 0")
+            if self._most and number >= self._most:
+                raise SampleError(f"its {self.name} is {number}, and there are {self._most} classes")
             self._highest = max(self._highest, number)
         elif not np.isfinite(value):
             raise SampleError(f"its {self.name} is {value}")

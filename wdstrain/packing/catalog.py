@@ -33,7 +33,8 @@ _GAP = 64 << 10  # bytes between two spans that are read over rather than jumped
 class Marks:
     """What is known of each of n samples. Codes are places in the names.
 
-    rank: uint64[n], where a shuffle puts it; side: uint64[n], where a split puts it; split, stratum: int32[n].
+    rank: uint64[n], where a shuffle puts it; side: uint64[n], where a split puts it; split, stratum: int32[n]. grouped: some
+    samples are to come to one side together.
     """
 
     rank: U64
@@ -42,11 +43,11 @@ class Marks:
     stratum: npt.NDArray[np.int32]
     splits: tuple[str, ...]
     strata: tuple[str, ...]
+    grouped: bool = False
 
     def take(self, numbers: Ints) -> Marks:
-        return Marks(
-            self.rank[numbers], self.side[numbers], self.split[numbers], self.stratum[numbers], self.splits, self.strata
-        )
+        arrays = (self.rank[numbers], self.side[numbers], self.split[numbers], self.stratum[numbers])
+        return Marks(*arrays, self.splits, self.strata, self.grouped)
 
 
 class Catalog(Protocol):
@@ -219,11 +220,12 @@ def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int) -> Marks:
     """Marks of samples from (key, split, group, stratum) of each; a group "" is the sample alone."""
     ranks, groups = array("Q"), array("Q")
     split, stratum = array("i"), array("i")
-    hashes, splits, strata = Hashes(seed), Codes(), Codes()
+    hashes, splits, strata, grouped = Hashes(seed), Codes(), Codes(), False
     for key, split_name, group, stratum_name in rows:
         rank = hashes.of(key)
         ranks.append(rank)
         groups.append(hashes.of(group) if group else rank)
+        grouped = grouped or bool(group)
         split.append(splits.of(split_name))
         stratum.append(strata.of(stratum_name))
     return Marks(
@@ -233,6 +235,7 @@ def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int) -> Marks:
         np.array(stratum, np.int32),
         tuple(splits.numbers),
         tuple(strata.numbers),
+        grouped,
     )
 
 

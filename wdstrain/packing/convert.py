@@ -134,15 +134,8 @@ class _Conversion:
             return catalog, source.labels, len(source.items) + len(source.bad)
         folder = self.stage.folder("spill")
         found = spilled(source, folder, quarantine) if options.resume else None
-        return found or spill(
-            source,
-            folder,
-            seed=options.seed,
-            shuffle=options.shuffle,
-            memory=options.memory,
-            quarantine=quarantine,
-            told=lambda done, size: self._tell("reading", done, source.total, size),
-        )
+        told = lambda done, size: self._tell("reading", done, source.total, size)  # noqa: E731
+        return found or spill(source, folder, options, quarantine, told)
 
     def _encoded(self, catalog: Catalog, recipe: Recipe) -> SpanCatalog:
         """The same samples with their pictures made smaller, in files on the stage, in the order they will be packed."""

@@ -6,6 +6,7 @@ the catalog and the options alone, so any number of jobs, on any machine, gives 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from wdstrain.indexing import Ints
 from wdstrain.packing.catalog import Catalog, Marks
 from wdstrain.packing.options import Options
 from wdstrain.tar import END
+
+_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,19 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
     order, marks = chosen(catalog, options), catalog.marks
     if options.split and any(marks.splits) and not resplit:
         raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
+    if options.stratify and marks.grouped:
+        raise UsageError("groups come to one side of a split, so shares cannot be exact within classes. Leave --stratify away.")
     if options.split:
         names, split = list(options.split), _drawn(marks, order, options)
     else:
         known = [name or "train" for name in marks.splits]
         names = list(dict.fromkeys(known))
         split = np.array([names.index(name) for name in known], np.int64)[marks.split[order]] if known else order
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, digits, _ and -."
+            )
     pieces = []
     for number, name in enumerate(names):
         mine = order[split == number]

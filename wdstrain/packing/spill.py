@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from wdstrain.errors import StorageError
 from wdstrain.indexing import Label, Table
 from wdstrain.packing.catalog import Codes, Hashes, Marks, SpanCatalog, sides_of
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, tidy
+from wdstrain.packing.options import Options
 from wdstrain.packing.rows import Rows
 from wdstrain.storage import write_whole
 
@@ -33,14 +35,17 @@ Told = Callable[[int, int], None]  # samples and bytes so far
 
 
 def spill(
-    stream: Stream, folder: str, *, seed: int, shuffle: bool, memory: int, quarantine: Quarantine, told: Told
+    stream: Stream, folder: str, options: Options, quarantine: Quarantine, told: Told
 ) -> tuple[SpanCatalog, tuple[Label, ...], int]:
-    """Read a stream to its end. Returns its samples, its labels, and the number of its entries, bad ones included."""
-    pass_ = _Pass(folder, seed=seed, shuffle=shuffle, memory=memory)
+    """Read a stream to its end, or as many samples as `limit` says.
+
+    Returns its samples, its labels, and the number of entries that were read, bad ones included.
+    """
+    pass_ = _Pass(folder, options)
     before = len(quarantine.bad)
     try:
         os.makedirs(folder, exist_ok=True)
-        for entry in stream.entries(quarantine):
+        for entry in islice(stream.entries(quarantine), options.limit):
             pass_.add(entry)
             told(pass_.count, pass_.bytes)
         pass_.flush()
@@ -64,7 +69,9 @@ def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCa
             arrays = dict(found)
     except (OSError, ValueError):
         return None
-    marks = Marks(*(arrays.pop(name) for name in ("rank", "side", "split", "stratum")), *map(tuple, about["names"]))
+    rank, side, split, stratum = (arrays.pop(name) for name in ("rank", "side", "split", "stratum"))
+    splits, strata = map(tuple, about["names"])
+    marks = Marks(rank, side, split, stratum, splits, strata, about["grouped"])
     file_ = arrays.pop("file_of")
     paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
     renamed, names = ({int(number): key for number, key in about[name].items()} for name in ("renamed", "original"))
@@ -78,9 +85,10 @@ def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCa
 class _Pass:
     """The buckets being filled and the numbers of what went into them."""
 
-    def __init__(self, folder: str, *, seed: int, shuffle: bool, memory: int) -> None:
-        self._folder, self._shuffle, self._most = folder, shuffle, memory // 4
-        self._hashes = Hashes(seed)
+    def __init__(self, folder: str, options: Options) -> None:
+        self._folder, self._shuffle, self._most = folder, options.shuffle, options.memory // 4
+        self._resplit = options.split is not None
+        self._hashes = Hashes(options.seed)
         self._buffers: dict[int, list[bytes]] = {}
         self._held = 0
         self._offsets: dict[int, int] = {}
@@ -90,7 +98,7 @@ class _Pass:
         self._names: dict[int, str] = {}
         self._ranks, self._groups, self._folds = array("Q"), array("Q"), array("Q")
         self._files, self._splits, self._strata = array("i"), array("i"), array("i")
-        self._split_names, self._stratum_names = Codes(), Codes()
+        self._split_names, self._stratum_names, self._grouped = Codes(), Codes(), False
 
     def add(self, entry: Entry) -> None:
         key = f"{self.count:09d}" if entry.key is None else tidy(entry.key)
@@ -105,6 +113,7 @@ class _Pass:
         buffer += self._rows.add(key, entry.parts, start)
         self._ranks.append(rank)
         self._groups.append(self._hashes.of(entry.group) if entry.group else rank)
+        self._grouped = self._grouped or bool(entry.group)
         self._folds.append(self._hashes.of(key.casefold()))
         self._files.append(file)
         self._splits.append(self._split_names.of(entry.split))
@@ -136,6 +145,7 @@ class _Pass:
             np.array(self._strata, np.int32),
             tuple(self._split_names.numbers),
             tuple(self._stratum_names.numbers),
+            self._grouped,
         )
         self._paths = [os.path.join(self._folder, f"{number:03d}") for number in range(max(self._opened, default=-1) + 1)]
         files = np.array(self._files, np.int32)
@@ -145,7 +155,7 @@ class _Pass:
 
     def _rename_twins(self, made: SpanCatalog) -> None:
         """Keys that came before within their split, in capitals or not, get -2, -3, ..."""
-        folds, split = np.array(self._folds, np.uint64), made.marks.split
+        folds, split = np.array(self._folds, np.uint64), made.marks.split * (not self._resplit)
         order = np.lexsort((np.arange(len(folds)), folds, split))
         same = (np.diff(folds[order]) == 0) & (np.diff(split[order]) == 0) if len(order) else np.zeros(0, bool)
         taken = set() if not same.any() else set(zip(split.tolist(), folds.tolist(), strict=True))
@@ -169,6 +179,7 @@ class _Pass:
         np.savez(os.path.join(self._folder, _DONE), allow_pickle=False, file_of=made.file, **arrays)
         about = {
             "names": [made.marks.splits, made.marks.strata],
+            "grouped": made.marks.grouped,
             "files": len(made.paths),
             "fields": made.fields,
             "renamed": made.renamed,

@@ -63,6 +63,9 @@ def list_table(
     base = root if root is not None else "" if not isinstance(table, (str, os.PathLike)) else os.path.dirname(table)
     keys, items = Keys(), []
     for number, row in enumerate(columns.rows):
+        if split_by is not None and columns.values[split_by][number] is None:
+            quarantine.put(Bad(columns.name, row, "", f"the split column '{split_by}' is empty"))
+            continue
         try:
             name, picture = _picture(columns.values[image][number], base, f"row-{row:09d}")
         except SourceError as error:
