@@ -228,6 +228,31 @@ def test_shards_made_from_other_input_are_written_anew(photos: Path, tmp_path: P
     assert files(out) == files(tmp_path / "whole")
 
 
+def test_what_was_laid_down_of_another_stream_is_not_used(tmp_path: Path) -> None:
+    """The stream was read to its end, the shards were not written; then the input or an option changed."""
+    out = tmp_path / "out"
+    for number, (value, seed) in enumerate([(1, 0), (2, 0), (2, 3)]):
+        np.save(tmp_path / "x.npy", np.full((500, 100), value))
+        line = command(f"arrays --field x={tmp_path / 'x.npy'}", out, "--seed", str(seed))
+        if number < 2:
+            killed_when([*line, "--resume"], lambda: count(out, "spill/spill.json") > 0 and count(out, "shards/*.part") > 1)
+    assert main([*line[3:], "--resume"]) == 0
+    wt.pack_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "whole"), seed=3, shard_samples=40)
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_resuming_an_iterable_reads_it_again(tmp_path: Path) -> None:
+    def samples(fail: bool) -> Iterator[dict[str, Any]]:
+        for number in range(100):
+            if fail and number == 60:
+                raise ConnectionError("the source went away")
+            yield {"__key__": f"k{number}", "txt": str(number)}
+
+    with pytest.raises(ConnectionError, match="went away"):
+        wt.pack(samples(True), str(tmp_path / "out"))
+    assert len(wt.pack(samples(False), str(tmp_path / "out"), resume=True)) == 100
+
+
 def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / "zero.jpg").touch()
     wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine")

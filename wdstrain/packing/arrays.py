@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.indexing import Label
 from wdstrain.packing.encoding import array_field, encode
-from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream
+from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, file_mark
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 
@@ -41,7 +42,10 @@ def stream_arrays(
     opened = {name: _open(name, array) for name, array in arrays.items()}
     files = {name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))}
     title = ", ".join(files.values()) or "arrays"
-    return stream_rows(title, opened, {"kind": "arrays"}, labels=labels, classes=classes, quality=quality)
+    paths = [f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()]
+    mark = file_mark(*paths) if len(files) == len(arrays) else None
+    stream = stream_rows(title, opened, {"kind": "arrays"}, labels=labels, classes=classes, quality=quality)
+    return replace(stream, mark=mark and f"{mark} {sorted(files.items())} {list(labels)} {list(classes)} {quality}")
 
 
 def stream_rows(

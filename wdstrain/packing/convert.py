@@ -133,7 +133,7 @@ class _Conversion:
             catalog = ItemCatalog(source, options.seed, quarantine)
             return catalog, source.labels, len(source.items) + len(source.bad)
         folder = self.stage.folder("spill")
-        found = spilled(source, folder, quarantine) if options.resume else None
+        found = spilled(source, folder, options, quarantine) if options.resume else None
         told = lambda done, size: self._tell("reading", done, source.total, size)  # noqa: E731
         return found or spill(source, folder, options, quarantine, told)
 

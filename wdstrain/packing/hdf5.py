@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.packing.arrays import stream_rows
-from wdstrain.packing.listing import Stream
+from wdstrain.packing.listing import Stream, file_mark
 
 _WIDEST = 65_536  # rows; chunks whose common multiple is wider are aligned to the widest alone
 
@@ -43,7 +44,7 @@ def stream_hdf5(
     chunks = [rows.chunk for rows in found.values()]
     common = math.lcm(*chunks)
     source = {"kind": "hdf5", "fields": dict(fields)}
-    return stream_rows(
+    stream = stream_rows(
         file,
         found,
         source,
@@ -53,6 +54,7 @@ def stream_hdf5(
         keys="__key__" if key else None,
         align=common if common <= _WIDEST else max(chunks),
     )
+    return replace(stream, mark=f"{file_mark(file)} {sorted(wanted.items())} {list(labels)} {list(classes)} {quality}")
 
 
 class _DataSet:

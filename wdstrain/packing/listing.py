@@ -107,7 +107,8 @@ class Listing:
 class Stream:
     """A source that is read once. `entries` may put into the quarantine; `labels` is asked after the last entry.
 
-    total: how many entries there will be, None if that is not known.
+    total: how many entries there will be, None if that is not known. mark: says which input it is (files with sizes and
+    times), so that what was laid down of it can be used again; None if nobody knows, and it is read anew.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Stream:
     labels: Callable[[], tuple[Label, ...]]
     source: dict[str, Any]
     total: int | None = None
+    mark: str | None = None
     resplit: bool = False  # splits of the source may be drawn anew
     root: str | None = None
 
@@ -164,3 +166,8 @@ def image_field(name: str) -> str | None:
 def is_litter(name: str) -> bool:
     """Whether a file is something an operating system left behind, or hidden."""
     return name.lower() in _LITTER or name.startswith(".")
+
+
+def file_mark(*paths: str) -> str:
+    """Sizes and times of files, for a stream's mark."""
+    return repr([(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths])

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import blake2b
 from itertools import islice
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -43,31 +45,30 @@ def spill(
     """
     pass_ = _Pass(folder, options)
     before = len(quarantine.bad)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for entry in islice(stream.entries(quarantine), options.limit):
-            pass_.add(entry)
-            told(pass_.count, pass_.bytes)
-        pass_.flush()
-        catalog = pass_.catalog(stream.name)
-        labels = stream.labels()
-        entries = pass_.count + len(quarantine.bad) - before
-        pass_.save(labels, quarantine.bad[before:], entries)
-    except OSError as error:
-        raise StorageError(f"{error.filename or folder} cannot be written: {error.strerror}. Free some space.") from error
-    finally:
-        pass_.close()
+    for entry in islice(stream.entries(quarantine), options.limit):
+        pass_.add(entry)
+        told(pass_.count, pass_.bytes)
+    pass_.flush()
+    catalog = pass_.catalog(stream.name)
+    labels = stream.labels()
+    entries = pass_.count + len(quarantine.bad) - before
+    if stream.mark is not None:
+        pass_.save(_identity(stream, options), labels, quarantine.bad[before:], entries)
     return catalog, labels, entries
 
 
-def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
-    """What an earlier run laid down, if it came to the stream's end."""
+def spilled(
+    stream: Stream, folder: str, options: Options, quarantine: Quarantine
+) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
+    """What an earlier run laid down of the same stream, if it came to its end."""
     try:
         with open(os.path.join(folder, _ABOUT), encoding="utf-8") as file:
             about = json.load(file)
+        if stream.mark is None or about["identity"] != _identity(stream, options):
+            return None
         with np.load(os.path.join(folder, _DONE), allow_pickle=False) as found:
             arrays = dict(found)
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, BadZipFile):
         return None
     rank, side, split, stratum = (arrays.pop(name) for name in ("rank", "side", "split", "stratum"))
     splits, strata = map(tuple, about["names"])
@@ -80,6 +81,12 @@ def spilled(stream: Stream, folder: str, quarantine: Quarantine) -> tuple[SpanCa
         quarantine.put(Bad(*row))
     labels = tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in about["labels"])
     return catalog, labels, about["entries"]
+
+
+def _identity(stream: Stream, options: Options) -> str:
+    """Hash of all that what is laid down depends on."""
+    words = (stream.name, stream.mark, stream.source, options.seed, options.shuffle, options.limit, options.split is None)
+    return blake2b(repr((*words, options.on_bad)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
 
 class _Pass:
@@ -128,14 +135,16 @@ class _Pass:
     def flush(self) -> None:
         """Write what is held, bucket after bucket."""
         for file, buffer in sorted(self._buffers.items()):
-            mode = "ab" if file in self._opened else "wb"
-            with open(os.path.join(self._folder, f"{file:03d}"), mode, buffering=0) as out:
+            with _told(self._path(file)), open(self._path(file), "ab" if file in self._opened else "wb", buffering=0) as out:
                 self._opened.add(file)
                 data = memoryview(b"".join(buffer))
                 while data:
                     data = data[out.write(data) :]
         self._buffers.clear()
         self._held = 0
+
+    def _path(self, file: int) -> str:
+        return os.path.join(self._folder, f"{file:03d}")
 
     def catalog(self, name: str) -> SpanCatalog:
         marks = Marks(
@@ -147,9 +156,9 @@ class _Pass:
             tuple(self._stratum_names.numbers),
             self._grouped,
         )
-        self._paths = [os.path.join(self._folder, f"{number:03d}") for number in range(max(self._opened, default=-1) + 1)]
+        paths = [self._path(number) for number in range(max(self._opened, default=-1) + 1)]
         files = np.array(self._files, np.int32)
-        self._made = SpanCatalog(name, self._paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names)
+        self._made = SpanCatalog(name, paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names)
         self._rename_twins(self._made)
         return self._made
 
@@ -168,16 +177,13 @@ class _Pass:
             taken.add((int(split[number]), self._hashes.of(made.renamed[number].casefold())))
             made.marks.rank[number] = self._hashes.of(made.renamed[number])
 
-    def save(self, labels: tuple[Label, ...], bad: list[Bad], entries: int) -> None:
+    def save(self, identity: str, labels: tuple[Label, ...], bad: list[Bad], entries: int) -> None:
         """Remember that the stream was read to its end."""
         made = self._made
         arrays = {name: getattr(made.table, name) for name in Table.__dataclass_fields__}
         arrays |= {name: getattr(made.marks, name) for name in ("rank", "side", "split", "stratum")}
-        for path in made.paths:
-            with suppress(FileNotFoundError), open(path, "rb") as file:
-                os.fsync(file.fileno())
-        np.savez(os.path.join(self._folder, _DONE), allow_pickle=False, file_of=made.file, **arrays)
         about = {
+            "identity": identity,
             "names": [made.marks.splits, made.marks.strata],
             "grouped": made.marks.grouped,
             "files": len(made.paths),
@@ -188,7 +194,22 @@ class _Pass:
             "labels": [asdict(label) for label in labels],
             "entries": entries,
         }
-        write_whole(os.path.join(self._folder, _ABOUT), json.dumps(about).encode())
+        done = os.path.join(self._folder, _DONE)
+        with _told(done):
+            for number in sorted(self._opened):
+                with open(self._path(number), "rb") as file:
+                    os.fsync(file.fileno())
+            with open(done, "wb") as out:
+                np.savez(out, allow_pickle=False, file_of=made.file, **arrays)
+                out.flush()
+                os.fsync(out.fileno())
+            write_whole(os.path.join(self._folder, _ABOUT), json.dumps(about).encode())
 
-    def close(self) -> None:
-        self._buffers.clear()
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What the disk refuses, as a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}. Free some space; --resume goes on.") from error

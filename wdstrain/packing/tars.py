@@ -17,7 +17,7 @@ from wdstrain.indexing import Index, Label
 from wdstrain.opening import open_index
 from wdstrain.packing.catalog import SpanCatalog, marks_of
 from wdstrain.packing.expression import Expression
-from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream
+from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, file_mark
 from wdstrain.packing.planning import batches
 from wdstrain.storage import Urls, expand
 
@@ -86,7 +86,8 @@ def stream_tars(
 
     source = {"kind": "tars", "fields": dict(names), "select": select, "keys": wanted is not None}
     total = None if condition or wanted is not None else len(index)
-    return Stream(str(title), entries, lambda: renamed, source, total, resplit=True)
+    mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())}"
+    return Stream(str(title), entries, lambda: renamed, source, total, mark, resplit=True)
 
 
 def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
