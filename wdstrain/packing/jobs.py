@@ -54,7 +54,13 @@ def _here(work: Work[R], count: int, told: Told) -> Iterator[R]:
             line[:] = samples, size
             told(int(before[0]) + samples, int(before[1]) + size)
 
-        yield work(number, tick)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # one job is one core; for a picture, more threads wait for each other longer than they work
+        try:
+            result = work(number, tick)
+        finally:
+            torch.set_num_threads(threads)
+        yield result
 
 
 def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Iterator[R]:
