@@ -140,7 +140,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "wdstrain: interrupted. What was written is kept: go on with the same command and --resume." in err
+    assert "wdstrain: interrupted. The same command with --resume goes on with what is finished so far." in err
     assert "Traceback" not in err
     assert [path.name for path in out.iterdir()] == [".unfinished"]
     assert convert(photos, out, "--shard-samples", "2", "--resume", "--json") == 0

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset, write_class_folder
+from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.packing import catalog
@@ -148,11 +148,12 @@ def test_ordering_reads_each_bucket_forward(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(catalog, "open_source", Recorder)
     samples = ({"__key__": f"k{number}", "bin": bytes(3000)} for number in range(4000))
     wt.pack(samples, str(tmp_path / "out"), shard_bytes=1_000_000, memory=64_000_000)
-    assert len(reads) == 64
+    assert len(reads) == 256
+    asked = sum(length for found in reads.values() for _, length in found)
+    assert asked < 2 * 4000 * 3600  # twice at most: where a shard ends inside a bucket
     for found in reads.values():
         ends = [offset + length for offset, length in found]
-        shards = sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False))
-        assert shards <= 1  # begun anew at most once, where a shard ends inside the bucket
+        assert sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False)) <= 1
 
 
 # --- killed, and gone on with ----------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ def test_a_sample_that_changed_while_it_was_packed_is_bad(photos: Path, tmp_path
     source = Listing(listing.name, [*listing.items, Item("z", (("txt", b"z"),))], (), {})
     grow_now = catalog._file_size
 
-    def size(path: str) -> int:
+    def size(path: str) -> tuple[int, int]:
         found = grow_now(path)
         if path.endswith("003.jpg"):
             grow(None)
@@ -473,3 +474,118 @@ def test_the_options_of_python_and_of_the_class_are_the_same() -> None:
     with pytest.raises(UsageError, match="none is asked for"):
         Options(stratify=True)
     assert stream_samples([{"txt": "x"}]).total == 1
+
+
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_changed_without_changing_its_size_is_packed_anew(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"a": 40}, "png")
+    out = tmp_path / "out"
+    bad = tmp_path / "in" / "a" / "039.png"
+    good = bad.read_bytes()
+    bad.write_text("no picture")
+    with pytest.raises(SourceError):
+        wt.pack_folder(str(tmp_path / "in"), str(out), shard_samples=4, shuffle=False)
+    bad.write_bytes(good)
+    one = tmp_path / "in" / "a" / "003.png"
+    changed = bytearray(one.read_bytes())
+    changed[60] ^= 1
+    one.write_bytes(changed)
+    wt.pack_folder(str(tmp_path / "in"), str(out), shard_samples=4, shuffle=False, resume=True)
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "whole"), shard_samples=4, shuffle=False)
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_resuming_what_was_finished_with_another_source_or_options_is_refused(photos: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    wt.pack_folder(str(photos), out)
+    for options in ({"seed": 4}, {"resize": 50}, {"limit": 7}):
+        with pytest.raises(UsageError, match="a finished conversion of another source or with other options"):
+            wt.pack_folder(str(photos), out, resume=True, **options)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a finished conversion of another source"):
+        wt.pack([{"txt": "x"}], out, resume=True)
+    (tmp_path / "out" / "train-000000.tar").unlink()
+    with pytest.raises(ShardError, match="cannot be found"):
+        wt.pack_folder(str(photos), out, resume=True)
+
+
+def test_an_index_of_somebody_else_is_neither_resumed_nor_replaced(photos: Path, tmp_path: Path) -> None:
+    for name, text in (("theirs", '{"shardlist": []}'), ("other", '{"x": 1}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").write_text(text)
+        with pytest.raises((UsageError, ShardError)):
+            wt.pack_folder(str(photos), str(tmp_path / name), resume=True)
+        with pytest.raises((UsageError, ShardError)):
+            wt.pack_folder(str(photos), str(tmp_path / name), overwrite=True) if name == "theirs" else wt.Loader(
+                str(tmp_path / name)
+            )
+        assert (tmp_path / name / "index.json").read_text() == text
+    write_shards(tmp_path / "walked", [3])
+    wt.index(str(tmp_path / "walked"))
+    with pytest.raises(UsageError, match="no conversion"):
+        wt.pack_folder(str(photos), str(tmp_path / "walked"), resume=True)
+
+
+def test_shards_of_others_are_not_mixed_with_ours(photos: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        write_shards(tmp_path / f"s{number}", [2])
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / f"s{number}" / "part-000.tar").rename(tmp_path / "out" / f"train-00000{number}.tar")
+    with pytest.raises(UsageError, match="holds train-000000.tar, which no index lists"):
+        wt.pack_folder(str(photos), str(tmp_path / "out"), overwrite=True)
+    assert sorted(files(tmp_path / "out")) == ["train-000000.tar", "train-000001.tar", "train-000002.tar"]
+
+
+def test_tars_beside_a_stage_and_without_an_index_are_no_set(photos: Path, tmp_path: Path) -> None:
+    """As it is if the power goes twice: in one exchange, and while another conversion takes its place."""
+    out = tmp_path / "out"
+    wt.pack_folder(str(photos), str(out), shard_samples=10)
+    (out / "index.json").unlink()
+    (out / ".unfinished").mkdir()
+    for urls in (str(out), f"{out}/*.tar"):
+        with pytest.raises(ShardError, match="was not finished"):
+            wt.Loader(urls)
+
+
+@pytest.mark.parametrize("kept", [["names.json"], []])
+def test_an_exchange_killed_in_its_last_moments_is_finished(photos: Path, tmp_path: Path, kept: list[str]) -> None:
+    out = tmp_path / "out"
+    wt.pack_folder(str(photos), str(out))
+    before = files(out)
+    (out / ".unfinished" / "done").mkdir(parents=True)
+    for name in kept:
+        (out / ".unfinished" / "done" / name).write_text("{}")
+    assert len(wt.Loader(str(out), batch_size=1)) == 40
+    assert len(wt.pack_folder(str(photos), str(out), resume=True)) == 40
+    assert files(out) == before
+
+
+def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'train' and 'train-clean' cannot be told apart"):
+        wt.pack_folder(str(photos), str(tmp_path / "out"), split={"train": 0.5, "train-clean": 0.5})
+    with pytest.raises(UsageError, match="there are no classes to stratify by"):
+        wt.pack([{"txt": "x"}] * 9, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, stratify=True)
+
+
+def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
+    """SIGINT at many moments of a short conversion: it is done, or it was interrupted, and --resume finishes it."""
+    write_class_folder(tmp_path / "in", {"a": 300}, "jpg")
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "whole"), shard_samples=40, resize=16)
+    code = (
+        "import os, signal, sys, wdstrain as wt\n"
+        "from wdstrain.packing import jobs, stage\n"
+        "def interrupt(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "shut = jobs.ProcessPoolExecutor.shutdown\n"
+        "def shutdown(self, **options):\n"
+        "    interrupt() if len(sys.argv) > 2 else None\n"
+        "    shut(self, **options)\n"
+        "jobs.ProcessPoolExecutor.shutdown = shutdown\n"
+        "wt.pack_folder('in', sys.argv[1], shard_samples=40, resize=16, jobs=2, resume=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "out", "x"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "KeyboardInterrupt" in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert subprocess.run([sys.executable, "-c", code, "out"], cwd=tmp_path).returncode == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")

@@ -23,8 +23,10 @@ PACKAGE = ROOT / "wdstrain"
 # a module imports only from floors below its own
 FLOORS = [
     {"errors", "bits", "children", "checksum", "packing.collector"},
+    {"http"},
     {"plan", "tar", "storage", "decode", "augment", "memory", "meter"},
-    {"indexing", "fields", "arena", "mixing", "packing.options", "packing.expression", "packing.jobs"},
+    {"indexing", "arena", "mixing", "forward", "packing.options", "packing.expression", "packing.jobs"},
+    {"fields"},
     {"index_files", "slots", "packing.listing"},
     {
         "opening",

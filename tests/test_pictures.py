@@ -108,8 +108,22 @@ def test_sixteen_bits_become_eight_and_alpha_stays() -> None:
 
 
 def test_a_quality_makes_everything_jpeg() -> None:
-    name, data = apply("thumb.png", encoded(photo(40, 40, "RGBA"), "PNG"), resize=None, quality=80)
-    assert (name, opened(data).format, opened(data).size) == ("thumb.jpg", "JPEG", (40, 40))
+    name, data = apply("png", encoded(photo(40, 40, "RGBA"), "PNG"), resize=None, quality=80)
+    assert (name, opened(data).format, opened(data).size) == ("jpg", "JPEG", (40, 40))
+
+
+def test_masks_beside_a_picture_stay_as_they_are_and_two_pictures_keep_their_names() -> None:
+    mask, second = encoded(photo(300, 300, "P"), "PNG"), encoded(photo(300, 200), "GIF")
+    parts = [
+        ("jpg", encoded(photo(300, 200), "JPEG")),
+        ("seg.png", mask),
+        ("png", encoded(photo(90, 90), "PNG")),
+        ("gif", second),
+    ]
+    for recipe in (Recipe(64, None, "magic"), Recipe(None, 80, "decode")):
+        made = recipe.apply(parts)
+        assert [field for field, _ in made] == ["jpg", "seg.png", "png", "gif"]
+        assert made[1][1] == mask
 
 
 @pytest.mark.parametrize(
@@ -117,7 +131,9 @@ def test_a_quality_makes_everything_jpeg() -> None:
     [
         (b"", "its jpg has 0 bytes"),
         (b"<html>", "does not begin as a picture does, but with b'<html>'"),
-        (b"\xff\xd8\xff\xe0 and nothing", "is no image of a known format"),
+        (b"\xff\xd8\xff\xe0 and nothing", "Truncated File Read"),
+        (b"BMW is a car", "does not begin as a picture does"),
+        (b"P1 is a shelf", "does not begin as a picture does"),
     ],
 )
 def test_what_is_no_picture_is_said_to_be_none(data: bytes, words: str) -> None:

@@ -60,13 +60,14 @@ import json, os, sys
 import wdstrain as wt
 
 def tree():
-    # proportional set size: what is shared is counted once over the processes of the tree
+    # proportional set size: what is shared is counted once over the processes of the tree; without the pages of files
+    # (libraries), whose share changes when anything else on this machine ends
     pids, total = [os.getpid()], 0
     for pid in pids:
         for task in os.listdir(f"/proc/{pid}/task"):
             pids += [int(word) for word in open(f"/proc/{pid}/task/{task}/children").read().split()]
         for line in open(f"/proc/{pid}/smaps_rollup"):
-            total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
+            total += int(line.split()[1]) * 1024 if line.startswith(("Pss_Anon:", "Pss_Shmem:")) else 0
     return total
 
 fields = {"label": wt.label()}

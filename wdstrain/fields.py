@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import json as json_module
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from wdstrain.augment import Augment, Draws, shape
 from wdstrain.decode import EXTENSIONS, decode_image
 from wdstrain.errors import SampleError, UsageError
+from wdstrain.indexing import Label as IndexLabel
 
 Array = npt.NDArray[Any]
 
@@ -76,10 +78,11 @@ class Label:
         return Example((), "int64")
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
-        value = _scalar(data, self.column)
-        # a number is the class's number, also where classes have numbers for names
+        value = scalar(data, self.column)
+        # a text of its own is the class's number, also where classes have numbers for names; an entry of a table is what
+        # the table said, so there the name comes first
         number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes))
-        named = not number and str(value) in self.classes
+        named = str(value) in self.classes and (self.column is not None or not number)
         assert out is not None
         out[()] = self.classes.index(str(value)) if named else _whole(value, self.classes)
 
@@ -95,7 +98,7 @@ class Labels:
         return Example((len(self.classes),), "float32")
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
-        value = _scalar(data, self.column)
+        value = scalar(data, self.column)
         if not isinstance(value, list):
             raise SampleError(f"{str(value)[:80]!r} is no list of classes")
         assert out is not None
@@ -116,7 +119,7 @@ class Number:
         return Example((), "float32")
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
-        value = _scalar(data, self.column)
+        value = scalar(data, self.column)
         assert out is not None
         try:
             out[()] = float(value)
@@ -176,11 +179,34 @@ def label(
 ) -> Label | Labels:
     """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there.
 
-    column: for a JSON field, the entry to read. multi: a list of classes, as a float32 tensor [b, classes] of ones and zeros.
+    classes: default those that the index of the shards names. column: for a JSON field, the entry to read. multi: a list of classes, as a float32 tensor [b, classes] of ones and zeros.
     """
-    if multi and (column is None or not classes):
-        raise UsageError("a label of several classes is an entry of a JSON field: give column= and classes=.")
+    if multi and column is None:
+        raise UsageError("a label of several classes is an entry of a JSON field: give column=.")
     return (Labels if multi else Label)(_names(names), column, tuple(classes))
+
+
+def with_classes(field: Field, labels: Sequence[IndexLabel]) -> Field:
+    """A label without classes with those that an index names for what it reads; any other field as it is.
+
+    Raises UsageError for a label of several classes that nobody names.
+    """
+    if not isinstance(field, (Label, Labels)) or field.classes:
+        return field
+    for one in labels:
+        if one.field in field.names and one.column == field.column and (one.kind == "multi") == isinstance(field, Labels):
+            return replace(field, classes=one.classes)
+    if isinstance(field, Labels):
+        raise UsageError(f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...].")
+    return field
+
+
+def reader_of(label: IndexLabel) -> str:
+    """How a label of an index is read, as people type it."""
+    where = f'"{label.field}"' + (f', column="{label.column}"' if label.column is not None else "")
+    if label.kind == "number":
+        return f"wt.number({where})"
+    return "wt.label()" if where == '"cls"' else f"wt.label({where}{', multi=True' if label.kind == 'multi' else ''})"
 
 
 def number(names: str, *, column: str | None = None) -> Number:
@@ -204,13 +230,15 @@ def array(names: str = "npy") -> NumpyArray:
 
 
 def _names(names: str) -> tuple[str, ...]:
+    if not isinstance(names, str):
+        raise UsageError(f'{names!r} names no field. Give for example "jpg;png".')
     found = tuple(name.strip().lower() for name in names.split(";") if name.strip())
     if not found:
         raise UsageError(f'{names!r} names no field. Give for example "jpg;png".')
     return found
 
 
-def _scalar(data: memoryview, column: str | None) -> Any:
+def scalar(data: memoryview, column: str | None) -> Any:
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # a number of an HDF5 or array source
         return np.load(io.BytesIO(data), allow_pickle=False).item()
     text = bytes(data).decode("utf-8-sig").strip()

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from wdstrain.errors import ShardError
+from wdstrain.http import is_http, redacted
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
-from wdstrain.storage import INDEX_NAME, open_source, write_whole
+from wdstrain.storage import INDEX_NAME, beside, open_source, read_whole, write_whole
 from wdstrain.tar import Walk, samples
 
 BIN_NAME = "index.bin"
@@ -69,14 +70,16 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
 
 def load(path: str, *, base: str | None = None) -> Index:
     """Read an index.json and map the offsets beside it. `base`: the folder of the shards, if they lie elsewhere."""
-    folder = os.path.dirname(path)
     document = read_document(path)
     try:
         ours = document["wdstrain"]
         index = Index(
             shards=tuple(
                 Shard(
-                    _beside(folder if base is None else base, row["url"]),
+                    _beside(
+                        path if base is None else beside(base, INDEX_NAME) if is_http(base) else os.path.join(base, INDEX_NAME),
+                        row["url"],
+                    ),
                     _size(row["nsamples"]),
                     _size(row["filesize"]),
                     str(row["split"] or ""),
@@ -85,7 +88,7 @@ def load(path: str, *, base: str | None = None) -> Index:
                 for row in document["shardlist"]
             ),
             fields=tuple(map(str, ours["fields"])),
-            table=_map(os.path.join(folder, BIN_NAME), ours["id"]),
+            table=_map(beside(path, BIN_NAME), ours["id"]),
             labels=labels_of(document),
             info=dict(ours["info"]),
         )
@@ -103,7 +106,7 @@ def scan(paths: Iterable[str]) -> Index:
     shards, tables, walk = [], [], Walk()
     for path in paths:
         with open_source(path) as source:
-            found = list(samples(source.read, source.size, path, walk))
+            found = list(samples(source.read, source.size, _shown(path), walk))
             shards.append(Shard(path, len(found), source.size))
             tables.append(Table.of(found, fields))
     info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
@@ -113,8 +116,10 @@ def scan(paths: Iterable[str]) -> Index:
 def read_document(path: str) -> dict[str, Any]:
     """An index.json as it is, known to have our part. Raises ShardError for another."""
     try:
-        with open(path, "rb") as file:
-            document: dict[str, Any] = json.load(file)
+        data = read_whole(path)
+        if data is None:
+            raise ShardError(f"{_shown(path)} is not there. Check the address.")
+        document: dict[str, Any] = json.loads(data)
         labels_of(document)
         return document
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -126,8 +131,7 @@ def read_document(path: str) -> dict[str, Any]:
 def is_ours(path: str) -> bool:
     """Whether an index.json says where its offsets are; False for another tool's list of shards."""
     try:
-        with open(path, "rb") as file:
-            document = json.load(file)
+        document = json.loads(read_whole(path) or b"")
     except (OSError, ValueError, RecursionError):
         return True  # unreadable or damaged: whoever reads it says so
     return not (isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document)
@@ -141,6 +145,8 @@ def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
 def check_sizes(index: Index) -> None:
     """Raise ShardError for a shard that is not there or has not the size its index says."""
     for shard in index.shards:
+        if is_http(shard.path):
+            continue  # compared when its first byte comes
         try:
             size = os.stat(shard.path).st_size
         except OSError as error:
@@ -156,16 +162,22 @@ def check_sizes(index: Index) -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
+def _shown(path: str) -> str:
+    return redacted(path) if is_http(path) else path
+
+
 def _no_index(path: str, error: Exception) -> ShardError:
+    if is_http(path):
+        return ShardError(f"{redacted(path)} is no index of this package ({type(error).__name__}). Check the address.")
     folder = os.path.dirname(path) or "."
     what = f"{type(error).__name__}: {error}"
     return ShardError(f"{path} is no index of this package ({what}). Remove it and make one: wdstrain index {folder}")
 
 
-def _beside(folder: str, name: str) -> str:
+def _beside(path: str, name: str) -> str:
     if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
         raise ValueError(f"a shard named {name!r}; shards lie beside their index")
-    return os.path.join(folder, name)
+    return beside(path, name)
 
 
 def _size(value: object) -> int:
@@ -188,9 +200,15 @@ def _head_line(head: dict[str, Any]) -> bytes:
 
 
 def _map(path: str, wanted: str) -> Table:
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    head, table = _arrays(mapped, path)
+    data: bytes | mmap.mmap | None
+    if is_http(path):
+        data = read_whole(path)
+        if data is None:
+            raise ValueError(f"{redacted(path)} is not there")
+    else:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    head, table = _arrays(data, path)
     if head["id"] != wanted:
         raise ValueError(f"{path} belongs to another index.json")
     return table

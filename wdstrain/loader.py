@@ -20,7 +20,7 @@ import torch
 
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.fields import Field
+from wdstrain.fields import Field, Image, reader_of, with_classes
 from wdstrain.indexing import Index
 from wdstrain.meter import Meter
 from wdstrain.opening import one_split, open_index
@@ -97,6 +97,8 @@ class Loader:
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
         _check_fields(self.index, fields)
+        if fields is not None:
+            fields = {name: with_classes(field, self.index.labels) for name, field in fields.items()}
         if multiprocessing_context not in (None, *get_args(Context)):
             raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
         if num_workers:
@@ -324,7 +326,9 @@ def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
             raise UsageError(f"field {name!r} is {field!r}, which is no field. Write for example wt.image('jpg', size=64).")
         if not any(one in index.fields for one in field.names):
             wanted, found = ", ".join(field.names), ", ".join(index.fields)
-            raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.")
+            known = ", ".join(reader_of(label) for label in index.labels)
+            hint = f" Their labels are read with {known}." if known and not isinstance(field, Image) else ""
+            raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.{hint}")
 
 
 def _takes_two(transform: Transform) -> bool:

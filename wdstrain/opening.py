@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ from itertools import groupby
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.http import HttpFile, is_http, redacted
 from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
-from wdstrain.storage import INDEX_NAME, Urls, check_finished, expand
+from wdstrain.storage import INDEX_NAME, Urls, beside, check_finished, expand, folder_of, is_json, name_of, read_whole
 
 _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
 
@@ -38,8 +40,13 @@ def open_index(urls: Urls, *, note: Note | None = None) -> Index:
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
     listed = expand(urls)
-    for (folder, is_index), paths in groupby(listed, key=lambda path: (os.path.dirname(path), path.endswith(".json"))):
-        check_finished(folder)
+    for (folder, is_index), paths in groupby(listed, key=lambda path: (beside(path, ""), is_json(path))):
+        if is_http(folder):
+            if is_index:
+                parts += [load(path) for path in paths]
+                continue
+        else:
+            check_finished(folder)
         if is_index and is_ours(os.path.join(folder, INDEX_NAME)):
             parts += [_checked(load(path)) for path in paths]
             continue
@@ -58,7 +65,8 @@ def open_index(urls: Urls, *, note: Note | None = None) -> Index:
 def one_of(path: str) -> Index | None:
     """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked."""
     known: dict[str, Index | None] = {}
-    number, index = _number(path, known), known[os.path.dirname(path)]
+    number = _number(path, known)
+    index = known[beside(path, "")]
     return index.pick([number]) if index is not None and number is not None else None
 
 
@@ -91,16 +99,28 @@ def one_split(index: Index, urls: Urls) -> Index:
     """
     for address in [urls] if isinstance(urls, (str, os.PathLike)) else list(urls):
         meant = set(expand(address))
-        if len(meant) == 1 and not any(path.endswith(".json") for path in meant):
+        if len(meant) == 1 and not any(map(is_json, meant)):
             continue  # one shard has one split; a list may name many thousands of them
-        folders = {os.path.dirname(path) for path in meant if path.endswith(".json")}
-        mine = [s for s in index.shards if s.path in meant or os.path.dirname(s.path) in folders]
+        folders = {beside(path, "") for path in meant if is_json(path)}
+        mine = [s for s in index.shards if s.path in meant or beside(s.path, "") in folders]
         splits = list(dict.fromkeys(shard.split for shard in mine))
         if len(splits) > 1:
-            folder = os.path.dirname(mine[0].path) or "."
-            choices = ", ".join(f"{folder}/{split}-*.tar" for split in splits)
-            raise UsageError(f"{os.fspath(address)} holds several splits: {', '.join(splits)}. Name one of: {choices}")
+            folder, shown = folder_of(mine[0].path) or ".", os.fspath(address)
+            choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits)
+            shown = redacted(shown) if is_http(shown) else shown
+            raise UsageError(f"{shown} holds several splits: {', '.join(splits)}. Name one of: {choices}")
     return index
+
+
+def _pattern(shards: list[Shard], split: str) -> str:
+    """How the shards of a split are named together: a server cannot be asked what matches a *."""
+    names = sorted(shard.name for shard in shards if shard.split == split)
+    if not is_http(shards[0].path):
+        return f"{split}-*.tar"
+    first, last = names[0], names[-1]
+    if len(names) == 1 or not re.fullmatch(rf"{re.escape(split)}-\d+\.tar", first):
+        return first
+    return f"{split}-{{{first[len(split) + 1 : -4]}..{last[len(split) + 1 : -4]}}}.tar"
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -113,18 +133,18 @@ def tars_of(folder: str) -> list[str]:
 
 def _number(path: str, known: dict[str, Index | None]) -> int | None:
     """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
-    folder, name = os.path.split(path)
+    folder, listed = beside(path, ""), beside(path, INDEX_NAME)
     if folder not in known:
-        beside = os.path.join(folder, INDEX_NAME)
-        known[folder] = load(beside) if os.path.exists(beside) and is_ours(beside) else None
+        is_there = read_whole(listed) is not None if is_http(path) else os.path.exists(listed)
+        known[folder] = load(listed) if is_there and is_ours(listed) else None
     index = known[folder]
-    return index.numbers.get(name) if index is not None else None
+    return index.numbers.get(name_of(path)) if index is not None else None
 
 
 def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
-    index = known[os.path.dirname(paths[0])]
+    index = known[beside(paths[0], "")]
     assert index is not None
-    return _checked(index.pick(index.numbers[os.path.basename(path)] for path in paths))
+    return _checked(index.pick(index.numbers[name_of(path)] for path in paths))
 
 
 def _checked(index: Index) -> Index:
@@ -163,12 +183,12 @@ def _same_samples(a: Index, b: Index) -> bool:
 
 def _walked(paths: list[str], note: Note | None) -> Index:
     """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others."""
-    folder = os.path.dirname(paths[0])
+    folder = beside(paths[0], "") if is_http(paths[0]) else os.path.dirname(paths[0])
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
     remembered = _recall(folder)
-    fresh = [path for path in paths if remembered is None or os.path.basename(path) not in remembered.numbers]
+    fresh = [path for path in paths if remembered is None or name_of(path) not in remembered.numbers]
     begun = time.perf_counter()
     walked = scan(fresh) if fresh else None
     index = join([part for part in (remembered, walked) if part is not None])
@@ -178,17 +198,20 @@ def _walked(paths: list[str], note: Note | None) -> Index:
         if note:
             kept = f"remembered in {place}" if place else "not remembered: neither the folder nor the cache can be written"
             note(
-                f"no index beside {walked.shards[0].path}: walked over the headers of {len(walked)} samples in {seconds:.2f} s "
+                f"no index beside {walked.shards[0].shown}: walked over the headers of {len(walked)} samples in {seconds:.2f} s "
                 f"({len(walked) / max(seconds, 1e-9):.0f}/s); {kept}"
             )
-    return index.pick(index.numbers[os.path.basename(path)] for path in paths)
+    return index.pick(index.numbers[name_of(path)] for path in paths)
 
 
 def _places(folder: str) -> Iterator[str]:
     """Where what was found in a folder may be remembered, the best place first."""
-    yield os.path.join(folder, _HIDDEN)
+    if not is_http(folder):
+        yield os.path.join(folder, _HIDDEN)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    name = blake2b(os.path.abspath(folder).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
+    name = blake2b(
+        (folder if is_http(folder) else os.path.abspath(folder)).encode("utf-8", "surrogateescape"), digest_size=12
+    ).hexdigest()
     yield os.path.join(cache, "wdstrain", "indexes", name)
 
 
@@ -214,8 +237,11 @@ def _remember(index: Index, folder: str) -> str | None:
     return None
 
 
-def _stamp(shard: Shard) -> tuple[int, int] | None:
-    """(bytes, time of the last change in ns) of a shard on the disk, None if it is not there."""
+def _stamp(shard: Shard) -> tuple[int, int | str | None] | None:
+    """(bytes, time of the last change in ns, or a server's tag) of a shard, None if it is not there."""
+    if is_http(shard.path):
+        with HttpFile(shard.path) as source:
+            return source.size, source.tag
     try:
         found = os.stat(shard.path)
     except OSError:

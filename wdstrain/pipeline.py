@@ -173,7 +173,7 @@ class Pipeline:
         offset = offsets.get(bad.field, int(self._index.table.start[number]))
         if bad.field and bad.field not in offsets:  # it is missing; the decoder was sent only what is looked for
             bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
-        return Finding(shard.path, self._index.key(number), bad.field, offset, bad.reason)
+        return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
 
 
 def _none_of(value: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from wdstrain.arena import Arena
 from wdstrain.errors import WdstrainError
+from wdstrain.forward import Extent, Forward
 from wdstrain.indexing import Index, Ints
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
-from wdstrain.storage import LocalFile, open_source
+from wdstrain.storage import open_source
 
 READ_BYTES = 4 << 20  # of one read
 _PIECES = 1024  # samples in one read
@@ -53,13 +54,12 @@ class _Run:
     needed: int = 0
     due: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the places from due_start on
     due_start: int = 0
-    source: LocalFile | None = None
-    shard: int = -1
+    forward: Forward | None = None
 
     def close(self) -> None:
-        if self.source is not None:
-            self.source.close()
-            self.source = None
+        if self.forward is not None:
+            self.forward.close()
+            self.forward = None
 
 
 class Reader:
@@ -202,7 +202,8 @@ class Reader:
             | (starts[1:] - stops[:-1] > READ_BYTES)
         )
         count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
-        self._open(run, shard)
+        if run.forward is None:
+            run.forward = Forward(self._extents(run, run.read + first), lambda path, size: open_source(path, size))
         pieces, at = [], int(starts[first])
         view = self._arena.memory.view
         with self._lock:
@@ -218,8 +219,8 @@ class Reader:
                 pieces.append(view[offset : offset + end - begin])
                 at = end
         begun = time.perf_counter()
-        assert run.source is not None
-        run.source.read_into(pieces, int(starts[first]))
+        source = self._index.shards[shard]
+        run.forward.read_into(source.path, source.bytes, pieces, int(starts[first]))
         self.read_seconds += time.perf_counter() - begun
         self.read_bytes += at - int(starts[first])
         self._advance(run, count)
@@ -237,7 +238,22 @@ class Reader:
             run.due = run.plan.due(run.lane, start, min(start + block, run.plan.lane_places(run.lane)))
         return run.due[start - run.due_start : stop - run.due_start]
 
-    def _open(self, run: _Run, shard: int) -> None:
-        if run.shard != shard or run.source is None:
-            run.close()
-            run.source, run.shard = open_source(self._index.shards[shard].path), shard
+    def _extents(self, run: _Run, place: int) -> Iterator[Extent]:
+        """The runs of bytes that a lane reads from a place on."""
+        table, stop = self._index.table, run.plan.lane_places(run.lane)
+        last: Extent | None = None
+        while place < stop:
+            ids = run.plan.ids(run.lane, np.arange(place, min(place + _PIECES, stop)))
+            shards = self._index.shard_of(ids)
+            for part in np.split(np.arange(len(ids)), np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1):
+                shard = self._index.shards[int(shards[part[0]])]
+                start, end = int(table.start[ids[part[0]]]), int(table.stop[ids[part[-1]]])
+                if last is not None and last.path == shard.path and last.stop <= start <= last.stop + READ_BYTES:
+                    last = last._replace(stop=end)
+                    continue
+                if last is not None:
+                    yield last
+                last = Extent(shard.path, shard.bytes, start, end)
+            place += len(ids)
+        if last is not None:
+            yield last

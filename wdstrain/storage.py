@@ -14,10 +14,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.http import HttpFile, is_http, read_small, redacted
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -45,6 +47,8 @@ def _expand_one(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
     if scheme and scheme.group(1).lower() == "file":
         address = address[len(scheme.group(0)) :]
+    elif is_http(address):
+        return _expand_http(address)
     elif scheme:
         raise UsageError(f"{address}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk.")
     path = Path(address)
@@ -65,6 +69,22 @@ def _expand_one(address: str) -> list[str]:
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
 
 
+def _expand_http(address: str) -> list[str]:
+    parts = urlsplit(address)
+    if "{" in parts.path:
+        try:
+            return [one for part in braceexpand(address, escape=False) for one in _expand_http(part)]
+        except ValueError:
+            raise UsageError(
+                f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
+            ) from None
+    if any(c in parts.path for c in "*["):
+        raise UsageError(f"{redacted(address)}: a server cannot be asked what matches a *. Use braces, or name its index.json.")
+    if parts.path.endswith((".tar", ".json")):
+        return [address]
+    return [urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/{INDEX_NAME}", parts.query, ""))]
+
+
 def _expand_folder(path: Path) -> list[str]:
     if (path / INDEX_NAME).exists():
         return [str(path / INDEX_NAME)]
@@ -78,7 +98,8 @@ def _expand_folder(path: Path) -> list[str]:
 
 def check_finished(folder: str) -> None:
     """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
-    if os.path.exists(os.path.join(folder, SWAPPING)):
+    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not os.path.exists(os.path.join(folder, INDEX_NAME))
+    if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
         raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --resume.")
 
 
@@ -97,7 +118,10 @@ class LocalFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length), fewer only at the end of the file."""
-        return os.pread(self._fd, length, offset)
+        data = os.pread(self._fd, length, offset)
+        while len(data) < length and (more := os.pread(self._fd, length - len(data), offset + len(data))):
+            data += more  # 2 GB come at a time, fewer over a network
+        return data
 
     def read_into(self, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
@@ -132,9 +156,46 @@ class LocalFile:
         self.close()
 
 
-def open_source(path: str) -> LocalFile:
-    """A shard to read from."""
-    return LocalFile(path)
+Source = LocalFile | HttpFile
+
+
+def open_source(path: str, size: int | None = None) -> Source:
+    """A shard to read from. size: as an index says, which saves asking a server for it."""
+    return HttpFile(path, size) if is_http(path) else LocalFile(path)
+
+
+def read_whole(path: str) -> bytes | None:
+    """A small file; None if it is not there."""
+    if is_http(path):
+        return read_small(path)
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def beside(path: str, name: str) -> str:
+    """The address of another file in the folder of a file; what follows a ? in an address goes along."""
+    if not is_http(path):
+        return os.path.join(os.path.dirname(path), name)
+    parts = urlsplit(path)
+    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rpartition('/')[0]}/{quote(name)}", parts.query, ""))
+
+
+def name_of(path: str) -> str:
+    """The name of a file in its folder."""
+    return os.path.basename(urlsplit(path).path if is_http(path) else path)
+
+
+def is_json(path: str) -> bool:
+    """Whether an address is that of an index."""
+    return name_of(path).endswith(".json")
+
+
+def folder_of(path: str) -> str:
+    """The folder of a file, as it may be shown."""
+    return redacted(path).rpartition("/")[0] if is_http(path) else os.path.dirname(path)
 
 
 def publish(temporary: str, final: str) -> None:

@@ -65,8 +65,8 @@ class Tasks:
                 continue
             start, stop = int(self._index.table.start[number]), int(self._index.table.stop[number])
             memory = Memory(stop - start)
-            shard = int(self._index.shard_of(np.array([number]))[0])
-            with open_source(self._index.shards[shard].path) as source:
+            shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
+            with open_source(shard.path, shard.bytes) as source:
                 source.read_into([memory.view], start)
             rows = np.full(len(ids), number)
             task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows))

@@ -15,10 +15,11 @@ import numpy as np
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
+from wdstrain.http import is_http, redacted
 from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index, Table
 from wdstrain.opening import one_of, tars_of
-from wdstrain.storage import LocalFile, Urls, check_finished, expand, open_source
+from wdstrain.storage import Source, Urls, check_finished, expand, is_json, open_source
 from wdstrain.tar import samples
 
 _READ = 4 << 20
@@ -48,16 +49,18 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
     todo: list[tuple[str, Index | None]] = []
     for path in expand(urls):
         try:
-            check_finished(os.path.dirname(path))
-            if path.endswith(".json") and not is_ours(path):
+            if not is_http(path):
+                check_finished(os.path.dirname(path))
+            if is_json(path) and not is_ours(path):
                 todo += [(tar, None) for tar in tars_of(os.path.dirname(path))]
-            elif not path.endswith(".json"):
+            elif not is_json(path):
                 todo.append((path, one_of(path)))
             else:
                 index = load(path)
                 todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
                 listed = {shard.path for shard in index.shards}
-                others = [tar for tar in tars_of(os.path.dirname(path)) if tar not in listed]
+                here = [] if is_http(path) else tars_of(os.path.dirname(path))
+                others = [tar for tar in here if tar not in listed]
                 result.findings += [f"{tar} lies beside the index, which does not list it." for tar in others]
         except WdstrainError as error:
             result.findings += [str(error)] if str(error) not in result.findings else []
@@ -71,14 +74,15 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
 
 def _verify_shard(path: str, promised: Index | None, result: Verification) -> list[str]:
     findings: list[str] = []
+    shown = redacted(path) if is_http(path) else path
     try:
         with open_source(path) as source:
             result.bytes += source.size
             if promised and source.size != promised.shards[0].bytes:
-                findings.append(f"{path} has {source.size} bytes, its index says {promised.shards[0].bytes}.")
+                findings.append(f"{shown} has {source.size} bytes, its index says {promised.shards[0].bytes}.")
             elif promised:
                 findings += _checksums(source, promised)
-            found = list(samples(source.read, source.size, path))
+            found = list(samples(source.read, source.size, shown))
     except WdstrainError as error:
         return [*(one for one in findings if "every field is as packed" not in one), str(error)]
     result.samples += len(found)
@@ -89,11 +93,11 @@ def _verify_shard(path: str, promised: Index | None, result: Verification) -> li
     names = ("start", "stop", "keys", "member_first", "member_field", "member_offset", "member_size")
     differing = [name for name in names if not np.array_equal(getattr(table, name), getattr(promised.table, name))]
     if differing:
-        findings.append(f"{path} holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it.")
+        findings.append(f"{shown} holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it.")
     return findings
 
 
-def _checksums(source: LocalFile, promised: Index) -> list[str]:
+def _checksums(source: Source, promised: Index) -> list[str]:
     """Findings for a shard whose bytes are not those that were packed, by member where the index has their checksums."""
     shard, table = promised.shards[0], promised.table
     digest, offset = hashlib.sha256(), 0
@@ -108,5 +112,5 @@ def _checksums(source: LocalFile, promised: Index) -> list[str]:
         for row, (name, start, size) in zip(rows, promised.members(sample), strict=True):
             if len(table.member_crc) and crc32(source.read(start, size)) != table.member_crc[row]:
                 where = f"'{promised.key(sample)}', field '{name}' at offset {start}"
-                findings.append(f"{shard.path}: {where}: the bytes are not those that were packed.")
-    return findings or [f"{shard.path}: its sha256 is not the one of the index, though every field is as packed."]
+                findings.append(f"{shard.shown}: {where}: the bytes are not those that were packed.")
+    return findings or [f"{shard.shown}: its sha256 is not the one of the index, though every field is as packed."]

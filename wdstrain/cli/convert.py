@@ -15,7 +15,7 @@ from wdstrain.packing.convert import Conversion, Step, convert
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
 
-_AGAIN = "What was written is kept: go on with the same command and --resume. What was in the folder before is there still."
+_AGAIN = "The same command with --resume goes on with what is finished so far. What was in the folder before is there still."
 _MOST_CLASSES = 20  # rows of classes in the summary
 
 
@@ -126,7 +126,7 @@ def _hdf5(arguments: argparse.Namespace) -> int:
             labels=_words(arguments.label),
             classes=_words(arguments.classes),
             key=arguments.key,
-            quality=arguments.quality or 95,
+            quality=95 if arguments.quality is None else 100,
         ),
     )
 
@@ -140,7 +140,7 @@ def _arrays(arguments: argparse.Namespace) -> int:
             dict(arguments.field),
             labels=_words(arguments.label),
             classes=_words(arguments.classes),
-            quality=arguments.quality or 95,
+            quality=95 if arguments.quality is None else 100,
         ),
     )
 
@@ -179,8 +179,9 @@ def _convert(arguments: argparse.Namespace, opened: Callable[[], Source]) -> int
             teller.step(step.title, step.done, step.total, text, "samples")
 
         done = convert(source, arguments.out, options, tell)
-    for reason, count in sorted(done.ignored.items()):
-        say(f"passed over: {count} x {reason}")
+    for label in done.index.labels:
+        if label.kind == "class" and len(label.classes) == 1:
+            say(f"note: there is one class only, {label.classes[0]!r}. Is that a folder in which the class folders lie?")
     seconds = time.monotonic() - begun
     found = {
         "out": arguments.out,
@@ -207,6 +208,7 @@ def _told(done: Conversion, out: str, seconds: float) -> list[tuple[str, str]]:
         rows.append(
             ("quarantined", f"listed with reasons in {os.path.join(out, 'bad.jsonl')}; the first: {done.bad[0].sentence}")
         )
+    rows += [("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())]
     if done.renamed:
         rows.append(("renamed", f"{done.renamed} keys; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}"))
     names = list(dict.fromkeys(name for counts in done.samples.values() for name in counts if name))
@@ -216,14 +218,10 @@ def _told(done: Conversion, out: str, seconds: float) -> list[tuple[str, str]]:
     if len(names) > _MOST_CLASSES:
         rows.append(("  ...", f"{len(names) - _MOST_CLASSES} more classes"))
     if done.kept:
-        rows.append(("resumed", f"{done.kept} files were whole already"))
+        rows.append(("resumed", f"{done.kept} of its parts were whole already"))
     size_ = sum(shard.bytes for shard in done.index.shards)
-    rows.append(
-        (
-            "time",
-            f"{seconds:.1f} s, {len(done.index) / max(1e-9, seconds):.0f} samples/s, {size_ / 1e6 / max(1e-9, seconds):.0f} MB/s",
-        )
-    )
+    rate = f", {len(done.index) / max(1e-9, seconds):.0f} samples/s, {size_ / 1e6 / max(1e-9, seconds):.0f} MB/s"
+    rows.append(("time", f"{seconds:.1f} s{'' if done.kept else rate}"))
     return [*rows, ("shards are in", out)]
 
 

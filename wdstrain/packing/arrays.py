@@ -57,9 +57,8 @@ def stream_rows(
     classes: Sequence[str],
     quality: int,
     keys: str | None = None,
-    align: int = 1,
 ) -> Stream:
-    """Rows of arrays of one length as samples. keys: the array that names them; align: blocks begin at multiples of it."""
+    """Rows of arrays of one length as samples. keys: the array that names them."""
     if not arrays:
         raise UsageError("no array was named. Name each field: --field NAME=...")
     lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
@@ -67,12 +66,17 @@ def stream_rows(
         told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise UsageError(f"{title}: arrays of one length are needed, one row for each sample; found {told}.")
     count = next(iter(lengths.values()))
-    fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
+    try:
+        fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
+    if len(set(fields.values())) < len(fields):
+        raise UsageError(f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them.")
     found = [_Scalar(name, arrays, fields, classes) for name in ([*labels] or ["cls"] * ("cls" in arrays))]
     names = tuple(classes)
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
-        for first, block in blocks(arrays, count, align):
+        for first, block in blocks(arrays, count):
             for i in range(len(next(iter(block.values())))):
                 try:
                     parts = [
@@ -91,10 +95,18 @@ def stream_rows(
     return Stream(title, entries, lambda: tuple(one.label(names) for one in found), source, count)
 
 
-def blocks(arrays: Mapping[str, Rows], count: int, align: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """(first row, {name: rows}) of each run of rows; runs begin at multiples of `align`."""
-    row = sum(max(1, int(np.prod(a.shape[1:], dtype=np.int64))) * max(1, np.dtype(a.dtype).itemsize) for a in arrays.values())
-    size = max(1, _BLOCK // row // align) * align
+def row_bytes(array: Rows) -> int:
+    """Bytes of a row, about; of rows that differ in length, what the first ones have."""
+    values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
+    if np.dtype(array.dtype).hasobject:
+        some = [len(one) if hasattr(one, "__len__") else 8 for one in np.asarray(array[slice(0, 16)]).ravel()]
+        return 64 + values * 2 * (sum(some) // max(1, len(some)))
+    return values * max(1, int(np.dtype(array.dtype).itemsize))
+
+
+def blocks(arrays: Mapping[str, Rows], count: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """(first row, {name: rows}) of each run of rows."""
+    size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
     for first in range(0, count, size):
         yield first, {name: np.asarray(array[slice(first, min(first + size, count))]) for name, array in arrays.items()}
 
@@ -155,6 +167,8 @@ def _open(name: str, array: Any) -> Rows:
     if not isinstance(array, (str, os.PathLike)):
         return np.asarray(array)
     path, _, member = os.fspath(array).partition(".npz:")
+    if not os.path.exists(f"{path}.npz" if member else path):
+        raise SourceError(f"{name}={os.fspath(array)}: there is no such file. Check the path.")
     try:
         if member:
             with np.load(f"{path}.npz", allow_pickle=False) as archive:

@@ -27,6 +27,7 @@ from wdstrain.tar import BLOCK, member_size
 U64 = npt.NDArray[np.uint64]
 
 _GAP = 64 << 10  # bytes between two spans that are read over rather than jumped
+_RUN = 8 << 20  # bytes of one read
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,17 @@ class ItemCatalog:
         self._name = listing.name
         self._items: list[Item] = []
         self._lengths: list[int] = []  # of each item's file
-        sizes: list[int] = []
+        times, sizes = array("q"), array("q")
         for item in listing.items:
             try:
-                length, size = _sizes(item)
+                length, time, size = _sizes(item)
                 self._lengths.append(length)
+                times.append(time)
                 sizes.append(size)
                 self._items.append(item)
             except SampleError as error:
                 quarantine.put(Bad(listing.name, item.row, _path(item), str(error)))
-        self.sizes = np.array(sizes, np.int64)
+        self.sizes, self._times = np.array(sizes, np.int64), np.array(times, np.int64)
         self.names = {number: item.name for number, item in enumerate(self._items) if item.name}
         self.marks = marks_of(((item.key, item.split, item.group, item.stratum) for item in self._items), seed)
 
@@ -118,10 +120,13 @@ class ItemCatalog:
 
     def identity(self, numbers: Ints) -> bytes:
         """Hash of what will be packed for these samples, as far as it is known without reading them."""
-        hashed = blake2b(os.path.abspath(self._name).encode("utf-8", "surrogateescape"), digest_size=16)
-        hashed.update(self.sizes[numbers].tobytes() + self.marks.rank[numbers].tobytes())  # a rank is the hash of a key
-        items = self._items
-        hashed.update(b"\0".join([p for n in numbers.tolist() for _, p in items[n].parts if type(p) is bytes]))
+        hashed = blake2b(self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16)
+        hashed.update(self.marks.rank[numbers].tobytes())  # a rank is the hash of a key
+        parts = [part for number in numbers.tolist() for part in self._items[number].parts]
+        hashed.update(b"\0".join([content for _, content in parts if isinstance(content, bytes)]))
+        hashed.update(
+            "\0".join([f for f, _ in parts] + [p for _, p in parts if isinstance(p, str)]).encode("utf-8", "surrogateescape")
+        )
         return hashed.digest()
 
     def bad(self, number: int, reason: str) -> Bad:
@@ -203,9 +208,14 @@ class SpanCatalog:
         return found
 
     def _runs(self, numbers: Ints, places: Ints) -> Iterable[Ints]:
-        """Places whose spans lie close to each other."""
+        """Places whose spans lie close to each other, of `_RUN` bytes in all at most, or of one span that is longer."""
         start, stop = self.table.start[numbers[places]], self.table.stop[numbers[places]]
-        return np.split(places, np.flatnonzero(start[1:] - stop[:-1] > _GAP) + 1)
+        cuts, begun = [], int(start[0])
+        for i in range(1, len(places)):
+            if start[i] - stop[i - 1] > _GAP or stop[i] - begun > _RUN:
+                cuts.append(i)
+                begun = int(start[i])
+        return np.split(places, cuts)
 
     def _parts(self, number: int, data: memoryview, start: int) -> list[Part]:
         table = self.table
@@ -228,47 +238,60 @@ def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int) -> Marks:
         grouped = grouped or bool(group)
         split.append(splits.of(split_name))
         stratum.append(strata.of(stratum_name))
+    codes, names = np.array(split, np.int32), tuple(splits.numbers)
     return Marks(
         np.array(ranks, np.uint64),
-        sides_of(np.array(groups, np.uint64)),
-        np.array(split, np.int32),
+        sides_of(np.array(groups, np.uint64), codes, names, grouped),
+        codes,
         np.array(stratum, np.int32),
-        tuple(splits.numbers),
+        names,
         tuple(strata.numbers),
         grouped,
     )
 
 
-def sides_of(groups: U64) -> U64:
-    """Where a split puts samples, from the hash of each one's group: not where a shuffle would."""
-    return bits(groups, "side")
+def sides_of(groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool) -> U64:
+    """Where a split puts samples, from the hash of each one's group: not where a shuffle would.
+
+    The splits that samples come from count too: those of `train` were chosen by this hash, and are drawn anew evenly.
+    """
+    sides = np.zeros(len(groups), np.uint64)
+    for code, name in enumerate(splits):
+        mine = split == code
+        sides[mine] = bits(groups[mine], "side", "" if grouped else name)
+    return sides
 
 
-def _sizes(item: Item) -> tuple[int, int]:
-    """The bytes of an item's file, and those the item takes in a shard."""
-    length = total = 0
+def _sizes(item: Item) -> tuple[int, int, int]:
+    """The bytes of an item's file, the time of its last change in ns, and the bytes the item takes in a shard."""
+    length = total = time = 0
     key, plain = item.key, item.key.isascii()
     for field, part in item.parts:
-        size = len(part) if isinstance(part, bytes) else (length := _file_size(part))
+        if isinstance(part, bytes):
+            size = len(part)
+        else:
+            size, time = _file_size(part)
+            length = size
         if plain and len(key) + len(field) < 99:
             total += BLOCK + size + -size % BLOCK  # what member_size says of a short name
         else:
             total += member_size(f"{key}.{field}", size)
-    return length, total
+    return length, time, total
 
 
 def _path(item: Item) -> str:
     return next((part for _, part in item.parts if isinstance(part, str)), item.key)
 
 
-def _file_size(path: str) -> int:
+def _file_size(path: str) -> tuple[int, int]:
+    """The bytes of a file and the time of its last change in ns."""
     try:
-        size = os.stat(path).st_size
+        found = os.stat(path)
     except OSError as error:
         raise SampleError(f"it cannot be read ({error.strerror})") from error
-    if size == 0:
+    if found.st_size == 0:
         raise SampleError("it has 0 bytes")
-    return size
+    return found.st_size, found.st_mtime_ns
 
 
 def _contents(path: str, size: int) -> bytes:
@@ -276,6 +299,8 @@ def _contents(path: str, size: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             data = os.read(fd, size + 1)
+            while len(data) < size and (more := os.read(fd, size - len(data))):  # 2 GB at a time; fewer over a network
+                data += more
             if len(data) == size:
                 return data
             raise SampleError(f"it had {size} bytes when it was listed and has {os.fstat(fd).st_size} now")

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.index_files import BIN_NAME, load, save_index
+from wdstrain.index_files import BIN_NAME, check_sizes, load, save_index
 from wdstrain.indexing import Index, Label, join
 from wdstrain.packing.catalog import Catalog, ItemCatalog, SpanCatalog
 from wdstrain.packing.collector import collector_paused
@@ -78,14 +78,11 @@ def convert(source: Source, out: str, options: Options, progress: Progress | Non
         raise UsageError(f"{out} lies in {source.root}, which is being converted. Put the shards into another folder.")
     stage = Stage(out, overwrite=options.overwrite, resume=options.resume)
     if stage.whole:
-        return _made(load(os.path.join(out, INDEX_NAME)))
+        return _made(out, source, options)
     work = _Conversion(source, stage, options, progress)
     try:
         with collector_paused() if isinstance(source, Listing) else nullcontext():
             return work.run()
-    except UsageError:  # nothing worth going on with
-        work.stage.leave() if options.resume else work.stage.clear()
-        raise
     except BaseException:
         work.stage.leave()
         raise
@@ -103,8 +100,9 @@ class _Conversion:
         catalog, labels, listed = self._catalog()
         first = catalog
         if not listed:
+            passed = ", ".join(f"{count} x {reason}" for reason, count in self._ignored.items())
             self.stage.clear()
-            raise SourceError(f"{self.source.name} holds no samples.")
+            raise SourceError(f"{self.source.name} holds no samples{f' to be packed ({passed})' if passed else ''}.")
         numbers = chosen(catalog, options)
         limited = len(catalog.sizes) - len(numbers)
         if recipe.changes:
@@ -112,6 +110,7 @@ class _Conversion:
             options = replace(options, limit=None)  # it was applied when the pictures were chosen
         resplit = isinstance(self.source, Stream) and self.source.resplit
         pieces = plan_shards(catalog, options, resplit=resplit)
+        self.stage.check_names(list(dict.fromkeys(piece.split for piece in pieces)))
         shards = self.stage.folder("shards")
         packed = list(self._packed("packing", pieces, catalog, recipe, shards))
         written = sum(len(one.numbers) for one in packed)
@@ -169,12 +168,13 @@ class _Conversion:
             max(1 << 20, options.memory // (4 * options.jobs)),
         )
         told = lambda done, size: self._tell(title, before + done, total, size)  # noqa: E731
-        results = run(work, len(missing), options.jobs, told, engine=options.engine)
-        for one in found:
-            packed = next(results) if one is None else one
-            for bad in packed.bad:
-                self._quarantine.put(bad)
-            yield packed
+        with closing(run(work, len(missing), options.jobs, told, engine=options.engine)) as results:
+            for one in found:
+                packed = next(results) if one is None else one
+                for bad in packed.bad:
+                    self._quarantine.put(bad)
+                yield packed
+            next(results, None)  # to its end, where its processes are waited for and may be interrupted
 
     def _placed(
         self,
@@ -211,13 +211,14 @@ class _Conversion:
             ]
         if not parts:
             raise SourceError(f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}")
-        samples = {split: dict(sorted(counts.items())) for split, counts in samples.items()}
+        order = {name: place for label in labels for place, name in enumerate(label.classes)}
+        samples = {
+            split: dict(sorted(counts.items(), key=lambda one: (order.get(one[0], len(order)), one[0])))
+            for split, counts in samples.items()
+        }
         info = {
             "source": self.source.source,
-            "options": {
-                name: getattr(options, name)
-                for name in ("seed", "shuffle", "split", "stratify", "resize", "quality", "check", "limit")
-            },
+            "options": _said(options),
             "samples": samples,
             "listed": listed,
             "quarantined": len(bad),
@@ -238,7 +239,7 @@ class _Conversion:
 
     @property
     def _ignored(self) -> dict[str, int]:
-        return self.source.ignored if isinstance(self.source, Listing) else {}
+        return self.source.ignored
 
     def _tell(self, title: str, done: int, total: int | None, size: int) -> None:
         self._progress(Step(title, done, total, size, len(self._quarantine.bad)))
@@ -269,13 +270,44 @@ class _Writing:
         )
 
 
-def _made(index: Index) -> Conversion:
-    """The conversion that made an index, from what it says of itself."""
+def _made(out: str, source: Source, options: Options) -> Conversion:
+    """The finished conversion in a folder, from what its index says of itself.
+
+    Raises UsageError if it was of another source or had other options, ShardError if a shard is gone or cut.
+    """
+    index = load(os.path.join(out, INDEX_NAME))
+    check_sizes(index)
     info, bad = index.info, []
-    with suppress(FileNotFoundError), open(os.path.join(os.path.dirname(index.shards[0].path), BAD_NAME), "rb") as file:
-        bad = [Bad(**json.loads(line)) for line in file]
+    mine = {"source": source.source, "options": _said(options)}
+    if isinstance(source, Listing) and len(source.items) + len(source.bad) != info["listed"]:
+        mine["source"] = {**source.source, "listed": len(source.items) + len(source.bad)}
+    if json.loads(json.dumps(mine)) != {name: info.get(name) for name in mine}:
+        raise UsageError(
+            f"{out} holds a finished conversion of another source or with other options. Choose another folder, or add "
+            f"--overwrite to replace it."
+        )
+    with suppress(FileNotFoundError), open(os.path.join(out, BAD_NAME), "rb") as file:
+        bad = [Bad(**{**row, "row": row["row"] or 0}) for row in map(json.loads, file)]
     limited = info["listed"] - len(index) - len(bad)
     return Conversion(index, info["listed"], bad, info["renamed"], info["samples"], info["ignored"], len(index.shards), limited)
+
+
+def _said(options: Options) -> dict[str, Any]:
+    """The options that the bytes depend on, as the index keeps them."""
+    names = (
+        "seed",
+        "shuffle",
+        "split",
+        "stratify",
+        "resize",
+        "quality",
+        "check",
+        "limit",
+        "shard_samples",
+        "shard_bytes",
+        "on_bad",
+    )
+    return {name: getattr(options, name) for name in names}
 
 
 def _lies_in(path: str, folder: str) -> bool:

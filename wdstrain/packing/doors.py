@@ -45,9 +45,7 @@ def pack(
     classes: the names of the classes that `cls` counts. labels: further columns to learn. group: samples of one group come
     to one side of a split. The samples are read once and may be more than memory holds. Raises as `wdstrain convert` does.
     """
-    source = stream_samples(
-        samples, fields=fields, classes=classes, labels=labels, group=group, quality=options.get("quality") or 95
-    )
+    source = stream_samples(samples, fields=fields, classes=classes, labels=labels, group=group, quality=_of_pixels(options))
     return _packed(source, out, options, progress)
 
 
@@ -98,7 +96,7 @@ def pack_hdf5(
 ) -> Index:
     """Pack data sets of one length from an HDF5 or PyTables file: fields={"image": "/train/images", "cls": "/train/labels"}."""
     labels = [label] if isinstance(label, str) else list(label)
-    source = stream_hdf5(file, fields, labels=labels, classes=classes, key=key, quality=options.get("quality") or 95)
+    source = stream_hdf5(file, fields, labels=labels, classes=classes, key=key, quality=_of_pixels(options))
     return _packed(source, out, options, progress)
 
 
@@ -113,7 +111,7 @@ def pack_arrays(
 ) -> Index:
     """Pack rows of arrays of one length: in memory, .npy files (memory-mapped), or FILE.npz:member."""
     labels = [label] if isinstance(label, str) else list(label)
-    source = stream_arrays(arrays, labels=labels, classes=classes, quality=options.get("quality") or 95)
+    source = stream_arrays(arrays, labels=labels, classes=classes, quality=_of_pixels(options))
     return _packed(source, out, options, progress)
 
 
@@ -139,6 +137,11 @@ def pack_torchvision(
 ) -> Index:
     """Pack a torchvision data set by the name of its class, from files that are in `root` already."""
     return _packed(stream_torchvision(name, root, splits=splits), out, options, progress)
+
+
+def _of_pixels(options: Packing) -> int:
+    """The quality of JPEGs made of pixels: hardly any loss where all are encoded once more."""
+    return 95 if options.get("quality") is None else 100
 
 
 def _packed(source: Source, out: str, options: Packing, progress: Progress | None) -> Index:

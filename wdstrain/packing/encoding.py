@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from wdstrain.decode import EXTENSIONS
 from wdstrain.errors import SampleError
-from wdstrain.packing.listing import Part
+from wdstrain.packing.listing import Part, field_name
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm": "PPM", "ppm": "PPM"}
@@ -32,8 +32,11 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm":
 
 def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] = ()) -> Part:
     """(field, bytes) of a value. Raises SampleError for a value that has no place under that name."""
-    kind = name.rpartition(".")[2].lower()
+    name = field_name(name)
+    kind = name.rpartition(".")[2]
     if isinstance(value, (bytes, bytearray, memoryview)):
+        if kind == "cls" and classes:
+            _class(int(value) if bytes(value).strip().isdigit() else bytes(value).decode("utf-8", "replace"), classes)
         return name, bytes(value)
     if kind in _PICKLES:
         raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
@@ -49,16 +52,20 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] =
         return name, str(_class(value, classes)).encode()
     if kind == "json":
         try:
-            return name, json.dumps(value, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:
+            return name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
             raise SampleError(f"its {name} cannot be written as JSON ({error})") from None
     if isinstance(value, (str, int, float)):
-        return name, str(value).encode()
+        try:
+            return name, str(value).encode()
+        except UnicodeEncodeError as error:
+            raise SampleError(f"its {name} holds what is no text ({error.reason})") from None
     raise SampleError(f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy")
 
 
 def array_field(name: str, values: np.ndarray) -> str:
     """The field for the rows of an array that was named so: as it is if its last part says what it is, else .npy or .txt."""
+    name = field_name(name)
     kind = name.rpartition(".")[2].lower()
     if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
@@ -98,6 +105,9 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
         value = Image.fromarray(np.ascontiguousarray(pixels))
     if not isinstance(value, Image.Image):
         raise SampleError(f"its {name} is {type(value).__name__}, which is no picture")
+    value = ImageOps.exif_transpose(value)
+    if kind in ("jpg", "jpeg", "webp") and value.mode.startswith("I"):
+        value = Image.fromarray((np.clip(np.asarray(value), 0, 65535) >> 8).astype(np.uint8))
     if kind in ("jpg", "jpeg") and value.mode not in ("L", "RGB"):
         value = value.convert("RGB")
     out = io.BytesIO()

@@ -54,11 +54,22 @@ class Expression:
             if isinstance(node, ast.Call) and not _is_known_call(node):
                 raise UsageError(f"{text!r}: of calls a condition knows len(), .startswith(), .endswith() and .lower().")
 
+    @property
+    def names(self) -> set[str]:
+        """The fields it speaks of, by the first part of their names."""
+        found = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)} if self._tree is not None else set()
+        return found - {"key", "shard", "split", "size", "has", "len"}
+
     def holds(self, sample: Mapping[str, bytes], **about: str) -> bool:
-        """Whether it holds for the fields of a sample. Raises SampleError where it cannot be told."""
+        """Whether it holds for the fields of a sample; not where it speaks of a field that the sample has not.
+
+        Raises SampleError where it cannot be told.
+        """
         try:
             return bool(self._value(self._tree, sample, about))
-        except (TypeError, ZeroDivisionError, KeyError, OverflowError, RecursionError, ValueError) as error:
+        except _Missing:
+            return False
+        except (TypeError, ZeroDivisionError, LookupError, OverflowError, RecursionError, ValueError) as error:
             raise SampleError(f"{self.text!r} cannot be told of it ({type(error).__name__}: {error})") from None
 
     def _value(self, node: Any, sample: Mapping[str, bytes], about: Mapping[str, str]) -> Any:
@@ -100,12 +111,15 @@ class Expression:
         entry = node.attr if isinstance(node, ast.Attribute) else value(node.slice)
         base = node.value.id if isinstance(node.value, ast.Name) else ""
         if base == "size":
-            return len(sample[entry])
+            return len(_bytes(sample, entry))
         if base == "has":
             return entry in sample
         if f"{base}.{entry}" in sample:
             return _read(sample, f"{base}.{entry}")
-        return value(node.value)[entry]
+        holder = value(node.value)
+        if isinstance(holder, dict) and entry not in holder:
+            raise KeyError(f"there is no {entry!r}, but {', '.join(map(str, holder))}")
+        return holder[entry]
 
     def _call(self, node: ast.Call, value: Callable[[Any], Any]) -> Any:
         if isinstance(node.func, ast.Name):
@@ -132,6 +146,16 @@ _KNOWN = (
 )
 
 
+class _Missing(Exception):
+    """The sample has no such field."""
+
+
+def _bytes(sample: Mapping[str, bytes], field: str) -> bytes:
+    if field not in sample:
+        raise _Missing(field)
+    return sample[field]
+
+
 def _number(value: Any) -> Any:
     if not isinstance(value, (int, float)):
         raise TypeError(f"{value!r} is no number")
@@ -139,9 +163,7 @@ def _number(value: Any) -> Any:
 
 
 def _read(sample: Mapping[str, bytes], field: str) -> Any:
-    if field not in sample:
-        raise KeyError(f"it has no field {field}, but {', '.join(sample)}")
-    data = sample[field]
+    data = _bytes(sample, field)
     if field.rpartition(".")[2] == "json":
         return json.loads(data)
     text = data.decode("utf-8", "replace").strip()

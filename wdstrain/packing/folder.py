@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from wdstrain.errors import SourceError
 from wdstrain.indexing import Label
 from wdstrain.packing.collector import collector_paused
-from wdstrain.packing.listing import Item, Keys, Listing, image_field, is_litter
-
-_SPLITS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+from wdstrain.packing.listing import SPLITS, Item, Keys, Listing, image_field, is_litter
 
 
 @collector_paused()
@@ -78,11 +76,17 @@ def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
 def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
     """{folder: split} where `source` has folders named train and val or test, else nothing. Other folders are counted."""
     folders = _folders(source)
-    named = {folder: _SPLITS[folder.lower()] for folder in folders if folder.lower() in _SPLITS}
-    if "train" not in named.values() or len(named) < 2 or len(set(named.values())) < len(named):
+    named = {folder: SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS}
+    if "train" not in named.values() or len(named) < 2:
         return {}
+    if len(set(named.values())) < len(named):
+        raise SourceError(f"{source} holds {', '.join(sorted(named))}, of which two mean one split. Keep one folder for each.")
     _count(ignored, "folders beside the splits", len(folders) - len(named))
-    return named
+    with os.scandir(source) as entries:
+        beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
+    _count(ignored, "files beside the splits", len(beside))
+    order = list(dict.fromkeys(SPLITS.values()))
+    return dict(sorted(named.items(), key=lambda one: order.index(one[1])))
 
 
 def _folders(root: str) -> list[str]:

@@ -6,17 +6,17 @@ A column of a compound data set (a PyTables table) is named below it: /events/ta
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.packing.arrays import stream_rows
 from wdstrain.packing.listing import Stream, file_mark
-
-_WIDEST = 65_536  # rows; chunks whose common multiple is wider are aligned to the widest alone
 
 
 def stream_hdf5(
@@ -33,16 +33,18 @@ def stream_hdf5(
     Raises SourceError for a file that is no HDF5 file, UsageError for paths that lead to no data set, naming those there are.
     """
     h5py = _h5py()
+    if not os.path.exists(file):
+        raise SourceError(f"{file}: there is no such file. Check the path.")
     try:
         opened = h5py.File(file, "r")
     except OSError as error:
-        raise SourceError(f"{file} is no HDF5 file that can be read ({error}).") from error
+        raise SourceError(
+            f"{file} is no HDF5 file that can be read ({str(error).partition('(')[2].rstrip(')') or error})."
+        ) from error
     wanted = dict(fields) | ({"__key__": key} if key else {})
     if not fields:
         raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
-    chunks = [rows.chunk for rows in found.values()]
-    common = math.lcm(*chunks)
     source = {"kind": "hdf5", "fields": dict(fields)}
     stream = stream_rows(
         file,
@@ -52,13 +54,12 @@ def stream_hdf5(
         classes=classes,
         quality=quality,
         keys="__key__" if key else None,
-        align=common if common <= _WIDEST else max(chunks),
     )
     return replace(stream, mark=f"{file_mark(file)} {sorted(wanted.items())} {list(labels)} {list(classes)} {quality}")
 
 
 class _DataSet:
-    """A data set, or one column of a compound one."""
+    """A data set, or one column of a compound one, read in whole chunks: each is decompressed once, however rows are asked."""
 
     def __init__(self, opened: Any, file: str, column: str | None) -> None:
         self._opened, self._file, self._column = opened, file, column
@@ -66,8 +67,20 @@ class _DataSet:
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)
         self.chunk = int(opened.chunks[0]) if opened.chunks else 1
+        self._first, self._held = 0, np.zeros(0)
 
     def __getitem__(self, rows: slice) -> Any:
+        if not self._first <= rows.start or rows.stop > self._first + len(self._held):
+            # what is held of the last chunk goes on; the rest is read in whole chunks
+            first = rows.start // self.chunk * self.chunk
+            stop = -(-rows.stop // self.chunk) * self.chunk
+            kept = self._held[max(0, first - self._first) :] if first >= self._first else self._held[:0]
+            begun = first + len(kept)
+            new = self._read(slice(begun, min(stop, self.shape[0])))
+            self._first, self._held = first, np.concatenate([kept, new]) if len(kept) else new
+        return self._held[rows.start - self._first : rows.stop - self._first]
+
+    def _read(self, rows: slice) -> Any:
         try:
             block = self._opened[rows]
         except OSError as error:

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,7 +35,7 @@ class Work(Protocol[R]):
     def __call__(self, number: int, tick: Tick) -> R: ...
 
 
-def run(work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local") -> Iterator[R]:
+def run(work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local") -> Generator[R, None, None]:
     """The results of work 0 to count - 1, in order. Raises what the work raises."""
     if engine == "ray":
         return _on_ray(work, count, told)
@@ -44,7 +44,7 @@ def run(work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "loca
     return _in_processes(work, count, min(jobs, count), told)
 
 
-def _here(work: Work[R], count: int, told: Told) -> Iterator[R]:
+def _here(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
     sums = np.zeros((count, 2), np.int64)
     for number in range(count):
         line = sums[number]
@@ -63,7 +63,7 @@ def _here(work: Work[R], count: int, told: Told) -> Iterator[R]:
         yield result
 
 
-def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Iterator[R]:
+def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator[R, None, None]:
     board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
@@ -114,7 +114,7 @@ def _do(number: int) -> Any:
     return work(number, tick)
 
 
-def _on_ray(work: Work[R], count: int, told: Told) -> Iterator[R]:
+def _on_ray(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
     try:
         import ray
     except ImportError:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from wdstrain.decode import EXTENSIONS
-from wdstrain.errors import SourceError
+from wdstrain.errors import SampleError, SourceError
+from wdstrain.http import is_http
 from wdstrain.indexing import Label
 
 # what operating systems leave in folders, by name
@@ -22,6 +23,9 @@ _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
 _EXTENSIONS = frozenset(EXTENSIONS)
 _ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
+
+# folders and shards named so are splits
+SPLITS = {"train": "train", "training": "train", **dict.fromkeys(("val", "valid", "validation", "dev"), "val"), "test": "test"}
 
 Part = tuple[str, bytes]  # field and its bytes
 
@@ -68,12 +72,10 @@ class Bad(NamedTuple):
 
     def portable(self) -> dict[str, Any]:
         """For a file that says the same on every machine: without the folders above the source."""
-        above = os.path.join(os.path.dirname(os.path.abspath(self.source)), "")
-        inside = os.path.join(os.path.abspath(self.source), "")
-        path = os.path.abspath(self.path) if os.path.isabs(self.path) or os.path.exists(self.path) else self.path
-        for prefix in (inside, above):
-            path = path.removeprefix(prefix)
-        return {"source": os.path.basename(self.source.rstrip("/")), "row": self.row, "path": path, "reason": self.reason}
+        source, path = self.source.rstrip("/"), self.path
+        for place in (source, os.path.abspath(source), os.path.dirname(source), os.path.dirname(os.path.abspath(source))):
+            path = path.removeprefix(f"{place}/") if place else path
+        return {"source": os.path.basename(source), "row": self.row or None, "path": path, "reason": self.reason}
 
 
 class Quarantine:
@@ -117,6 +119,7 @@ class Stream:
     source: dict[str, Any]
     total: int | None = None
     mark: str | None = None
+    ignored: dict[str, int] = field(default_factory=dict)  # grows while entries are read
     resplit: bool = False  # splits of the source may be drawn anew
     root: str | None = None
 
@@ -157,6 +160,14 @@ def tidy(path: str) -> str:
     return "/".join([*parts, base.replace(".", "_") or "_"])
 
 
+def field_name(name: str) -> str:
+    """A field's name as readers give it back. Raises SampleError for one that they would not."""
+    lower = name.lower()
+    if not lower or "/" in lower or "\0" in lower or lower.startswith(".") or not lower.isprintable():
+        raise SampleError(f"{name!r} cannot be the name of a field: it follows a key and a dot, and has no slash")
+    return lower
+
+
 def image_field(name: str) -> str | None:
     """The field an image file becomes, from its extension; None for a file that is no image by its name."""
     extension = name.rpartition(".")[2].lower()
@@ -170,4 +181,5 @@ def is_litter(name: str) -> bool:
 
 def file_mark(*paths: str) -> str:
     """Sizes and times of files, for a stream's mark."""
-    return repr([(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths])
+    local = [path for path in paths if not is_http(path)]
+    return repr([paths, [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in local]])

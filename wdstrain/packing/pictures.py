@@ -2,13 +2,15 @@
 
 Its first bytes are compared with those of known formats; on demand it is decoded to see whether it can be, and made smaller.
 What is encoded anew is upright (EXIF orientation applied) and 8-bit; JPEGs stay JPEGs, in RGB or grey, everything else
-becomes PNG with its alpha kept, unless a JPEG quality was given: then JPEG, without alpha. The decoder skips what the smaller
+becomes PNG with its alpha kept, unless a JPEG quality was given: then JPEG, without alpha. Fields with a dot in their name
+(seg.png, depth.png) are data beside the picture and stay as they are. The decoder skips what the smaller
 size does not need (libjpeg's scaled DCT), which is most of the time for photos.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -25,7 +27,8 @@ from wdstrain.packing.listing import Part
 from wdstrain.packing.options import Check, Options
 
 _QUALITY = 90
-_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"P1", b"P2", b"P3", b"P4", b"P5", b"P6")
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
+_PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PPM and its kin
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,15 @@ class Recipe:
                 if is_picture(field) and not looks_like_image(data):
                     self._picture(field, data)  # raises
             return parts
-        return [
-            self._picture(field, data) if field.rpartition(".")[2] in EXTENSIONS else (field, data) for field, data in parts
-        ]
+        names = {field for field, _ in parts}
+        made = []
+        for field, data in parts:
+            if is_picture(field):
+                name, data = self._picture(field, data)
+                # two pictures of one sample keep their names apart; a JPEG in a field called png is read as what it is
+                field = field if name in names else name
+            made.append((field, data))
+        return made
 
     def _picture(self, field: str, data: bytes) -> Part:
         if not data:
@@ -72,7 +81,7 @@ class Recipe:
             return field, data
         with warnings.catch_warnings():  # Pillow warns of odd metadata; what matters raises
             warnings.simplefilter("ignore")
-            if self.changes:
+            if self.changes and "." not in field:  # seg.png and the like are data, not the picture
                 return self._encoded(field, data)
             decode_image(data)
             return field, data
@@ -82,17 +91,18 @@ class Recipe:
             with Image.open(io.BytesIO(data)) as image:
                 size, kind, upright = image.size, image.format, _orientation(image) == 1
         except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-            raise SampleError(f"its {field} is no image of a known format ({error})") from error
+            decode_image(data)  # says what is wrong in words that are the same each time
+            raise SampleError(f"its {field} is no image of a known format") from error
+        kind = "JPEG" if data[:3] == b"\xff\xd8\xff" else kind  # also where Pillow calls a phone's picture an MPO
         small = self.resize is None or min(size) <= self.resize
         if small and self.quality is None:
             decode_image(data)  # what is kept as it is can be decoded, like what is not
             return field, data
         if size[0] * size[1] > MAX_PIXELS:
             raise SampleError(f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}")
-        prefix = field[: len(field) - len(field.rpartition(".")[2])]
         if kind == "JPEG" or self.quality is not None:
-            return f"{prefix}jpg", self._jpeg(data, fast=kind == "JPEG" and upright)
-        return f"{prefix}png", self._png(data)
+            return "jpg", self._jpeg(data, fast=kind == "JPEG" and upright)
+        return "png", self._png(data)
 
     def _jpeg(self, data: bytes, *, fast: bool) -> bytes:
         pixels = self._scaled(data) if fast else None
@@ -159,7 +169,9 @@ def is_picture(field: str) -> bool:
 
 def looks_like_image(data: bytes) -> bool:
     """Whether bytes begin as an image of a known format does."""
-    return data.startswith(_MAGIC) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or data[4:8] == b"ftyp"
+    if data.startswith(_MAGIC) or _PORTABLE.match(data) or (data[:2] == b"BM" and data[6:10] == bytes(4)):
+        return True
+    return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or data[4:8] == b"ftyp"
 
 
 def _orientation(image: Image.Image) -> int:

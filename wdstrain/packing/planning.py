@@ -47,6 +47,10 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
         raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
     if options.stratify and marks.grouped:
         raise UsageError("groups come to one side of a split, so shares cannot be exact within classes. Leave --stratify away.")
+    if marks.grouped and not options.split:
+        raise UsageError("a group says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1")
+    if options.stratify and not any(marks.strata):
+        raise UsageError("there are no classes to stratify by. Name a label of classes, or leave --stratify away.")
     if options.split:
         names, split = list(options.split), _drawn(marks, order, options)
     else:
@@ -58,6 +62,10 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
             raise UsageError(
                 f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, digits, _ and -."
             )
+    for name in names:
+        longer = [other for other in names if other.startswith(f"{name}-")]
+        if longer:
+            raise UsageError(f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. Rename one of them.")
     pieces = []
     for number, name in enumerate(names):
         mine = order[split == number]

@@ -51,33 +51,43 @@ def stream_samples(
                     if not packed:
                         raise SampleError(f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}")
                     key, stratum = named.get("__key__"), _stratum(packed)
-                    if key is not None and (not isinstance(key, str) or not key):
-                        raise SampleError(f"its __key__ is {key!r}, and a key is a text")
+                    if key is not None and (not isinstance(key, str) or not key or "\0" in key):
+                        raise SampleError(f"its __key__ is {key!r}, and a key is a text without NUL")
+                    if len({field for field, _ in packed}) < len(packed):
+                        raise SampleError(f"two of its fields have one name: {', '.join(field for field, _ in packed)}")
                 except SampleError as error:
                     quarantine.put(Bad(name, number + 1, "", str(error)))
                     continue
                 highest = max(highest, int(stratum)) if stratum.isdecimal() else highest
                 if stratum.isdecimal() and int(stratum) < len(names):
                     stratum = names[int(stratum)]
-                yield Entry(key, packed, split, group(sample) if group else "", stratum)
+                yield Entry(key, packed, split, str(group(sample)) if group else "", stratum)
 
     def found() -> tuple[Label, ...]:
         if labels or highest < 0:
             return tuple(labels)
         return (Label("class", "class", "cls", classes=names or tuple(map(str, range(highest + 1)))),)
 
-    sizes = [len(part) if hasattr(part, "__len__") else None for part in parts.values()]
+    sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
     return Stream(name, entries, found, source or {"kind": "samples"}, total)
+
+
+def _length(part: Any) -> int | None:
+    try:
+        return len(part)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _numbered(part: Any, name: str, quarantine: Quarantine) -> Iterator[tuple[int, Any]]:
     if hasattr(part, "__iter__"):
         yield from enumerate(part)
         return
-    if not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+    length = _length(part)
+    if not hasattr(part, "__getitem__") or length is None:
         raise UsageError(f"{type(part).__name__} is neither an iterable nor a data set with a length. Give one of them.")
-    for number in range(len(part)):
+    for number in range(length):
         try:
             sample = part[number]
         except Exception as error:  # whatever a data set of the user raises is the sample's fault

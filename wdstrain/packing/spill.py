@@ -28,7 +28,7 @@ from wdstrain.packing.options import Options
 from wdstrain.packing.rows import Rows
 from wdstrain.storage import write_whole
 
-_BUCKETS = 64
+_BUCKETS = 256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
 _RUN = 256 << 20  # bytes of a bucket where the order is the source's own
 _DONE = "spill.npz"
 _ABOUT = "spill.json"
@@ -112,7 +112,7 @@ class _Pass:
         if entry.key is not None and key != entry.key:
             self._names[self.count] = entry.key
         rank = self._hashes.of(key)
-        file = rank >> 58 if self._shuffle else self.bytes // _RUN
+        file = rank >> 56 if self._shuffle else self.bytes // _RUN
         start = self._offsets.get(file, 0)
         buffer = self._buffers.get(file)
         if buffer is None:
@@ -147,12 +147,13 @@ class _Pass:
         return os.path.join(self._folder, f"{file:03d}")
 
     def catalog(self, name: str) -> SpanCatalog:
+        split, splits = np.array(self._splits, np.int32), tuple(self._split_names.numbers)
         marks = Marks(
             np.array(self._ranks, np.uint64),
-            sides_of(np.array(self._groups, np.uint64)),
-            np.array(self._splits, np.int32),
+            sides_of(np.array(self._groups, np.uint64), split, splits, self._grouped),
+            split,
             np.array(self._strata, np.int32),
-            tuple(self._split_names.numbers),
+            splits,
             tuple(self._stratum_names.numbers),
             self._grouped,
         )

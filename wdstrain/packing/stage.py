@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.index_files import BIN_NAME, is_ours, read_document
@@ -20,6 +22,7 @@ BAD_NAME = "bad.jsonl"  # what was put into quarantine
 RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls them
 
 _NAMES = "names.json"  # on the stage: what the exchange removes and brings
+_DONE = "done"  # on the stage: what is left of an exchange that came to its end
 _LOCK = "owner"  # on the stage: held by the process that works on it
 _PATIENCE = 2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
 
@@ -36,10 +39,12 @@ class Stage:
         self._held = -1
         try:
             os.makedirs(out, exist_ok=True)
+            if os.path.exists(os.path.join(self.path, _DONE)):  # all is in place, and the rest was being removed
+                shutil.rmtree(self.path)
             present = set(os.listdir(out))
             self._check(present, overwrite, resume)
-            if resume and UNFINISHED not in present and SWAPPING not in present and INDEX_NAME in present:
-                self.whole = is_ours(os.path.join(out, INDEX_NAME))
+            if resume and not present & {UNFINISHED, SWAPPING} and present:
+                self.whole = True
                 return
             os.makedirs(self.path, exist_ok=True)
             self._lock()
@@ -50,23 +55,50 @@ class Stage:
                 for name in set(os.listdir(self.path)) - {_LOCK}:
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
         except (FileExistsError, NotADirectoryError):
+            self._unlock()
             raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
         except OSError as error:
+            self._unlock()
             raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
+        except BaseException:
+            self._unlock()
+            raise
 
     def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
         others = present - {UNFINISHED, SWAPPING}
+        listed = os.path.join(self.out, INDEX_NAME)
+        mine = INDEX_NAME in present and is_ours(listed)
+        if overwrite and INDEX_NAME in present and not mine:
+            raise UsageError(
+                f"{listed} is no index of this package and would be replaced. Choose another folder, or move it away."
+            )
         if overwrite or not present:
             return
         if not resume and len(others) < len(present):
             raise UsageError(
                 f"{self.out} holds an unfinished conversion. Add --resume to go on with it, or --overwrite to start anew."
             )
-        if not resume or (len(others) == len(present) and INDEX_NAME not in present):
+        if not resume or (len(others) == len(present) and not (mine and "listed" in _info(listed))):
             raise UsageError(
                 f"{self.out} holds {len(others)} files{' and no conversion' if resume else ''}. Choose an empty folder, or "
                 f"add --overwrite to replace its shards."
             )
+
+    def check_names(self, splits: Sequence[str]) -> None:
+        """Raise UsageError if shards of others lie there that would be taken for part of the new splits."""
+        listed = os.path.join(self.out, INDEX_NAME)
+        former = {row["url"] for row in read_document(listed)["shardlist"]} if os.path.exists(listed) else set()
+        for name in sorted(os.listdir(self.out)):
+            split = name.rpartition("-")[0]
+            if name.endswith(".tar") and name not in former and split in splits and not os.path.exists(self._swapping):
+                raise UsageError(
+                    f"{self.out} holds {name}, which no index lists and which would be taken for a shard of the new split "
+                    f"'{split}'. Move such files away, or choose another folder."
+                )
+
+    @property
+    def _swapping(self) -> str:
+        return os.path.join(self.out, SWAPPING)
 
     def folder(self, name: str) -> str:
         """A folder on the stage."""
@@ -97,7 +129,7 @@ class Stage:
         Only what the former index lists is removed, or what an exchange that was cut short was about to remove or bring.
         While this goes on, readers refuse the folder; if it is cut short, `resume` brings it to its end.
         """
-        swapping, listed = os.path.join(self.out, SWAPPING), os.path.join(self.out, INDEX_NAME)
+        swapping, listed = self._swapping, os.path.join(self.out, INDEX_NAME)
         former: list[str] = []
         with suppress(WdstrainError):
             former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
@@ -106,7 +138,8 @@ class Stage:
             former += [*names["former"], *names["files"]]
         try:
             write_whole(os.path.join(shards, _NAMES), json.dumps({"former": former, "files": files}).encode())
-            shutil.rmtree(swapping, ignore_errors=True)
+            if os.path.exists(swapping):  # of an exchange that was cut short; until the new one stands, no index is there
+                os.rename(swapping, os.path.join(self.path, "former"))
             os.rename(shards, swapping)
             sync_folder(self.out)
             self._exchange()
@@ -115,7 +148,7 @@ class Stage:
 
     def _exchange(self) -> None:
         """Bring an exchange to its end, wherever it stands."""
-        swapping = os.path.join(self.out, SWAPPING)
+        swapping = self._swapping
         with open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
             names = json.load(file)
         files: dict[str, str] = names["files"]
@@ -129,10 +162,10 @@ class Stage:
                 if final not in arrived:
                     os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
             sync_folder(self.out)
+        os.rename(swapping, os.path.join(self.path, _DONE))  # at once: from here on readers take the new set
+        sync_folder(self.out)
         self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
-        shutil.rmtree(swapping)
-        sync_folder(self.out)
 
     # --- one conversion at a time ------------------------------------------------------------------------------------
 
@@ -161,8 +194,15 @@ class Stage:
                 return
 
     def _unlock(self) -> None:
+        if self._held < 0:
+            return  # another's
         with suppress(OSError):
             os.unlink(os.path.join(self.path, _LOCK))
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        os.close(self._held)
+        self._held = -1
+
+
+def _info(path: str) -> dict[str, Any]:
+    with suppress(WdstrainError):
+        return dict(read_document(path)["wdstrain"]["info"])
+    return {}

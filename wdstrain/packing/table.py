@@ -12,11 +12,11 @@ import json
 import os
 from typing import Any
 
-from wdstrain.errors import SourceError, UsageError
+from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.indexing import Label
 from wdstrain.packing.collector import collector_paused
-from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, image_field
-from wdstrain.packing.pictures import field_of
+from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, field_name, image_field, tidy
+from wdstrain.packing.pictures import field_of, looks_like_image
 from wdstrain.packing.tables import Columns, read_table
 
 _HIGHEST_CLASS = 100_000  # whole numbers beyond are ids of something, not classes counted from 0
@@ -55,6 +55,10 @@ def list_table(
             raise UsageError(f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}")
     columns = _with_labels(columns, wanted, quarantine)
     found = tuple(_label(columns, name, kind) for name, kind in wanted)
+    for label in found:
+        if label.kind == "multi":  # one class by itself is a list of one
+            cells = columns.values[label.name]
+            columns.values[label.name] = [cell if isinstance(cell, list) else [cell] for cell in cells]
     classes = [label for label in found if label.kind == "class"]
     as_cls = classes[0].name if len(classes) == len(found) == 1 else None
     if as_cls is not None:
@@ -62,21 +66,21 @@ def list_table(
     stratum = classes[0] if classes else None
     base = root if root is not None else "" if not isinstance(table, (str, os.PathLike)) else os.path.dirname(table)
     keys, items = Keys(), []
+    above = _above([cell for cell in columns.values[image] if isinstance(cell, str)]) if root is None else None
     for number, row in enumerate(columns.rows):
         if split_by is not None and columns.values[split_by][number] is None:
             quarantine.put(Bad(columns.name, row, "", f"the split column '{split_by}' is empty"))
             continue
         try:
-            name, picture = _picture(columns.values[image][number], base, f"row-{row:09d}")
-        except SourceError as error:
+            name, picture = _picture(columns.values[image][number], base, f"row-{row:09d}", above)
+            parts: list[tuple[str, bytes | str]] = [picture]
+            if as_cls is not None:
+                parts.append(("cls", _class(columns.values[as_cls][number], found[0]).encode()))
+            rest = {c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)}
+            parts += _rest(rest)
+        except (SourceError, SampleError, ValueError) as error:  # a lone surrogate or a NUL is a ValueError
             quarantine.put(Bad(columns.name, row, str(columns.values[image][number])[:200], str(error)))
             continue
-        parts: list[tuple[str, bytes | str]] = [picture]
-        if as_cls is not None:
-            parts.append(("cls", _class(columns.values[as_cls][number], found[0]).encode()))
-        rest = {c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)}
-        if rest:
-            parts.append(("json", json.dumps(rest, ensure_ascii=False, default=_no_json).encode()))
         stem = os.path.splitext(name)[0]
         key = keys.key(stem)
         items.append(
@@ -84,7 +88,7 @@ def list_table(
                 key,
                 tuple(parts),
                 split=str(columns.values[split_by][number]) if split_by else "",
-                group=f"{group_by}={columns.values[group_by][number]}" if group_by else "",
+                group=_group(group_by, columns.values[group_by][number]) if group_by else "",
                 stratum=_name(columns.values[stratum.name][number], stratum) if stratum else "",
                 row=row,
                 name=name if key != stem else "",
@@ -96,7 +100,14 @@ def list_table(
 
 def _kind(name: str, known: list[str]) -> tuple[str, str | None]:
     before, colon, kind = name.rpartition(":")
+    if colon and before in known and kind not in _KINDS and name not in known:
+        raise UsageError(f"'{name}': a label is of one of the kinds {', '.join(_KINDS)}, and '{kind}' is none of them.")
     return (before, kind) if colon and kind in _KINDS and name not in known else (name, None)
+
+
+def _group(column: str, value: Any) -> str:
+    """The group of a row; a row that names none is one by itself."""
+    return "" if value is None else f"{column}={value}"
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------
@@ -175,11 +186,15 @@ def _name(value: Any, label: Label) -> str:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _picture(cell: Any, base: str, fallback: str) -> tuple[str, tuple[str, bytes | str]]:
-    """(name, (field, path or bytes)) of a cell. Raises SourceError saying why it is no picture."""
+def _picture(cell: Any, base: str, fallback: str, above: str | None) -> tuple[str, tuple[str, bytes | str]]:
+    """(name, (field, path or bytes)) of a cell. above: the folder of all absolute paths, which is no part of names;
+    None if they lie below base.
+
+    Raises SourceError saying why it is no picture.
+    """
     if isinstance(cell, dict) and ("bytes" in cell or "path" in cell):  # as Hugging Face data sets hold pictures
         if cell.get("bytes") is None:
-            return _picture(cell.get("path"), base, fallback)
+            return _picture(cell.get("path"), base, fallback, above)
         name = cell.get("path") or fallback
         return str(name), (field_of(cell["bytes"]), cell["bytes"])
     if isinstance(cell, bytes):
@@ -190,24 +205,43 @@ def _picture(cell: Any, base: str, fallback: str) -> tuple[str, tuple[str, bytes
     field = image_field(name.replace("\\", "/"))
     if field is None:
         raise SourceError("the picture has no extension of an image")
-    for below, path in _places(base, name):
+    for below, path in _places(base, name, within=above is None):
         if os.path.isfile(path):
-            return below, (field, path)
-    raise SourceError(f"the picture is not there; relative paths begin at {base or '.'} (--root)")
+            return below.removeprefix(above or "") if below.startswith("/") else below, (field, path)
+    raise SourceError("the picture is not there; --root says where relative paths begin")
 
 
-def _places(base: str, name: str) -> list[tuple[str, str]]:
+def _places(base: str, name: str, *, within: bool) -> list[tuple[str, str]]:
     """(name of the sample, path) of each file a cell may mean: as it is written, with slashes of either kind, below base;
-    for an absolute path of another machine, ever shorter ends of it below base."""
+    for an absolute path, also ever shorter ends of it below base. within: those first, so that a name does not depend on what
+    else this machine holds."""
     slashed = name.replace("\\", "/")
     places = [(slashed, os.path.join(base, one)) for one in (name, slashed)]
+    ends: list[str] = []
     drive, _, rest = slashed.partition(":")
     if slashed.startswith("/") or (len(drive) == 1 and rest.startswith("/")):
         parts = [part for part in slashed.split("/") if part]
         ends = ["/".join(parts[first:]) for first in range(1, len(parts))]
-        places += [(end, os.path.join(base, end)) for end in ends]
-    return places
+    below = [(end, os.path.join(base, end)) for end in ends]
+    return below + places if within else places + below
 
 
-def _no_json(value: Any) -> str:
-    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)
+def _above(cells: list[str]) -> str:
+    """The folder that all absolute paths lie in, with a slash at its end; nothing if there are none."""
+    folders = {os.path.dirname(cell.strip().replace("\\", "/")) for cell in cells if cell.strip().startswith("/")}
+    return os.path.join(os.path.commonpath(folders), "") if folders else ""
+
+
+def _rest(row: dict[str, Any]) -> list[tuple[str, bytes | str]]:
+    """The other columns of a row: one json, and a field of its own for bytes, which JSON cannot hold."""
+    loose: list[tuple[str, bytes | str]] = []
+    kept: dict[str, Any] = {}
+    for name, value in row.items():
+        data = value.get("bytes") if isinstance(value, dict) and set(value) == {"bytes", "path"} else value
+        if isinstance(data, bytes):
+            kind = field_of(data) if looks_like_image(data) else "bin"
+            loose.append((field_name(f"{tidy(name)}.{kind}"), data))
+        else:
+            kept[name] = value
+    text = json.dumps(kept, ensure_ascii=False, allow_nan=False, default=str) if kept else ""
+    return [*loose, *([("json", text.encode())] if kept else [])]

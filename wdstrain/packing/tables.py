@@ -61,12 +61,14 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
 def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     try:
         with open(name, encoding="utf-8-sig", newline="") as opened:
-            reader = csv.reader(opened, delimiter="\t" if name.lower().endswith(".tsv") else ",", skipinitialspace=True)
+            first = opened.readline()
+            opened.seek(0)
+            reader = csv.reader(opened, delimiter=_delimiter(name, first), skipinitialspace=True, strict=True)
             table = [(reader.line_num, row) for row in reader if row]
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{name} is no UTF-8 CSV table ({error}). Save it as one.") from error
+        raise SourceError(f"{name} is no UTF-8 CSV table ({error}). Look for a quote that is not closed.") from error
     if len(table) < 1 + has_header:
         raise SourceError(f"{name} has {len(table)} lines that are not blank; a header and at least one row are needed.")
     if has_header:
@@ -89,6 +91,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
             quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
     values = {column: _typed([row[i] for _, row in whole]) for i, column in enumerate(header)}
     return Columns(name, values, [line for line, _ in whole])
+
+
+def _delimiter(name: str, first: str) -> str:
+    """A comma, a tab in .tsv files, or a semicolon where the first line has no comma."""
+    if name.lower().endswith(".tsv"):
+        return "\t"
+    return ";" if ";" in first and "," not in first else ","
 
 
 def _typed(cells: list[str]) -> list[Any]:
@@ -127,10 +136,14 @@ def _parquet(name: str) -> Columns:
         import pyarrow.parquet
     except ImportError:
         raise UsageError(f"{name}: parquet needs pyarrow. Install it: pip install 'wdstrain[tables]'") from None
+    if not os.path.exists(name):
+        raise SourceError(f"{name}: there is no such file. Check the path.")
     try:
         table = pyarrow.parquet.ParquetFile(name).read()
     except (OSError, pyarrow.ArrowException) as error:
         raise SourceError(f"{name} is no parquet file that can be read ({str(error).splitlines()[0]}).") from error
+    if len(set(table.column_names)) < len(table.column_names):
+        raise SourceError(f"{name} names a column twice: {', '.join(table.column_names)}. Give each its own name.")
     values = {column: [_plain(cell) for cell in table[column].to_pylist()] for column in table.column_names}
     return Columns(name, values, list(range(1, table.num_rows + 1)))
 
@@ -149,8 +162,8 @@ def _plain(value: Any) -> Any:
     """A cell as the plain values that JSON knows, or bytes."""
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and math.isnan(value):
-        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)  # JSON knows no infinity
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple, np.ndarray)):

@@ -6,20 +6,24 @@ samples. Sets that number their classes differently are not merged, since the sa
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.fields import scalar
+from wdstrain.http import is_http
+from wdstrain.index_files import is_ours, labels_of, read_document
 from wdstrain.indexing import Index, Label
 from wdstrain.opening import open_index
 from wdstrain.packing.catalog import SpanCatalog, marks_of
 from wdstrain.packing.expression import Expression
-from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, file_mark
+from wdstrain.packing.listing import SPLITS, Bad, Entry, Part, Quarantine, Stream, field_name, file_mark
 from wdstrain.packing.planning import batches
-from wdstrain.storage import Urls, expand
+from wdstrain.storage import INDEX_NAME, Urls, beside, folder_of, read_whole
 
 _BLOCK = 16 << 20  # bytes read at a time
 
@@ -41,7 +45,6 @@ def stream_tars(
     last shard was read).
     """
     index = open_index(urls, note=note)
-    labels = _labels(urls, index)
     if keep and drop:
         raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
     for field in [*keep, *drop, *(rename or {})]:
@@ -52,42 +55,57 @@ def stream_tars(
     names = {
         field: (rename or {}).get(field, field) for field in index.fields if (field in keep if keep else field not in drop)
     }
+    try:
+        names = {field: field_name(name) for field, name in names.items()}
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
     if not names or len(set(names.values())) < len(names):
         raise UsageError(f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once.")
-    renamed = tuple(
-        Label(label.name, label.kind, names[label.field], label.column, label.classes)
-        for label in labels
-        if label.field in names
+    labels = _labels(index, names)
+    unknown = sorted(condition.names - {field.partition(".")[0] for field in index.fields}) if condition is not None else []
+    if unknown:
+        raise UsageError(
+            f"{select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
+        )
+    renamed = tuple(replace(label, field=names[label.field]) for label in labels if label.field in names)
+    stratum = next((label for label in labels if label.kind == "class"), None)
+    title = (
+        urls
+        if isinstance(urls, str) and not is_http(urls)
+        else ", ".join(sorted({folder_of(s.path) or "." for s in index.shards}))
     )
-    stratum = next((label for label in labels if label.kind == "class" and label.field == "cls"), None)
-    title = urls if isinstance(urls, str) else ", ".join(sorted({os.path.dirname(shard.path) or "." for shard in index.shards}))
+    ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
         seen: set[str] = set()
         for number, parts in _read(index):
             key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
+            split = shard.split or _split_of(shard.name)
             try:
                 _check(index, number, parts)
                 if wanted is not None and key not in wanted:
+                    _count(ignored, "keys that were not asked for")
                     continue
                 seen.add(key)
-                if condition is not None and not condition.holds(dict(parts), key=key, shard=shard.name, split=shard.split):
+                if condition is not None and not condition.holds(dict(parts), key=key, shard=shard.name, split=split):
+                    _count(ignored, "samples that do not meet the condition")
                     continue
                 kept = [(names[field], data) for field, data in parts if field in names]
                 if not kept:
                     raise SampleError(f"it has none of the fields {', '.join(names)}")
+                kind = _class(parts, stratum)
             except SampleError as error:
-                quarantine.put(Bad(shard.path, 0, key, str(error)))
+                quarantine.put(Bad(shard.shown, 0, key, str(error)))
                 continue
-            yield Entry(key, kept, shard.split, stratum=_class(parts, stratum))
+            yield Entry(key, kept, split, stratum=kind)
         missing = set() if wanted is None else wanted - seen
         if missing:
             raise SourceError(f"{keys}: {len(missing)} of {len(wanted or ())} keys are in no shard, such as '{min(missing)}'.")
 
-    source = {"kind": "tars", "fields": dict(names), "select": select, "keys": wanted is not None}
+    source = {"kind": "tars", "fields": dict(names), "select": select, "keys": wanted is not None, "data": index.fingerprint}
     total = None if condition or wanted is not None else len(index)
     mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())}"
-    return Stream(str(title), entries, lambda: renamed, source, total, mark, resplit=True)
+    return Stream(str(title), entries, lambda: renamed, source, total, mark, ignored, resplit=True)
 
 
 def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
@@ -108,24 +126,44 @@ def _check(index: Index, number: int, parts: list[Part]) -> None:
                 raise SampleError(f"the bytes of its {field} are not those that were packed (crc32)")
 
 
-def _labels(urls: Urls, index: Index) -> tuple[Label, ...]:
-    """The labels that all sets agree on. `join` drops labels that differ; here that is refused."""
-    if index.labels:
-        return index.labels
-    for path in expand(urls):
-        if path.endswith(".json") and open_index(path).labels:
-            raise UsageError(
-                f"these sets differ in their labels, or some have none: a class number would mean two things. Convert each by "
-                f"itself, or drop the label's field. One that has labels: {path}"
-            )
-    return ()
+def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
+    """The labels of the sets, which must agree on those whose fields are kept."""
+    found: dict[tuple[Label, ...], str] = {}
+    for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
+        labels: tuple[Label, ...] = ()
+        if read_whole(place) is not None and is_ours(place):
+            labels = tuple(label for label in labels_of(read_document(place)) if label.field in names)
+        found.setdefault(labels, place)
+    if len(found) > 1 and any(found):
+        raise UsageError(
+            f"these sets differ in their labels, or some have none: a class number would mean two things. Convert each by "
+            f"itself, or drop the label's field. One that has labels: {folder_of(next(found[one] for one in found if one))}"
+        )
+    return next(iter(found), ())
+
+
+def _split_of(name: str) -> str:
+    """The split that a shard's name speaks of, where no index does."""
+    word = re.match(r"[A-Za-z]+", name)
+    return SPLITS.get(word[0].lower(), "") if word else ""
+
+
+def _count(ignored: dict[str, int], reason: str) -> None:
+    ignored[reason] = ignored.get(reason, 0) + 1
 
 
 def _class(parts: list[Part], label: Label | None) -> str:
-    if label is None:
+    """The name of a sample's class, for stratified splits and for counting."""
+    data = next((data for field, data in parts if label is not None and field == label.field), None)
+    if label is None or data is None:
         return ""
-    text = next((data.decode("utf-8", "replace").strip() for field, data in parts if field == label.field), "")
-    return label.classes[int(text)] if text.isdecimal() and int(text) < len(label.classes) else text
+    try:
+        value = str(scalar(memoryview(data), label.column))
+    except (SampleError, ValueError):
+        return ""
+    if value in label.classes and label.column is not None:
+        return value
+    return label.classes[int(value)] if value.isdecimal() and int(value) < len(label.classes) else value
 
 
 def _keys(path: str) -> set[str]:

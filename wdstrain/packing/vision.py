@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
@@ -29,6 +30,9 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
         near = [one for one in torchvision.datasets.__all__ if one.lower().startswith(name[:3].lower())]
         raise UsageError(f"torchvision has no data set '{name}'{'; perhaps ' + ', '.join(near) if near else ''}.")
     parameters = inspect.signature(kind).parameters
+    strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
+    if strange:
+        raise UsageError(f"{name} has the splits train and test, and no '{strange[0]}'. Leave --splits away for both.")
     wanted = list(splits) or (["train", "test"] if "train" in parameters else list(_NAMES) if "split" in parameters else [""])
     found: dict[str, Any] = {}
     reasons = []
@@ -47,7 +51,8 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     classes = getattr(next(iter(found.values())), "classes", ())
     source = {"kind": "torchvision", "name": name, "splits": list(found)}
     fields = None if parts is files else ("png", "cls")
-    return stream_samples(None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source)
+    stream = stream_samples(None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source)
+    return replace(stream, resplit=True)
 
 
 class _Files:

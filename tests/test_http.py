@@ -1,0 +1,384 @@
+"""Shards on a server are read as if they were on the disk, whatever the network does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_class_folder, write_shards, write_tar
+from tests.servers import Fault, Served, change, cut, cut_in_headers, fine, serving, stall, status
+from wdstrain import forward, http
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.http import HttpFile, redacted
+from wdstrain.storage import expand
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed shards of some 300 KB, with an index."""
+    folder = tmp_path_factory.mktemp("made")
+    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(400))
+    wt.pack(rows, str(folder / "shards"), shard_bytes=300_000, split={"train": 0.8, "val": 0.2})
+    return folder / "shards"
+
+
+@pytest.fixture
+def served(made: Path) -> Iterator[Served]:
+    with serving(made) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges that are smaller than shards, and pauses that are short."""
+    monkeypatch.setattr(forward, "RANGE", 64 << 10)
+    monkeypatch.setattr(forward, "HELD", 256 << 10)
+    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
+
+
+def epoch(urls: Any, **options: Any) -> list[Any]:
+    loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100, **options)
+    found = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
+    loader.close()
+    return found
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_every_address_of_a_server_gives_what_the_disk_gives(made: Path, served: Served) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    names = sorted(path.name for path in made.glob("train-*.tar"))
+    braces = f"{served.url}/train-{{000000..{len(names) - 1:06d}}}.tar"
+    assert len(names) > 2
+    for urls in (
+        braces,
+        [f"{served.url}/{name}" for name in names],
+        [f"{served.url}/{names[0]}", *map(str, sorted(made.glob("train-*.tar"))[1:])],
+    ):
+        assert epoch(urls) == wanted
+    everything = wt.pack_tars(f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True)
+    assert len(everything) == 400
+    for urls in (served.url, f"{served.url}/", f"{served.url}/index.json"):
+        with pytest.raises(UsageError, match=r"holds several splits: train, val. Name one of: http.*/train-\{000000\.\.0"):
+            wt.Loader(urls)
+
+
+def test_commands_take_addresses(served: Served, capsys: Any) -> None:
+    assert main(["info", f"{served.url}/index.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 400
+    assert main(["verify", served.url]) == 0
+    assert main(["info", f"{served.url}/gone"]) == 1
+    assert "gone/index.json is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("/train-*.tar", "a server cannot be asked what matches"),
+        ("/train-{0..1.tar", "its braces do not pair up"),
+    ],
+)
+def test_patterns_that_a_server_cannot_answer_are_refused_at_once(served: Served, address: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        wt.Loader(served.url + address)
+    assert served.requests == []
+
+
+def test_windows_paths_are_paths() -> None:
+    with pytest.raises(UsageError, match="no such file or folder"):
+        expand("C:\\data\\train-000000.tar")
+
+
+def test_a_page_where_a_shard_should_be_is_said_at_once(made: Path) -> None:
+    with (
+        serving(made, pages=True) as server,
+        pytest.raises(StorageError, match="gave a page .text/html. where a shard should be"),
+    ):
+        wt.Loader(f"{server.url}/elsewhere/train-000000.tar")
+
+
+def test_what_is_not_there_is_an_error_with_its_status(served: Served) -> None:
+    with pytest.raises(StorageError, match=r"/none.tar: the server answered 404 Not Found"):
+        wt.Loader(f"{served.url}/none.tar")
+
+
+def test_shards_without_an_index_are_walked_over_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_shards(tmp_path / "s", [7, 13, 1])
+    wanted = sorted(key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"])
+    shutil.rmtree(tmp_path / "s" / ".wdstrain")
+    with serving(tmp_path / "s") as server:
+        for _ in range(2):
+            loader = wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
+            assert sorted(key for batch in loader for key in batch["__key__"]) == wanted
+            loader.close()
+    assert sum("walked over the headers of 21 samples" in record.message for record in caplog.records) == 1
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS: dict[str, list[Fault]] = {
+    "cut at once": [cut(0)],
+    "cut at byte 1": [cut(1), cut(1)],
+    "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
+    "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
+    "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
+    "busy": [
+        status(500),
+        status(502),
+        status(503),
+        status(429, Retry_After="0"),
+        status(503, Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
+    ],
+    "many": [fault for n in range(12) for fault in (cut(997 * n), status(503), fine())],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("ranges", [True, False])
+def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    with serving(made, ranges=ranges, faults=list(FAULTS[name])) as server:
+        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
+        assert not server.faults
+
+
+def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    http._pool_of.cache_clear()
+    monkeypatch.setattr(http, "STALL", 0.3)
+    released = threading.Event()
+    wanted = epoch(f"{made}/train-000000.tar")
+    try:
+        with serving(made, faults=[stall(5000, released), fine(), stall(0, released)]) as server:
+            assert epoch(f"{server.url}/train-000000.tar") == wanted
+            released.set()
+    finally:
+        http._pool_of.cache_clear()
+
+
+def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> None:
+    size = (made / "train-000000.tar").stat().st_size
+    with serving(made, faults=[cut(70_001)]) as server, HttpFile(f"{server.url}/train-000000.tar", size) as file:
+        found = bytearray(size)
+        file.read_into([memoryview(found)], 0)
+        assert found == (made / "train-000000.tar").read_bytes()
+        assert [asked for _, asked in server.requests] == [f"bytes=0-{size - 1}", f"bytes=70001-{size - 1}"]
+        assert file.retries == 1
+
+
+def test_what_cannot_be_healed_names_address_status_byte_and_attempts(made: Path) -> None:
+    with serving(made, faults=[fine(), *[status(503)] * 200]) as server:
+        loader = wt.Loader(f"{server.url}/train-{{000000..000001}}.tar", batch_size=4)
+        begun = time.monotonic()
+        with pytest.raises(
+            StorageError, match=r"/train-00000\d.tar gave no byte \d+ in 8 attempts over 0 s, the last: .*status 503"
+        ):
+            list(loader)
+        assert time.monotonic() - begun < 10
+    with pytest.raises(StorageError, match=r"index.json gave no byte 0 in 8 attempts.*refused"):
+        wt.Loader("http://127.0.0.1:9/shards")
+
+
+def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, made: Path) -> None:
+    shutil.copytree(made, tmp_path / "s")
+    with serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
+        with pytest.raises(ShardError, match=r"train-000000.tar changed while it was read"):
+            list(loader)
+    shutil.rmtree(tmp_path / "s")
+    shutil.copytree(made, tmp_path / "s")
+    with serving(tmp_path / "s") as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
+        os.truncate(tmp_path / "s" / "train-000000.tar", 10_240)
+        with pytest.raises(ShardError, match=r"train-000000.tar has 10240 bytes, its index says \d+"):
+            list(loader)
+
+
+def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made: Path) -> None:
+    shutil.copytree(made, tmp_path / "s")
+    with open(tmp_path / "s" / "train-000000.tar", "r+b") as file:
+        file.seek(3000)
+        file.write(bytes(16))
+    with serving(tmp_path / "s") as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4, on_bad="replace", max_bad=0.1)
+        list(loader)
+        assert loader.report()["bad"] == 1
+        assert main(["verify", f"{server.url}/train-000000.tar"]) == 1
+
+
+# --- many, and their end ---------------------------------------------------------------------------------------------
+
+
+def test_several_loaders_and_workers_read_one_server_at_once(made: Path) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    faults = [fault for n in range(20) for fault in (fine(), fine(), cut(1009 * n))]
+    found: list[Any] = []
+    with serving(made, faults=faults) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        threads = [threading.Thread(target=lambda: found.append(epoch(address))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == [wanted] * 4
+
+
+def test_a_resume_asks_for_no_byte_before_its_window(made: Path) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    with serving(made) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        loader = wt.Loader(address, batch_size=4, shuffle=False)
+        whole = [batch["__key__"] for batch in loader]
+        loader.close()
+        server.requests.clear()
+        loader = wt.Loader(address, batch_size=4, shuffle=False)
+        assert [batch["__key__"] for batch in loader.epoch(0, start=len(whole) - 3)] == whole[-3:]
+        loader.close()
+        assert {path for path, _ in server.requests if path.endswith(".tar")} <= {
+            f"/train-{n:06d}.tar" for n in (count - 1, 0, 1)
+        }
+
+
+def test_breaking_off_leaves_no_thread_behind(served: Served, made: Path) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    for _ in range(10):
+        loader = wt.Loader(f"{served.url}/train-{{000000..{count - 1:06d}}}.tar", batch_size=4)
+        next(iter(loader))
+        loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wdstrain")]
+
+
+def test_worker_processes_and_interrupts_do_not_mind_a_server(served: Served, made: Path) -> None:
+    fields = {"label": wt.label()}
+    wanted = [batch["label"].tolist() for batch in wt.Loader(str(made / "train-000000.tar"), fields, batch_size=8)]
+    loader = wt.Loader(f"{served.url}/train-000000.tar", fields, batch_size=8, num_workers=2)
+    assert [batch["label"].tolist() for batch in loader] == wanted
+    loader.close()
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_sent_and_never_shown(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header\nX-Other: 1")
+    with serving(made) as server:
+        host = server.url.removeprefix("http://")
+        address = f"http://me:hush-word@{host}/train-000000.tar?sig=hush-query"
+        loader = wt.Loader(address, batch_size=4)
+        keys = [key for batch in loader for key in batch["__key__"]]
+        texts = [str(loader), str(loader.index), json.dumps(loader.report()), json.dumps(loader.state_dict())]
+        loader.close()
+        assert len(keys) > 50
+        for sent in server.headers:
+            assert sent["Authorization"] == "Basic bWU6aHVzaC13b3Jk"
+            assert sent["X-Token"] == "hush-header"
+        assert all("sig=hush-query" in path for path, _ in server.requests)
+        index = wt.pack_tars(address, str(tmp_path / "copy"))
+        texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [json.dumps(index.info)]
+        server.faults += [status(403), *[status(503)] * 99]
+        for words in (["info", address.replace("000000", "999999")], ["verify", address], ["verify", address]):
+            main(words)
+        shown = capsys.readouterr()
+        texts += [shown.out, shown.err]
+    assert not [text for text in texts if "hush" in text]
+    assert redacted("https://a:b@h:1/p/x.tar?q=1#f") == "https://h:1/p/x.tar"
+
+
+# --- a server of the world -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
+    """nginx from Debian's packages, serving the shards."""
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    if not os.path.exists(program):
+        pytest.skip("nginx is not installed (on Debian: apt install nginx-light)")
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = tmp_path / "nginx.conf"
+    user = "user root;" if os.geteuid() == 0 else ""
+    config.write_text(
+        f"{user} daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {tmp_path}/a; proxy_temp_path {tmp_path}/b; fastcgi_temp_path {tmp_path}/c;\n"
+        f"uwsgi_temp_path {tmp_path}/d; scgi_temp_path {tmp_path}/e;\n"
+        f"server {{ listen 127.0.0.1:{port}; root {made}; }} }}\n"
+    )
+    with subprocess.Popen([program, "-c", str(config), "-p", str(tmp_path)], stderr=subprocess.PIPE) as process:
+        end = time.monotonic() + 10
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, process.stderr
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+        process.wait(10)
+
+
+def test_nginx_serves_what_the_disk_holds(made: Path, nginx: str) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    assert epoch(f"{nginx}/train-{{000000..{count - 1:06d}}}.tar") == epoch(f"{made}/train-*.tar")
+    assert main(["verify", nginx]) == 0
+    with pytest.raises(StorageError, match="404"):
+        wt.Loader(f"{nginx}/none.tar")
+
+
+def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pause before each answer, a pass takes little longer than the pauses of one fetcher's share."""
+    monkeypatch.setattr(forward, "HELD", 8 << 20)
+    for number in range(8):
+        write_tar(tmp_path / f"s-{number}.tar", [(f"k{number}-{i}", {"bin": bytes(4000)}) for i in range(60)])
+    wt.index(str(tmp_path))
+    with serving(tmp_path, delay=0.05) as server:
+        loader = wt.Loader(f"{server.url}/s-{{0..7}}.tar", batch_size=8, shuffle=False)
+        keys = [key for batch in loader for key in batch["__key__"]]
+        asked = [path for path, _ in server.requests if path.endswith(".tar")]
+        loader.close()
+    assert len(keys) == 480
+    # the requests of several shards were under way before the first one was consumed
+    assert len(set(asked[:6])) >= 2
+
+
+def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
+    released = threading.Event()
+    with serving(made, faults=[fine(), *[stall(100, released)] * 50]) as server:
+        code = f"import wdstrain as wt; next(iter(wt.Loader('{server.url}/train-{{{{000000..000002}}}}.tar', batch_size=4)))"
+        begun = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("{{", "{").replace("}}", "}")], capture_output=True, text=True, timeout=60
+        )
+        released.set()
+    assert done.returncode in (0, 1), done.stderr
+    assert time.monotonic() - begun < 40
+
+
+def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "s"), split={"train": 0.7, "val": 0.3})
+    common = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
+    with serving(tmp_path / "s") as server:
+        assert main(["train", server.url, "--out", str(tmp_path / "far"), *common]) == 0
+    assert main(["train", str(tmp_path / "s"), "--out", str(tmp_path / "near"), *common]) == 0
+    rows = [json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in ("far", "near")]
+    assert rows[0]["loss"] == rows[1]["loss"]

@@ -1,0 +1,316 @@
+"""HTTP, as if it were a disk: ranges of bytes that arrive whole, or an error that says why not.
+
+A connection may drop at any byte, a server may stall, answer 503, close early or know no ranges: what arrived is kept and the
+rest is asked for again from the byte where it broke, with growing pauses and jitter, so that many readers do not come back all
+at once. An object that changes between two requests is an error, never a mixture of both. What cannot be healed ends after
+`ATTEMPTS` tries without a byte of progress.
+
+The road not taken is webdataset's pipe to curl: it starts a shard anew, or hides the failure.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from http.client import HTTPException
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import urllib3
+from urllib3.exceptions import HTTPError, LocationParseError
+
+from wdstrain.errors import ShardError, StorageError
+
+ATTEMPTS = 8  # tries without a byte of progress: pauses of 0.1, 0.2, ... 10 s, less than half a minute in all
+STALL = 20.0  # seconds without a byte
+_CONNECT = 10.0  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get over
+_READ = 256 << 10  # bytes taken from a response at a time, at most
+_GAP = 4 << 20  # bytes that are read over rather than asked anew
+_HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
+
+_SECRETS = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
+
+
+def is_http(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def redacted(address: str) -> str:
+    """An address as it may be shown: without user, password, query and fragment, where secrets are."""
+    parts = urlsplit(address)
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+@dataclass
+class Answer:
+    """A response that is being read: `at` is the byte of the object that comes next."""
+
+    response: urllib3.BaseHTTPResponse
+    at: int
+    total: int | None
+    tag: str | None
+
+    def close(self) -> None:
+        self.response.close()
+        self.response.release_conn()
+
+
+@dataclass
+class HttpFile:
+    """An object on a server, read by position. Not shared between threads.
+
+    size: as the index says, or None, then it is asked for. A read that follows the last one goes on with the same response.
+    """
+
+    path: str
+    known_size: int | None = None
+    tag: str | None = None  # of the object as it was first seen
+    stopping: threading.Event = field(default_factory=threading.Event, repr=False)
+    ranged: bool = True  # False: the server answers a range with the whole object
+    retries: int = 0
+    _answer: Answer | None = field(default=None, repr=False)
+    _stop: int = 0  # where the response in hand ends
+
+    def __post_init__(self) -> None:
+        if self.known_size is None:
+            self._answer = self._ask(0, None)
+
+    @property
+    def size(self) -> int:
+        if self.known_size is None:
+            raise StorageError(
+                f"{redacted(self.path)}: the server does not say how large it is. Make an index beside the shards and name it."
+            )
+        return self.known_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length), fewer only at the end of the object."""
+        length = max(0, min(length, self.size - offset))
+        found = bytearray(length)
+        self.read_into([memoryview(found)], offset, last=self.size)
+        return bytes(found)
+
+    def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
+        """Fill the pieces, one after another, with the bytes from offset on.
+
+        last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
+        is not what it was, StorageError where the server gives up.
+        """
+        stop = offset + sum(map(len, pieces))
+        if stop > self.size:
+            raise ShardError(
+                f"{redacted(self.path)} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
+            )
+        tries, begun = 0, time.monotonic()
+        for piece in pieces:
+            view = piece
+            while view:
+                try:
+                    answer = self._at(offset, max(stop, last or stop))
+                    got = answer.response.read1(
+                        min(len(view), _READ)
+                    )  # what has come; readinto loses it when the rest does not
+                    if not got:
+                        raise HTTPException(f"the answer ended at byte {offset} where {self._stop} was promised")
+                    count = len(got)
+                    view[:count] = got
+                    offset, answer.at, tries, begun = offset + count, answer.at + count, 0, time.monotonic()
+                    view = view[count:]
+                except (HTTPError, HTTPException, OSError) as error:
+                    tries += 1
+                    self._pause(error, offset, tries, begun)
+
+    def stop(self) -> None:
+        """End a read that another thread is in."""
+        self.stopping.set()
+        answer = self._answer
+        if answer is not None:
+            with suppress(Exception):  # it may be closed meanwhile
+                answer.response.shutdown()
+
+    def close(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+    def __enter__(self) -> HttpFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _at(self, offset: int, stop: int) -> Answer:
+        """A response whose next byte is this one."""
+        if self.stopping.is_set():
+            raise StorageError(f"{redacted(self.path)}: reading was stopped.")
+        answer = self._answer
+        if answer is None or not answer.at <= offset < self._stop or offset - answer.at > _GAP:
+            self.close()
+            answer = self._answer = self._ask(offset, stop)
+        while answer.at < offset:  # a gap, or a server that knows no ranges
+            count = len(answer.response.read1(min(_READ, offset - answer.at)))
+            if not count:
+                raise HTTPException(f"the answer ended at byte {answer.at}")
+            answer.at += count
+        return answer
+
+    def _ask(self, offset: int, stop: int | None) -> Answer:
+        """A new request for the bytes from offset on. Raises what a retry may heal as urllib3's errors, the rest as ours."""
+        headers = {"Accept-Encoding": "identity", **_sent(self.path)}
+        if offset or stop is not None:
+            headers["Range"] = f"bytes={offset}-{'' if stop is None else stop - 1}"
+        if self.tag is not None:
+            headers["If-Match"] = self.tag
+        try:
+            response = _pool().request("GET", _bare(self.path), headers=headers, preload_content=False, redirect=True)
+        except LocationParseError as error:
+            raise StorageError(f"{redacted(self.path)} is no address ({error}).") from None
+        answer = Answer(response, offset, None, response.headers.get("ETag") or response.headers.get("Last-Modified"))
+        try:
+            self._check(answer, offset, headers)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _check(self, answer: Answer, offset: int, sent: Mapping[str, str]) -> None:
+        response, shown = answer.response, redacted(self.path)
+        if response.status in _AGAIN:
+            raise _Busy(response.status, response.headers)
+        if response.status == 412:
+            raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
+        if response.status not in (200, 206):
+            raise StorageError(f"{shown}: the server answered {response.status} {response.reason or ''}. Check the address.")
+        if response.status == 206:
+            span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
+            if span is None or int(span[1]) != offset:
+                raise StorageError(
+                    f"{shown}: the server was asked for byte {offset} and gave {response.headers.get('Content-Range')!r}."
+                )
+            self._stop = int(span[2]) + 1
+            answer.total = None if span[3] == "*" else int(span[3])
+        else:
+            self.ranged = self.ranged and "Range" not in sent
+            answer.at = 0
+            length = response.headers.get("Content-Length", "")
+            answer.total = int(length) if length.isdigit() else None
+            self._stop = answer.total if answer.total is not None else 1 << 62
+        if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
+            raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
+        if self.known_size is None:
+            self.known_size = answer.total
+        elif answer.total is not None and answer.total != self.known_size:
+            raise ShardError(
+                f"{shown} has {answer.total} bytes, its index says {self.known_size}: it was cut or changed. Copy it again, or "
+                f"make its index anew."
+            )
+        if self.tag is None:
+            self.tag = _strong(response.headers.get("ETag"))
+        elif response.headers.get("ETag") not in (None, self.tag):
+            raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
+
+    def _pause(self, error: Exception, offset: int, tries: int, begun: float) -> None:
+        """Wait before the next try. Raises StorageError when there were enough of them."""
+        self.close()
+        self.retries += 1
+        if tries >= ATTEMPTS:
+            raise StorageError(
+                f"{redacted(self.path)} gave no byte {offset} in {tries} attempts over {time.monotonic() - begun:.0f} s, the last: "
+                f"{_words(error, self.path)}. Check the server and the network."
+            ) from None
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * (0.5 + _SECRETS.random())
+        asked = error.after if isinstance(error, _Busy) else None
+        self.stopping.wait(max(pause, min(asked, 3 * _LONGEST_PAUSE)) if asked is not None else pause)
+        if self.stopping.is_set():
+            raise StorageError(f"{redacted(self.path)}: reading was stopped.")
+
+
+class _Busy(HTTPError):
+    """An answer that a server may get over. `after`: seconds it asked to wait."""
+
+    def __init__(self, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(f"status {status}")
+        text = headers.get("Retry-After", "")
+        self.after: float | None = float(text) if text.isdigit() else None
+        if text and self.after is None:
+            try:
+                self.after = max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+            except (TypeError, ValueError):
+                self.after = None
+
+
+def read_small(address: str) -> bytes | None:
+    """A small object as a whole; None if the server says that there is none (404, 410, and 403 as S3 says it)."""
+    tries, begun = 0, time.monotonic()
+    source = HttpFile(address, 0)
+    while True:
+        try:
+            response = _pool().request("GET", _bare(address), headers=_sent(address), preload_content=True, redirect=True)
+            if response.status in _AGAIN:
+                raise _Busy(response.status, response.headers)
+            if response.status in (403, 404, 410):
+                return None
+            if response.status != 200:
+                raise StorageError(f"{redacted(address)}: the server answered {response.status} {response.reason or ''}.")
+            return response.data
+        except (HTTPError, HTTPException, OSError) as error:
+            tries += 1
+            source._pause(error, 0, tries, begun)
+
+
+def _strong(tag: str | None) -> str | None:
+    """An ETag that If-Match may be given; weak ones say less than byte for byte."""
+    return tag if tag and not tag.startswith("W/") else None
+
+
+def _words(error: Exception, address: str) -> str:
+    """What an error says, without the address, which may hold a secret."""
+    text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
+    for secret in {address, _bare(address), urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]}:
+        text = text.replace(secret, "...") if secret else text
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _bare(address: str) -> str:
+    """The address without user and password, which travel in a header."""
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
+
+
+def _sent(address: str) -> dict[str, str]:
+    """Headers that go with every request: those of the environment, and user and password of the address."""
+    found = {}
+    for line in os.environ.get(_HEADERS, "").splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            found[name.strip()] = value.strip()
+    user = urlsplit(address).netloc.rpartition("@")[0]
+    if user:
+        found["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
+    return found
+
+
+@lru_cache(maxsize=1)
+def _pool_of(process: int) -> urllib3.PoolManager:
+    timeout = urllib3.Timeout(connect=_CONNECT, read=STALL)
+    return urllib3.PoolManager(
+        num_pools=16, maxsize=32, timeout=timeout, retries=urllib3.Retry(0, redirect=5, status=0, raise_on_redirect=False)
+    )
+
+
+def _pool() -> urllib3.PoolManager:
+    """Connections of this process: those of a parent are not used by a fork."""
+    return _pool_of(os.getpid())
