@@ -78,9 +78,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def begin(self, path: Path, start: int, stop: int) -> bytes:
         """The head of a range's answer; returns the bytes that should follow."""
-        size = path.stat().st_size
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        ranged = self.served.ranges and self.headers.get("Range") is not None
+        self.send_response(206 if ranged else 200)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
         self.send_header("Content-Length", str(stop - start))
         self.end_headers()
         return path.read_bytes()[start:stop]
@@ -149,8 +150,10 @@ def change(text: bytes) -> Fault:
     """The object is replaced by another before this answer is made."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        path.write_bytes(text)
-        handler.answer(412 if handler.headers.get("If-Match") else 200, b"", {"ETag": '"other"'})
+        other = path.with_suffix(".new")
+        other.write_bytes(text)
+        other.replace(path)
+        handler.answer(412 if handler.headers.get("If-Match") else 200, text, {"ETag": '"other"'})
         return True
 
     return fault

@@ -121,6 +121,7 @@ def test_shards_without_an_index_are_walked_over_once(tmp_path: Path, monkeypatc
     write_shards(tmp_path / "s", [7, 13, 1])
     wanted = sorted(key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"])
     shutil.rmtree(tmp_path / "s" / ".wdstrain")
+    caplog.clear()
     with serving(tmp_path / "s") as server:
         for _ in range(2):
             loader = wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
@@ -155,7 +156,7 @@ def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
     count = len(list(made.glob("train-*.tar")))
     with serving(made, ranges=ranges, faults=list(FAULTS[name])) as server:
         assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
-        assert not server.faults
+        assert not server.faults or (name == "many" and not ranges)  # one request brings the rest of a shard
 
 
 def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +199,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, mad
     shutil.copytree(made, tmp_path / "s")
     with serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
-        with pytest.raises(ShardError, match=r"train-000000.tar changed while it was read"):
+        with pytest.raises(ShardError, match=r"train-000000.tar (changed while it was read|has 11 bytes, its index says)"):
             list(loader)
     shutil.rmtree(tmp_path / "s")
     shutil.copytree(made, tmp_path / "s")
@@ -211,13 +212,15 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, mad
 
 def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made: Path) -> None:
     shutil.copytree(made, tmp_path / "s")
+    offset = next(at for name, at, _ in wt.index(str(tmp_path / "s")).members(3) if name == "bin")
     with open(tmp_path / "s" / "train-000000.tar", "r+b") as file:
-        file.seek(3000)
+        file.seek(offset)
         file.write(bytes(16))
     with serving(tmp_path / "s") as server:
-        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4, on_bad="replace", max_bad=0.1)
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4, tail="keep", on_bad="replace", max_bad=0.1)
         list(loader)
         assert loader.report()["bad"] == 1
+        loader.close()
         assert main(["verify", f"{server.url}/train-000000.tar"]) == 1
 
 
@@ -362,15 +365,22 @@ def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
     released = threading.Event()
-    with serving(made, faults=[fine(), *[stall(100, released)] * 50]) as server:
-        code = f"import wdstrain as wt; next(iter(wt.Loader('{server.url}/train-{{{{000000..000002}}}}.tar', batch_size=4)))"
-        begun = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", code.replace("{{", "{").replace("}}", "}")], capture_output=True, text=True, timeout=60
+
+    def stalled(handler: Any, path: Path, start: int, stop: int) -> bool:
+        return path.name != "train-000000.tar" and stall(100, released)(handler, path, start, stop)
+
+    with serving(made, faults=[stalled] * 50) as server:
+        code = (
+            f"import wdstrain as wt; urls = ['{server.url}/train-%06d.tar' % n for n in range(3)]\n"
+            "loader = wt.Loader(urls, batch_size=4, shuffle=False)\n"
+            "print(next(iter(loader))['__key__'][0])"
         )
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        seconds = time.monotonic() - begun
         released.set()
-    assert done.returncode in (0, 1), done.stderr
-    assert time.monotonic() - begun < 40
+    assert (done.returncode, done.stderr) == (0, "")
+    assert seconds < 15  # less than a stall: nothing was waited for
 
 
 def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ class Forward:
             self._source, self._path = self._opened(path, size), path
         self._source.read_into(list(pieces), offset)
 
+    def stop(self) -> None:
+        """End a read that another thread waits in."""
+        self._feed.stop()
+
     def close(self) -> None:
         self._leave()
         self._feed.close()
@@ -83,7 +87,7 @@ class _Feed:
     _rest: Extent | None = None  # what is left of the extent that is being cut into ranges
     _ended: bool = False
     _stopping: threading.Event = field(default_factory=threading.Event)
-    _tags: dict[str, str | None] = field(default_factory=dict)
+    _tags: dict[str, str] = field(default_factory=dict)
     _files: dict[int, HttpFile] = field(default_factory=dict)  # by thread: what it reads
     _alone: int | None = None  # the one thread that goes on where a server knows no ranges
 
@@ -98,12 +102,15 @@ class _Feed:
                 view[: len(part)] = part
                 view, offset = view[len(part) :], offset + len(part)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._stopping.set()
         with self._lock:
             for file in self._files.values():
                 file.stop()
             self._lock.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         for thread in self._threads:
             thread.join(timeout=2.0)  # one that waits for the first byte of an answer ends with it, and holds nothing
         self._threads.clear()
@@ -150,8 +157,7 @@ class _Feed:
                 self._files[me] = file
             try:
                 file.read_into([memoryview(data)], one.start, last=None if file.ranged else extent.stop)
-                self._tags.setdefault(extent.path, file.tag)
-                if file.tag != self._tags[extent.path]:
+                if file.tag is not None and self._tags.setdefault(extent.path, file.tag) != file.tag:
                     raise ShardError(f"{redacted(extent.path)} changed while it was read. Start again.")
             except WdstrainError as problem:
                 error = problem

@@ -83,8 +83,13 @@ class HttpFile:
     _stop: int = 0  # where the response in hand ends
 
     def __post_init__(self) -> None:
-        if self.known_size is None:
-            self._answer = self._ask(0, None)
+        tries, begun = 0, time.monotonic()
+        while self.known_size is None and self._answer is None:
+            try:
+                self._answer = self._ask(0, None)
+            except (HTTPError, HTTPException, OSError) as error:
+                tries += 1
+                self._pause(error, 0, tries, begun)
 
     @property
     def size(self) -> int:
@@ -263,6 +268,8 @@ def read_small(address: str) -> bytes | None:
                 raise _Busy(response.status, response.headers)
             if response.status in (403, 404, 410):
                 return None
+            if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
+                return None  # a page for people, of a server that answers so for what it has not
             if response.status != 200:
                 raise StorageError(f"{redacted(address)}: the server answered {response.status} {response.reason or ''}.")
             return response.data
@@ -278,6 +285,7 @@ def _strong(tag: str | None) -> str | None:
 
 def _words(error: Exception, address: str) -> str:
     """What an error says, without the address, which may hold a secret."""
+    error = getattr(error, "reason", None) or error  # of a failed connection, not of the request around it
     text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
     for secret in {address, _bare(address), urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]}:
         text = text.replace(secret, "...") if secret else text

@@ -84,6 +84,7 @@ class Reader:
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
+        self._reading: list[_Run] = []  # what the thread is in
         self._error: WdstrainError | None = None
         self._stopping = False
         self._released = 0
@@ -107,6 +108,9 @@ class Reader:
             with self._lock:
                 self._stopping = True
                 self._lock.notify_all()
+            for run in self._reading:
+                if run.forward is not None:
+                    run.forward.stop()
             self._thread.join()
             self._thread = None
 
@@ -150,7 +154,7 @@ class Reader:
         try:
             while not self._stopping:
                 plan = self._plans(epoch)
-                runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
+                runs = self._reading = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
                 with self._lock:  # one epoch ahead at most, however small the epochs are
                     self._lock.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
