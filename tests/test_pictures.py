@@ -124,6 +124,8 @@ def test_masks_beside_a_picture_stay_as_they_are_and_two_pictures_keep_their_nam
         made = recipe.apply(parts)
         assert [field for field, _ in made] == ["jpg", "seg.png", "png", "gif"]
         assert made[1][1] == mask
+    both = [("gif", encoded(photo(90, 90), "GIF")), ("bmp", encoded(photo(90, 90), "BMP"))]
+    assert [field for field, _ in Recipe(64, None, "magic").apply(both)] == ["png", "bmp"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class Recipe:
                 name, data = self._picture(field, data)
                 # two pictures of one sample keep their names apart; a JPEG in a field called png is read as what it is
                 field = field if name in names else name
+                names.add(field)
             made.append((field, data))
         return made
 
