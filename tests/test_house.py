@@ -23,7 +23,8 @@ PACKAGE = ROOT / "wdstrain"
 # a module imports only from floors below its own
 FLOORS = [
     {"errors", "bits", "children", "checksum", "packing.collector"},
-    {"http"},
+    {"http", "objects"},
+    {"remote"},
     {"plan", "tar", "storage", "decode", "augment", "memory", "meter"},
     {"indexing", "arena", "mixing", "forward", "packing.options", "packing.expression", "packing.jobs"},
     {"fields"},
@@ -48,7 +49,16 @@ FLOORS = [
         "packing.samples",
         "packing.arrays",
     },
-    {"pipeline", "packing.shard", "packing.spill", "packing.stage", "packing.hdf5", "packing.tars", "packing.vision"},
+    {
+        "pipeline",
+        "packing.shard",
+        "packing.spill",
+        "packing.stage",
+        "packing.bucket",
+        "packing.hdf5",
+        "packing.tars",
+        "packing.vision",
+    },
     {"packing.convert", "loader", "device"},
     {"packing.doors", "packing"},
     {"streaming", "mixed", "training.task", "training.models", "training.run"},

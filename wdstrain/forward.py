@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.http import HttpFile, is_http, redacted
+from wdstrain.remote import RemoteFile, is_remote, open_remote, redacted
 from wdstrain.storage import Source
 
 RANGE = 4 << 20  # bytes of one request
@@ -53,7 +53,7 @@ class Forward:
 
     def read_into(self, path: str, size: int, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill the pieces with the bytes of a shard from offset on."""
-        if is_http(path):
+        if is_remote(path):
             self._feed.read_into(path, pieces, offset)
             return
         if self._source is None or path != self._path:
@@ -88,7 +88,7 @@ class _Feed:
     _ended: bool = False
     _stopping: threading.Event = field(default_factory=threading.Event)
     _tags: dict[str, str] = field(default_factory=dict)
-    _files: dict[int, HttpFile] = field(default_factory=dict)  # by thread: what it reads
+    _files: dict[int, RemoteFile] = field(default_factory=dict)  # by thread: what it reads
     _alone: int | None = None  # the one thread that goes on where a server knows no ranges
 
     def read_into(self, path: str, pieces: Sequence[memoryview], offset: int) -> None:
@@ -152,7 +152,7 @@ class _Feed:
             if file is None or file.path != extent.path:
                 if file is not None:
                     file.close()
-                file = HttpFile(extent.path, extent.size, self._tags.get(extent.path), self._stopping)
+                file = open_remote(extent.path, extent.size, self._tags.get(extent.path), self._stopping)
             with self._lock:
                 self._files[me] = file
             try:
@@ -180,7 +180,7 @@ class _Feed:
                 if self._alone not in (None, me):
                     return None  # asking for a range would bring the whole object each time
                 if self._rest is None:
-                    self._rest = next((extent for extent in self.extents if is_http(extent.path)), None)
+                    self._rest = next((extent for extent in self.extents if is_remote(extent.path)), None)
                 if self._rest is None:
                     self._ended = True
                     self._lock.notify_all()

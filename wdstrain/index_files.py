@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from wdstrain.errors import ShardError
-from wdstrain.http import is_http, redacted
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
+from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import INDEX_NAME, beside, open_source, read_whole, write_whole
 from wdstrain.tar import Walk, samples
 
@@ -77,7 +77,11 @@ def load(path: str, *, base: str | None = None) -> Index:
             shards=tuple(
                 Shard(
                     _beside(
-                        path if base is None else beside(base, INDEX_NAME) if is_http(base) else os.path.join(base, INDEX_NAME),
+                        path
+                        if base is None
+                        else beside(base, INDEX_NAME)
+                        if is_remote(base)
+                        else os.path.join(base, INDEX_NAME),
                         row["url"],
                     ),
                     _size(row["nsamples"]),
@@ -145,7 +149,7 @@ def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
 def check_sizes(index: Index) -> None:
     """Raise ShardError for a shard that is not there or has not the size its index says."""
     for shard in index.shards:
-        if is_http(shard.path):
+        if is_remote(shard.path):
             continue  # compared when its first byte comes
         try:
             size = os.stat(shard.path).st_size
@@ -163,11 +167,11 @@ def check_sizes(index: Index) -> None:
 
 
 def _shown(path: str) -> str:
-    return redacted(path) if is_http(path) else path
+    return redacted(path) if is_remote(path) else path
 
 
 def _no_index(path: str, error: Exception) -> ShardError:
-    if is_http(path):
+    if is_remote(path):
         return ShardError(f"{redacted(path)} is no index of this package ({type(error).__name__}). Check the address.")
     folder = os.path.dirname(path) or "."
     what = f"{type(error).__name__}: {error}"
@@ -201,7 +205,7 @@ def _head_line(head: dict[str, Any]) -> bytes:
 
 def _map(path: str, wanted: str) -> Table:
     data: bytes | mmap.mmap | None
-    if is_http(path):
+    if is_remote(path):
         data = read_whole(path)
         if data is None:
             raise ValueError(f"{redacted(path)} is not there")

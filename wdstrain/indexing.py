@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import ShardError
-from wdstrain.http import is_http, redacted
+from wdstrain.remote import is_remote, redacted
 from wdstrain.tar import Sample
 
 Ints = npt.NDArray[np.int64]
@@ -52,12 +52,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        return os.path.basename(urlsplit(self.path).path if is_http(self.path) else self.path)
+        return os.path.basename(urlsplit(self.path).path if is_remote(self.path) else self.path)
 
     @property
     def shown(self) -> str:
         """The path as it may be printed: without what may be secret in an address."""
-        return redacted(self.path) if is_http(self.path) else self.path
+        return redacted(self.path) if is_remote(self.path) else self.path
 
 
 @dataclass(frozen=True)

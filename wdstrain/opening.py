@@ -21,9 +21,9 @@ from itertools import groupby
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.http import HttpFile, is_http, redacted
 from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
+from wdstrain.remote import is_remote, open_remote, redacted
 from wdstrain.storage import INDEX_NAME, Urls, beside, check_finished, expand, folder_of, is_json, name_of, read_whole
 
 _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
@@ -41,7 +41,7 @@ def open_index(urls: Urls, *, note: Note | None = None) -> Index:
     known: dict[str, Index | None] = {}
     listed = expand(urls)
     for (folder, is_index), paths in groupby(listed, key=lambda path: (beside(path, ""), is_json(path))):
-        if is_http(folder):
+        if is_remote(folder):
             if is_index:
                 parts += [load(path) for path in paths]
                 continue
@@ -107,7 +107,7 @@ def one_split(index: Index, urls: Urls) -> Index:
         if len(splits) > 1:
             folder, shown = folder_of(mine[0].path) or ".", os.fspath(address)
             choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits)
-            shown = redacted(shown) if is_http(shown) else shown
+            shown = redacted(shown) if is_remote(shown) else shown
             raise UsageError(f"{shown} holds several splits: {', '.join(splits)}. Name one of: {choices}")
     return index
 
@@ -115,7 +115,7 @@ def one_split(index: Index, urls: Urls) -> Index:
 def _pattern(shards: list[Shard], split: str) -> str:
     """How the shards of a split are named together: a server cannot be asked what matches a *."""
     names = sorted(shard.name for shard in shards if shard.split == split)
-    if not is_http(shards[0].path):
+    if not is_remote(shards[0].path):
         return f"{split}-*.tar"
     first, last = names[0], names[-1]
     if len(names) == 1 or not re.fullmatch(rf"{re.escape(split)}-\d+\.tar", first):
@@ -135,7 +135,7 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
     """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
     folder, listed = beside(path, ""), beside(path, INDEX_NAME)
     if folder not in known:
-        is_there = read_whole(listed) is not None if is_http(path) else os.path.exists(listed)
+        is_there = read_whole(listed) is not None if is_remote(path) else os.path.exists(listed)
         known[folder] = load(listed) if is_there and is_ours(listed) else None
     index = known[folder]
     return index.numbers.get(name_of(path)) if index is not None else None
@@ -183,7 +183,7 @@ def _same_samples(a: Index, b: Index) -> bool:
 
 def _walked(paths: list[str], note: Note | None) -> Index:
     """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others."""
-    folder = beside(paths[0], "") if is_http(paths[0]) else os.path.dirname(paths[0])
+    folder = beside(paths[0], "") if is_remote(paths[0]) else os.path.dirname(paths[0])
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
@@ -206,11 +206,11 @@ def _walked(paths: list[str], note: Note | None) -> Index:
 
 def _places(folder: str) -> Iterator[str]:
     """Where what was found in a folder may be remembered, the best place first."""
-    if not is_http(folder):
+    if not is_remote(folder):
         yield os.path.join(folder, _HIDDEN)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = blake2b(
-        (folder if is_http(folder) else os.path.abspath(folder)).encode("utf-8", "surrogateescape"), digest_size=12
+        (folder if is_remote(folder) else os.path.abspath(folder)).encode("utf-8", "surrogateescape"), digest_size=12
     ).hexdigest()
     yield os.path.join(cache, "wdstrain", "indexes", name)
 
@@ -239,8 +239,8 @@ def _remember(index: Index, folder: str) -> str | None:
 
 def _stamp(shard: Shard) -> tuple[int, int | str | None] | None:
     """(bytes, time of the last change in ns, or a server's tag) of a shard, None if it is not there."""
-    if is_http(shard.path):
-        with HttpFile(shard.path) as source:
+    if is_remote(shard.path):
+        with open_remote(shard.path) as source:
             return source.size, source.tag
     try:
         found = os.stat(shard.path)

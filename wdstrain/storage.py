@@ -13,13 +13,15 @@ import re
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.http import HttpFile, is_http, read_small, redacted
+from wdstrain.objects import is_object, list_folder_of
+from wdstrain.remote import RemoteFile, is_remote, open_remote, read_remote, redacted
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -47,8 +49,8 @@ def _expand_one(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
     if scheme and scheme.group(1).lower() == "file":
         address = address[len(scheme.group(0)) :]
-    elif is_http(address):
-        return _expand_http(address)
+    elif is_remote(address):
+        return _expand_remote(address)
     elif scheme:
         raise UsageError(f"{address}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk.")
     path = Path(address)
@@ -69,15 +71,20 @@ def _expand_one(address: str) -> list[str]:
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
 
 
-def _expand_http(address: str) -> list[str]:
+def _expand_remote(address: str) -> list[str]:
     parts = urlsplit(address)
     if "{" in parts.path:
         try:
-            return [one for part in braceexpand(address, escape=False) for one in _expand_http(part)]
+            return [one for part in braceexpand(address, escape=False) for one in _expand_remote(part)]
         except ValueError:
             raise UsageError(
                 f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
             ) from None
+    if any(c in parts.path for c in "*[") and is_object(address):
+        found = [name for name in list_folder_of(address) if fnmatchcase(name, name_of(address))]
+        if not found:
+            raise UsageError(f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder.")
+        return [beside(address, name) for name in found]
     if any(c in parts.path for c in "*["):
         raise UsageError(f"{redacted(address)}: a server cannot be asked what matches a *. Use braces, or name its index.json.")
     if parts.path.endswith((".tar", ".json")):
@@ -156,18 +163,18 @@ class LocalFile:
         self.close()
 
 
-Source = LocalFile | HttpFile
+Source = LocalFile | RemoteFile
 
 
 def open_source(path: str, size: int | None = None) -> Source:
     """A shard to read from. size: as an index says, which saves asking a server for it."""
-    return HttpFile(path, size) if is_http(path) else LocalFile(path)
+    return open_remote(path, size) if is_remote(path) else LocalFile(path)
 
 
 def read_whole(path: str) -> bytes | None:
     """A small file; None if it is not there."""
-    if is_http(path):
-        return read_small(path)
+    if is_remote(path):
+        return read_remote(path)
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -177,7 +184,7 @@ def read_whole(path: str) -> bytes | None:
 
 def beside(path: str, name: str) -> str:
     """The address of another file in the folder of a file; what follows a ? in an address goes along."""
-    if not is_http(path):
+    if not is_remote(path):
         return os.path.join(os.path.dirname(path), name)
     parts = urlsplit(path)
     return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rpartition('/')[0]}/{quote(name)}", parts.query, ""))
@@ -185,7 +192,7 @@ def beside(path: str, name: str) -> str:
 
 def name_of(path: str) -> str:
     """The name of a file in its folder."""
-    return os.path.basename(urlsplit(path).path if is_http(path) else path)
+    return os.path.basename(urlsplit(path).path if is_remote(path) else path)
 
 
 def is_json(path: str) -> bool:
@@ -195,7 +202,7 @@ def is_json(path: str) -> bool:
 
 def folder_of(path: str) -> str:
     """The folder of a file, as it may be shown."""
-    return redacted(path).rpartition("/")[0] if is_http(path) else os.path.dirname(path)
+    return redacted(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
 
 
 def publish(temporary: str, final: str) -> None:

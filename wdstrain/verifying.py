@@ -15,10 +15,10 @@ import numpy as np
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
-from wdstrain.http import is_http, redacted
 from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index, Table
 from wdstrain.opening import one_of, tars_of
+from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Source, Urls, check_finished, expand, is_json, open_source
 from wdstrain.tar import samples
 
@@ -49,7 +49,7 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
     todo: list[tuple[str, Index | None]] = []
     for path in expand(urls):
         try:
-            if not is_http(path):
+            if not is_remote(path):
                 check_finished(os.path.dirname(path))
             if is_json(path) and not is_ours(path):
                 todo += [(tar, None) for tar in tars_of(os.path.dirname(path))]
@@ -59,7 +59,7 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
                 index = load(path)
                 todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]
                 listed = {shard.path for shard in index.shards}
-                here = [] if is_http(path) else tars_of(os.path.dirname(path))
+                here = [] if is_remote(path) else tars_of(os.path.dirname(path))
                 others = [tar for tar in here if tar not in listed]
                 result.findings += [f"{tar} lies beside the index, which does not list it." for tar in others]
         except WdstrainError as error:
@@ -74,7 +74,7 @@ def verify(urls: Urls, progress: Callable[[Verification, int], None] | None = No
 
 def _verify_shard(path: str, promised: Index | None, result: Verification) -> list[str]:
     findings: list[str] = []
-    shown = redacted(path) if is_http(path) else path
+    shown = redacted(path) if is_remote(path) else path
     try:
         with open_source(path) as source:
             result.bytes += source.size

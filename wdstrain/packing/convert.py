@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ import numpy as np
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.index_files import BIN_NAME, check_sizes, load, save_index
 from wdstrain.indexing import Index, Label, join
+from wdstrain.objects import is_object
+from wdstrain.packing.bucket import check_free, deliver, outgoing
 from wdstrain.packing.catalog import Catalog, ItemCatalog, SpanCatalog
 from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.jobs import Tick, run
@@ -69,11 +72,13 @@ class Conversion:
 
 
 def convert(source: Source, out: str, options: Options, progress: Progress | None = None) -> Conversion:
-    """Pack a source into the folder `out`.
+    """Pack a source into the folder `out`, or into a bucket (s3://bucket/folder).
 
     Raises UsageError if `out` is in use, SourceError for a bad sample unless it is quarantined, StorageError for a disk
     that fails. What was written then stays on the stage for `resume`, and what was in `out` before is there still.
     """
+    if is_object(out):
+        return _into_bucket(source, out, options, progress)
     if source.root is not None and _lies_in(out, source.root):
         raise UsageError(f"{out} lies in {source.root}, which is being converted. Put the shards into another folder.")
     stage = Stage(out, overwrite=options.overwrite, resume=options.resume)
@@ -86,6 +91,19 @@ def convert(source: Source, out: str, options: Options, progress: Progress | Non
     except BaseException:
         work.stage.leave()
         raise
+
+
+def _into_bucket(source: Source, address: str, options: Options, progress: Progress | None) -> Conversion:
+    """Make a set in the user's cache folder, put it into a bucket, and take it away again."""
+    folder = outgoing(address)
+    if not options.overwrite and not (options.resume and os.path.exists(folder)):
+        check_free(address)
+    done = convert(source, folder, options, progress)
+    tell = progress or (lambda step: None)
+    deliver(done.index, folder, address, lambda number, total, size: tell(Step("putting", number, total, size, len(done.bad))))
+    shutil.rmtree(folder)
+    moved = tuple(replace(shard, path=f"{address.rstrip('/')}/{shard.name}") for shard in done.index.shards)
+    return replace(done, index=replace(done.index, shards=moved))
 
 
 class _Conversion:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from wdstrain.decode import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.http import is_http
 from wdstrain.indexing import Label
+from wdstrain.remote import is_remote
 
 # what operating systems leave in folders, by name
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
@@ -181,5 +181,5 @@ def is_litter(name: str) -> bool:
 
 def file_mark(*paths: str) -> str:
     """Sizes and times of files, for a stream's mark."""
-    local = [path for path in paths if not is_http(path)]
+    local = [path for path in paths if not is_remote(path)]
     return repr([paths, [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in local]])

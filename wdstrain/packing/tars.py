@@ -15,7 +15,6 @@ import numpy as np
 from wdstrain.checksum import crc32
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.fields import scalar
-from wdstrain.http import is_http
 from wdstrain.index_files import is_ours, labels_of, read_document
 from wdstrain.indexing import Index, Label
 from wdstrain.opening import open_index
@@ -23,6 +22,7 @@ from wdstrain.packing.catalog import SpanCatalog, marks_of
 from wdstrain.packing.expression import Expression
 from wdstrain.packing.listing import SPLITS, Bad, Entry, Part, Quarantine, Stream, field_name, file_mark
 from wdstrain.packing.planning import batches
+from wdstrain.remote import is_remote
 from wdstrain.storage import INDEX_NAME, Urls, beside, folder_of, read_whole
 
 _BLOCK = 16 << 20  # bytes read at a time
@@ -71,7 +71,7 @@ def stream_tars(
     stratum = next((label for label in labels if label.kind == "class"), None)
     title = (
         urls
-        if isinstance(urls, str) and not is_http(urls)
+        if isinstance(urls, str) and not is_remote(urls)
         else ", ".join(sorted({folder_of(s.path) or "." for s in index.shards}))
     )
     ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}

@@ -1,0 +1,143 @@
+"""Sets in a bucket: written whole or not at all, read as from the disk. Against a real S3 server on the loopback."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+from wdstrain import forward, objects
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.objects import list_folder_of, put, read_object
+
+server = pytest.importorskip("moto.server", reason="moto is not installed")
+pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wdstrain[s3]'")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The address of an empty bucket."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "hush-id",
+        "AWS_SECRET_ACCESS_KEY": "hush-secret",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    objects._store.cache_clear()
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    yield "s3://bucket"
+    objects._store.cache_clear()
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
+    running.stop()
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30}, "jpg")
+
+
+def stored(address: str) -> dict[str, bytes]:
+    return {name: read_object(f"{address}/{name}") or b"" for name in list_folder_of(f"{address}/")}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(bucket: str, photos: Path, tmp_path: Path) -> None:
+    split = {"train": 0.7, "val": 0.3}
+    index = wt.pack_folder(str(photos), f"{bucket}/set/photos", split=split, shard_samples=10)
+    wt.pack_folder(str(photos), str(tmp_path / "here"), split=split, shard_samples=10)
+    assert stored(f"{bucket}/set/photos") == files(tmp_path / "here")
+    assert index.shards[0].path == f"{bucket}/set/photos/train-000000.tar"
+    assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
+
+    def epoch(urls: str) -> list[Any]:
+        loader = wt.Loader(urls, {"label": wt.label(), "image": wt.image(size=8)}, batch_size=8, seed=3)
+        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].sum().item()) for batch in loader]
+        loader.close()
+        return found
+
+    count = sum(shard.split == "train" for shard in index.shards)
+    for urls in (f"{bucket}/set/photos/train-*.tar", f"{bucket}/set/photos/train-{{000000..{count - 1:06d}}}.tar"):
+        assert epoch(urls) == epoch(f"{tmp_path}/here/train-*.tar")
+    words = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
+    assert main(["train", f"{bucket}/set/photos", "--out", str(tmp_path / "run"), *words]) == 0
+    assert main(["verify", f"{bucket}/set/photos"]) == 0
+
+
+def test_a_set_that_is_there_is_refused_and_replaced_when_that_is_asked_for(bucket: str, photos: Path, tmp_path: Path) -> None:
+    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10)
+    with pytest.raises(UsageError, match="holds a set already"):
+        wt.pack_folder(str(photos), f"{bucket}/p")
+    wt.pack_folder(str(photos), f"{bucket}/p", overwrite=True, shard_samples=40)
+    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=40)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
+def test_putting_that_was_broken_off_goes_on_with_what_is_missing(
+    bucket: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wdstrain.packing import bucket as module
+
+    asked: list[tuple[str, bool]] = []
+
+    def failing(path: str, file: str, sha256: str) -> bool:
+        if len(asked) == 4:
+            raise StorageError("the network went away")
+        asked.append((path, put(path, file, sha256)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(module, "put", failing)
+    with pytest.raises(StorageError, match="went away"):
+        wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10)
+    assert len(list_folder_of(f"{bucket}/p/")) == 4
+    with pytest.raises(ShardError, match="index.json is not there"):  # no index, no set
+        wt.Loader(f"{bucket}/p")
+    monkeypatch.setattr(module, "put", lambda *words: asked.append((words[0], put(*words))) or True)
+    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10, resume=True)
+    assert [fresh for _, fresh in asked] == [True] * 4 + [False] * 4 + [True] * 4
+    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=10)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
+def test_large_shards_are_put_in_parts_and_read_in_ranges(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "RANGE", 1 << 20)
+    bits = np.random.default_rng(0)
+    blobs = {f"k{number:03d}": bits.bytes(200_000) for number in range(80)}
+    wt.pack(({"__key__": key, "bin": data} for key, data in blobs.items()), f"{bucket}/large")
+    loader = wt.Loader(f"{bucket}/large", batch_size=8)
+    found = {key: data for batch in loader for key, data in zip(batch["__key__"], batch["bin"], strict=True)}
+    loader.close()
+    assert found == blobs
+
+
+def test_what_is_not_there_or_not_allowed_is_a_sentence_without_secrets(bucket: str, photos: Path, capsys: Any) -> None:
+    for words in (["info", f"{bucket}/none"], ["info", f"{bucket}/none-*.tar"], ["verify", "s3://elsewhere/x/a.tar"]):
+        assert main(words) in (1, 2)
+    assert main(["convert", "folder", str(photos), "s3://elsewhere/x"]) == 1
+    printed = capsys.readouterr()
+    assert "hush" not in printed.out + printed.err
+    assert "Traceback" not in printed.err
+    assert "s3://bucket/none/index.json is not there" in printed.err
+
+
+def test_commands_say_where_the_shards_are(bucket: str, photos: Path, capsys: Any) -> None:
+    assert main(["convert", "folder", str(photos), f"{bucket}/c", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == f"{bucket}/c"
+    assert main(["info", f"{bucket}/c"]) == 0
