@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -154,6 +155,27 @@ def test_ordering_reads_each_bucket_forward(tmp_path: Path, monkeypatch: pytest.
     for found in reads.values():
         ends = [offset + length for offset, length in found]
         assert sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False)) <= 1
+
+
+def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing from memory: small groups. A disk that makes us wait: all of a shard, as the folder lists it."""
+    from wdstrain.packing import shard
+
+    write_class_folder(tmp_path / "in", {"a": 300, "b": 300}, "jpg")
+    contents = catalog._contents
+    runs = []
+    for seconds in (0.0, 1.0):
+        read: list[str] = []
+        clock = iter(seconds * number for number in range(10_000))
+        monkeypatch.setattr(shard, "perf_counter", lambda clock=clock: next(clock))
+        monkeypatch.setattr(catalog, "_contents", lambda path, size, read=read: read.append(path) or contents(path, size))
+        monkeypatch.setattr(catalog.ItemCatalog, "together", 4000)
+        wt.pack_folder(str(tmp_path / "in"), str(tmp_path / f"out{seconds}"))
+        backward = sum(later < earlier for earlier, later in itertools.pairwise(read))
+        runs.append(backward)
+    assert runs[0] > 100
+    assert runs[1] < 10  # groups of 4 KB, 16 KB, 64 KB, ...
+    assert files(tmp_path / "out0.0") == files(tmp_path / "out1.0")
 
 
 # --- killed, and gone on with ----------------------------------------------------------------------------------------
