@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from wdstrain.augment import DRAWS
 from wdstrain.bits import key, uniform
 from wdstrain.errors import SampleError
-from wdstrain.fields import Field
+from wdstrain.fields import Field, with_classes
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, rank_of
 from wdstrain.memory import Memory
@@ -64,7 +64,7 @@ class Stream(IterableDataset[dict[str, Any]]):
             ids = plan.ids(lane, plan.order(lane, *plan.span(lane, step)))
             shards = self._index.shard_of(ids)
             for row in np.flatnonzero(batch["__valid__"].numpy()).tolist():
-                url = self._index.shards[int(shards[row])].path
+                url = self._index.shards[int(shards[row])].shown
                 sample = {"__key__": batch["__key__"][row], "__url__": url, "__epoch__": epoch}
                 yield sample | {name: batch[name][row] for name in self._index.fields if batch[name][row] is not None}
 
@@ -81,7 +81,7 @@ class ToExample:
     """Applies fields to one sample of bytes; see `to_example`."""
 
     def __init__(self, fields: Mapping[str, Field], seed: int) -> None:
-        self._fields, self._seed = dict(fields), seed
+        self._fields, self._seed = {name: with_classes(field, ()) for name, field in fields.items()}, seed
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         if "__epoch__" in sample:
