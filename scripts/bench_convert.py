@@ -12,10 +12,10 @@ Cases, each measured in turn with its rivals, several times over, medians of sec
 What was measured last is at the end of this file's documentation; ratios carry over to other machines, seconds do not.
 
     2 cores, no GPU, local disk, page cache warm, Python 3.11, torch 2.15, 2026-11-20
-    small    ours 0.46 s (0.45 to 0.49)   ShardWriter 1.91 s: 4.1 times ours   tar cf 0.21 s: 0.45 of ours
-    jobs     one 1.49 s, two 0.85 s: 1.75 times as fast
-    resize   ours 1 030 pictures/s, cv2 (area, full decode) 950: 1.08 times; at 128 pixels 1.26 times
-    memory   see the run
+    small    ours 0.51 s (0.50 to 0.58)   ShardWriter 2.09 s: 4.1 times ours   tar cf 0.22 s: 0.43 of ours
+    jobs     one 1.81 s, two 1.06 s: 1.7 times as fast (1 500 photographs of 500x375)
+    resize   600 photographs: ours 0.58 s, cv2 (full decode, area) 0.63 s: 1.09 times; at 128 pixels 1.26 times
+    memory   613 MB with 20 000 samples and with 100 000, of which 534 are what is imported
 
 Ideas that failed, in seconds of `small`: the collector of cycles running 0.75; members fetched 256 MB at a time instead of
 512 KB 0.60 (they fall out of the cache before they are written); the writer in a thread beside the sha256 0.58; flushing
