@@ -183,7 +183,7 @@ class _Conversion:
             catalog,
             recipe,
             self._quarantine.collect,
-            max(1 << 20, options.memory // (4 * options.jobs)),
+            max(1 << 20, options.memory // (8 * options.jobs)),
         )
         told = lambda done, size: self._tell(title, before + done, total, size)  # noqa: E731
         with closing(run(work, len(missing), options.jobs, told, engine=options.engine)) as results:

@@ -93,7 +93,7 @@ class _Pass:
     """The buckets being filled and the numbers of what went into them."""
 
     def __init__(self, folder: str, options: Options) -> None:
-        self._folder, self._shuffle, self._most = folder, options.shuffle, options.memory // 4
+        self._folder, self._shuffle, self._most = folder, options.shuffle, options.memory // 6
         self._resplit = options.split is not None
         self._hashes = Hashes(options.seed)
         self._buffers: dict[int, list[bytes]] = {}
