@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.indexing import Label
@@ -104,7 +105,7 @@ def row_bytes(array: Rows) -> int:
     return values * max(1, int(np.dtype(array.dtype).itemsize))
 
 
-def blocks(arrays: Mapping[str, Rows], count: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+def blocks(arrays: Mapping[str, Rows], count: int) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
     """(first row, {name: rows}) of each run of rows."""
     size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
     for first in range(0, count, size):

@@ -182,7 +182,8 @@ class SpanCatalog:
 
     def identity(self, numbers: Ints) -> bytes:
         hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
-        members = np.concatenate([np.arange(*self.table.member_first[n : n + 2]) for n in numbers.tolist()] or [numbers])
+        first = self.table.member_first
+        members = [number for n in numbers.tolist() for number in range(*first[n : n + 2].tolist())]
         hashed.update(self.table.member_crc[members].tobytes())
         hashed.update("\0".join(map(self.key, numbers.tolist())).encode("utf-8", "surrogateescape"))
         return hashed.digest()

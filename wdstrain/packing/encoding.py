@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import simplejpeg
 import torch
 from PIL import Image, ImageOps
@@ -63,7 +64,7 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] =
     raise SampleError(f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy")
 
 
-def array_field(name: str, values: np.ndarray) -> str:
+def array_field(name: str, values: npt.NDArray[Any]) -> str:
     """The field for the rows of an array that was named so: as it is if its last part says what it is, else .npy or .txt."""
     name = field_name(name)
     kind = name.rpartition(".")[2].lower()
@@ -84,11 +85,11 @@ def _class(value: Any, classes: Sequence[str]) -> int:
     raise SampleError(f"its cls is {value!r}, and a class is {known}")
 
 
-def _channels_last(value: torch.Tensor) -> np.ndarray:
+def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
     """Pixels [c, h, w] as [h, w, c]; others as they are."""
     if value.ndim == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
         value = value.permute(1, 2, 0)
-    found: np.ndarray = value.detach().cpu().numpy()
+    found: npt.NDArray[Any] = value.detach().cpu().numpy()
     return found
 
 
@@ -123,5 +124,5 @@ def _npy(name: str, value: Any) -> bytes:
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
     out = io.BytesIO()
-    np.lib.format.write_array(out, array, version=(1, 0), allow_pickle=False)
+    np.save(out, array, allow_pickle=False)
     return out.getvalue()

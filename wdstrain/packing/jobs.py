@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from wdstrain import children
@@ -84,7 +85,7 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _awaited(future: Future[Any], sums: np.ndarray, told: Told) -> Any:
+def _awaited(future: Future[Any], sums: npt.NDArray[Any], told: Told) -> Any:
     while not future.done():
         futures.wait([future], timeout=_LOOK)
         told(int(sums[:, 0].sum()), int(sums[:, 1].sum()))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError
@@ -72,7 +74,7 @@ class Rows:
         return number
 
 
-def _firsts(counts: np.ndarray) -> np.ndarray:
+def _firsts(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out
