@@ -545,10 +545,8 @@ def test_an_index_of_somebody_else_is_neither_resumed_nor_replaced(photos: Path,
         (tmp_path / name / "index.json").write_text(text)
         with pytest.raises((UsageError, ShardError)):
             wt.pack_folder(str(photos), str(tmp_path / name), resume=True)
-        with pytest.raises((UsageError, ShardError)):
-            wt.pack_folder(str(photos), str(tmp_path / name), overwrite=True) if name == "theirs" else wt.Loader(
-                str(tmp_path / name)
-            )
+        with pytest.raises(UsageError, match="no index of this package and would be replaced"):
+            wt.pack_folder(str(photos), str(tmp_path / name), overwrite=True)
         assert (tmp_path / name / "index.json").read_text() == text
     write_shards(tmp_path / "walked", [3])
     wt.index(str(tmp_path / "walked"))

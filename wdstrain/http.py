@@ -38,7 +38,7 @@ _READ = 256 << 10  # bytes taken from a response at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
 
-_SECRETS = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
+_JITTER = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
 
 
 def is_http(path: str) -> bool:
@@ -58,8 +58,7 @@ class Answer:
 
     response: urllib3.BaseHTTPResponse
     at: int
-    total: int | None
-    tag: str | None
+    total: int | None = None
 
     def close(self) -> None:
         self.response.close()
@@ -123,9 +122,8 @@ class HttpFile:
             while view:
                 try:
                     answer = self._at(offset, max(stop, last or stop))
-                    got = answer.response.read1(
-                        min(len(view), _READ)
-                    )  # what has come; readinto loses it when the rest does not
+                    # what has come: readinto would lose it when the rest does not
+                    got = answer.response.read1(min(len(view), _READ))
                     if not got:
                         raise HTTPException(f"the answer ended at byte {offset} where {self._stop} was promised")
                     count = len(got)
@@ -183,7 +181,7 @@ class HttpFile:
             response = _pool().request("GET", _bare(self.path), headers=headers, preload_content=False, redirect=True)
         except LocationParseError as error:
             raise StorageError(f"{redacted(self.path)} is no address ({error}).") from None
-        answer = Answer(response, offset, None, response.headers.get("ETag") or response.headers.get("Last-Modified"))
+        answer = Answer(response, offset)
         try:
             self._check(answer, offset, headers)
         except BaseException:
@@ -236,7 +234,7 @@ class HttpFile:
                 f"{redacted(self.path)} gave no byte {offset} in {tries} attempts over {time.monotonic() - begun:.0f} s, the last: "
                 f"{_words(error, self.path)}. Check the server and the network."
             ) from None
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * (0.5 + _SECRETS.random())
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * (0.5 + _JITTER.random())
         asked = error.after if isinstance(error, _Busy) else None
         self.stopping.wait(max(pause, min(asked, 3 * _LONGEST_PAUSE)) if asked is not None else pause)
         if self.stopping.is_set():

@@ -24,7 +24,18 @@ from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
 from wdstrain.remote import is_remote, open_remote, redacted
-from wdstrain.storage import INDEX_NAME, Urls, beside, check_finished, expand, folder_of, is_json, name_of, read_whole
+from wdstrain.storage import (
+    INDEX_NAME,
+    Urls,
+    beside,
+    check_finished,
+    expand,
+    folder_of,
+    is_json,
+    name_of,
+    read_whole,
+    user_cache,
+)
 
 _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
 
@@ -208,11 +219,10 @@ def _places(folder: str) -> Iterator[str]:
     """Where what was found in a folder may be remembered, the best place first."""
     if not is_remote(folder):
         yield os.path.join(folder, _HIDDEN)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = blake2b(
         (folder if is_remote(folder) else os.path.abspath(folder)).encode("utf-8", "surrogateescape"), digest_size=12
     ).hexdigest()
-    yield os.path.join(cache, "wdstrain", "indexes", name)
+    yield user_cache("indexes", name)
 
 
 def _recall(folder: str) -> Index | None:

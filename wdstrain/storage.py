@@ -1,8 +1,8 @@
 """The one seam to disk and network: what an address means, and how bytes are read from and made safe on it.
 
 Nothing else in the package opens a shard. A source is read by position into memory given by the caller (`preadv`), so
-one system call spreads a run of the shard over many places and no byte is copied twice. Only local files live here so
-far; an address with another scheme is refused with a sentence.
+one system call spreads a run of the shard over many places and no byte is copied twice. Local files live here; what is
+far away is read by `remote`, with the same few methods.
 """
 
 from __future__ import annotations
@@ -203,6 +203,12 @@ def is_json(path: str) -> bool:
 def folder_of(path: str) -> str:
     """The folder of a file, as it may be shown."""
     return redacted(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
+
+
+def user_cache(*names: str) -> str:
+    """A path in this user's cache folder for this package."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "wdstrain", *names)
 
 
 def publish(temporary: str, final: str) -> None:

@@ -15,16 +15,14 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.index_files import BIN_NAME, read_document
 from wdstrain.indexing import Index
 from wdstrain.objects import put, read_object, remove
-from wdstrain.storage import INDEX_NAME, read_whole
+from wdstrain.storage import INDEX_NAME, read_whole, user_cache
 
 Told = Callable[[int, int, int], None]  # objects put, objects in all, bytes
 
 
 def outgoing(address: str) -> str:
     """The folder in the user's cache where a set is made before it goes into a bucket."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    name = hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest()
-    return os.path.join(cache, "wdstrain", "outgoing", name)
+    return user_cache("outgoing", hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest())
 
 
 def check_free(address: str) -> None:

@@ -118,7 +118,7 @@ class _Conversion:
         catalog, labels, listed = self._catalog()
         first = catalog
         if not listed:
-            passed = ", ".join(f"{count} x {reason}" for reason, count in self._ignored.items())
+            passed = ", ".join(f"{count} x {reason}" for reason, count in self.source.ignored.items())
             self.stage.clear()
             raise SourceError(f"{self.source.name} holds no samples{f' to be packed ({passed})' if passed else ''}.")
         numbers = chosen(catalog, options)
@@ -241,7 +241,7 @@ class _Conversion:
             "listed": listed,
             "quarantined": len(bad),
             "renamed": len(renamed),
-            "ignored": self._ignored,
+            "ignored": self.source.ignored,
         }
         index = replace(join(parts), labels=labels, info=info)
         save_index(index, shards)
@@ -253,11 +253,7 @@ class _Conversion:
         self.stage.put_in_place(shards, {**names, BIN_NAME: BIN_NAME, INDEX_NAME: INDEX_NAME})
         moved = tuple(replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards)
         index = replace(index, shards=moved)
-        return Conversion(index, listed, bad, len(renamed), samples, self._ignored, self._kept, limited)
-
-    @property
-    def _ignored(self) -> dict[str, int]:
-        return self.source.ignored
+        return Conversion(index, listed, bad, len(renamed), samples, self.source.ignored, self._kept, limited)
 
     def _tell(self, title: str, done: int, total: int | None, size: int) -> None:
         self._progress(Step(title, done, total, size, len(self._quarantine.bad)))

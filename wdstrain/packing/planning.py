@@ -67,11 +67,12 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
         if longer:
             raise UsageError(f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. Rename one of them.")
     pieces = []
+    room = max(1, options.shard_bytes - len(END))
     for number, name in enumerate(names):
         mine = order[split == number]
         if not len(mine) and options.split:
             raise UsageError(f"the split '{name}' gets none of {len(order)} samples. Give it a larger share, or more samples.")
-        for place, numbers in enumerate(_groups(mine, catalog.sizes[mine], options)):
+        for place, numbers in enumerate(batches(mine, catalog.sizes[mine], room, options.shard_samples)):
             pieces.append(Piece(f"{name}-{place:06d}.tar", name, numbers))
     return pieces
 
@@ -92,24 +93,13 @@ def _drawn(marks: Marks, order: Ints, options: Options) -> Ints:
     return found
 
 
-def _groups(numbers: Ints, sizes: Ints, options: Options) -> Iterator[Ints]:
-    room = max(1, options.shard_bytes - len(END))
-    stops = np.cumsum(sizes)
-    first = 0
-    while first < len(numbers):
-        filled = int(stops[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(stops, filled + room, side="right")))
-        stop = min(stop, first + (options.shard_samples or stop), len(numbers))
-        yield numbers[first:stop]
-        first = stop
-
-
-def batches(numbers: Ints, sizes: Ints, most: int) -> Iterator[Ints]:
-    """Runs of samples of at most `most` bytes together, or of one that is larger."""
+def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> Iterator[Ints]:
+    """Runs of samples of at most `most` bytes together, or of one that is larger, and of at most `count` samples."""
     stops = np.cumsum(sizes)
     first = 0
     while first < len(numbers):
         filled = int(stops[first - 1]) if first else 0
         stop = max(first + 1, int(np.searchsorted(stops, filled + most, side="right")))
+        stop = min(stop, first + (count or stop))
         yield numbers[first:stop]
         first = stop

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.index_files import BIN_NAME, is_ours, read_document
-from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, sync_folder, write_whole
+from wdstrain.index_files import BIN_NAME, read_document
+from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, read_whole, sync_folder, write_whole
 
 BAD_NAME = "bad.jsonl"  # what was put into quarantine
 RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls them
@@ -40,7 +40,7 @@ class Stage:
         try:
             os.makedirs(out, exist_ok=True)
             if os.path.exists(os.path.join(self.path, _DONE)):  # all is in place, and the rest was being removed
-                shutil.rmtree(self.path)
+                shutil.rmtree(self.path, ignore_errors=True)
             present = set(os.listdir(out))
             self._check(present, overwrite, resume)
             if resume and not present & {UNFINISHED, SWAPPING} and present:
@@ -67,7 +67,7 @@ class Stage:
     def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
         others = present - {UNFINISHED, SWAPPING}
         listed = os.path.join(self.out, INDEX_NAME)
-        mine = INDEX_NAME in present and is_ours(listed)
+        mine = INDEX_NAME in present and not _is_foreign(listed)
         if overwrite and INDEX_NAME in present and not mine:
             raise UsageError(
                 f"{listed} is no index of this package and would be replaced. Choose another folder, or move it away."
@@ -200,6 +200,14 @@ class Stage:
             os.unlink(os.path.join(self.path, _LOCK))
         os.close(self._held)
         self._held = -1
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether an index.json is a document of another program; a damaged one is taken for ours."""
+    try:
+        return "wdstrain" not in json.loads(read_whole(path) or b"")
+    except (ValueError, RecursionError, TypeError):
+        return False
 
 
 def _info(path: str) -> dict[str, Any]:
