@@ -22,12 +22,13 @@ PACKAGE = ROOT / "wdstrain"
 
 # a module imports only from floors below its own
 FLOORS = [
-    {"errors", "bits", "children", "checksum", "packing.collector"},
+    {"errors", "bits", "children", "checksum", "sizes", "locks", "packing.collector"},
     {"http", "objects"},
     {"remote"},
-    {"plan", "tar", "storage", "decode", "augment", "memory", "meter"},
-    {"indexing", "arena", "mixing", "forward", "packing.options", "packing.expression", "packing.jobs"},
-    {"fields"},
+    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},
+    {"indexing", "arena", "mixing", "packing.options", "packing.expression", "packing.jobs"},
+    {"fields", "cache"},
+    {"forward"},
     {"index_files", "slots", "packing.listing"},
     {
         "opening",
@@ -63,6 +64,11 @@ FLOORS = [
     {"packing.doors", "packing"},
     {"streaming", "mixed", "training.task", "training.models", "training.run"},
     {"training.loop", "training"},
+    {"serving.asking", "serving.places"},
+    {"serving.inside"},
+    {"serving.answering"},
+    {"serving.server"},
+    {"serving"},
     {"demo", "console"},
     {"cli.words"},
     {"cli.convert"},

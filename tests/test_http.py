@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
@@ -275,6 +278,54 @@ def test_worker_processes_and_interrupts_do_not_mind_a_server(served: Served, ma
     loader.close()
 
 
+# --- under webdataset ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opener() -> Iterator[None]:
+    before = dict(wds.gopen_schemes)
+    wds.gopen_schemes.update(dict.fromkeys(("http", "https", "s3"), wt.gopen))
+    yield
+    wds.gopen_schemes.update(before)
+    del wds.gopen_schemes["s3"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_webdataset_reads_through_our_http(made: Path, opener: None, ranges: bool) -> None:
+    def samples(urls: list[str]) -> list[tuple[str, bytes]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # webdataset leaves its files to the collector
+            found = [(one["__key__"], one["bin"]) for one in wds.WebDataset(urls, shardshuffle=False)]
+            gc.collect()
+        return found
+
+    names = sorted(path.name for path in made.glob("train-*.tar"))
+    wanted = samples([str(made / name) for name in names])
+    faults = [cut(0), cut(70_001), fine(), cut(99, reset=True), status(503), cut_in_headers()]
+    with serving(made, ranges=ranges, faults=faults) as server:
+        assert samples([f"{server.url}/{name}" for name in names]) == wanted
+        assert not server.faults
+    with (
+        serving(made, faults=[fine(), *[cut(100)] + [status(500)] * 99]) as server,
+        pytest.raises(StorageError, match=r"gave no byte 100 in 8 attempts .*status 500"),
+    ):
+        samples([f"{server.url}/{name}" for name in names[:2]])
+
+
+def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served) -> None:
+    data = (made / "train-000000.tar").read_bytes()
+    with wt.gopen(f"{served.url}/train-000000.tar") as file:
+        assert (file.read(10), file.tell()) == (data[:10], 10)
+        file.seek(-5, os.SEEK_END)
+        assert (file.read(), file.read()) == (data[-5:], b"")
+        file.seek(0)
+        assert file.read() == data
+    with pytest.raises(UsageError, match="opens for reading"):
+        wt.gopen(f"{served.url}/x.tar", "wb")
+    with pytest.raises(UsageError, match="is no address of a server"):
+        wt.gopen("x.tar")
+
+
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +443,12 @@ def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) 
     common = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
     with serving(tmp_path / "s") as server:
         assert main(["train", server.url, "--out", str(tmp_path / "far"), *common]) == 0
+        cached = ["--cache-dir", str(tmp_path / "cache"), "--cache-limit", "1GB"]
+        assert main(["train", server.url, "--out", str(tmp_path / "kept"), *common, *cached]) == 0
+        asked = len([path for path, _ in server.requests if path.endswith(".tar")])
+        best = str(tmp_path / "kept" / "checkpoints" / "best.pt")
+        assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
+        assert len([path for path, _ in server.requests if path.endswith(".tar")]) == asked
     assert main(["train", str(tmp_path / "s"), "--out", str(tmp_path / "near"), *common]) == 0
-    rows = [json.loads((tmp_path / run / "metrics.jsonl").read_text().splitlines()[-1]) for run in ("far", "near")]
-    assert rows[0]["loss"] == rows[1]["loss"]
+    runs = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("far", "kept", "near")]
+    assert len({json.loads(lines[-1])["loss"] for lines in runs}) == 1

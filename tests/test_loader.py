@@ -449,6 +449,33 @@ def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
         wt.Loader(shards, {"image": wt.image("jpg;png", size=8)})
 
 
+@pytest.mark.parametrize("when", ["before", "while it is used"])
+def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(tmp_path: Path, when: str) -> None:
+    """The others of that shard are delivered; none is delivered in part."""
+    rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
+    index = wt.pack(rows, str(tmp_path / "s"), shard_samples=30, shuffle=False)
+    cut = int(index.table.start[25] + 700)  # in the data of the sample 25
+    if when == "before":
+        os.truncate(tmp_path / "s" / "train-000000.tar", cut)
+    options: dict[str, Any] = {"batch_size": 6, "shuffle": False, "on_bad": "replace", "max_bad": 0.1}
+    loader = wt.Loader(tmp_path / "s", **options)
+    if when != "before":
+        os.truncate(tmp_path / "s" / "train-000000.tar", cut)
+    found = [(key, data) for batch in loader for key, data in zip(batch["__key__"], batch["bin"], strict=True)]
+    report = loader.report()
+    loader.close()
+    assert all(data == bytes([int(key[1:])]) * 3000 for key, data in found)
+    assert {key for key, _ in found} == {f"k{n:03d}" for n in range(90) if not 25 <= n < 30}
+    assert len(found) == 90
+    assert [one["key"] for one in report["bad_samples"]] == [f"k{n:03d}" for n in range(25, 30)]
+    assert "cannot be read" in report["bad_samples"][0]["reason"]
+    strict = {**options, "on_bad": "raise"}
+    with pytest.raises(ShardError, match=r"train-000000.tar has \d+ bytes, its index says"):
+        wt.Loader(tmp_path / "s", **strict)
+    with pytest.raises(SampleError, match="more than max_bad=0.01"):
+        list(wt.Loader(tmp_path / "s", **{**options, "max_bad": 0.01}))
+
+
 def test_a_shard_cut_while_it_is_used_is_an_error_and_not_a_short_epoch(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=1, shuffle=False)
     os.truncate(shards / "part-001.tar", 2048)

@@ -22,6 +22,7 @@ from wdstrain.fields import Example, Field, array, image, json, label, number, t
 from wdstrain.indexing import Index, Label, Shard
 from wdstrain.loader import Loader
 from wdstrain.mixed import mix
+from wdstrain.opener import gopen
 from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
 from wdstrain.streaming import Stream, stream, to_example
@@ -50,6 +51,7 @@ __all__ = [
     "Verification",
     "WdstrainError",
     "array",
+    "gopen",
     "image",
     "index",
     "json",

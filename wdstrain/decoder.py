@@ -33,7 +33,8 @@ class Task(NamedTuple):
     """One batch to decode: b samples with m members in all.
 
     ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena; crc: uint32[m]
-    of those bytes as they were packed, or empty where nobody knows. keys are sent only where a transform sees them.
+    of those bytes as they were packed, or empty where nobody knows. keys are sent only where a transform sees them. lost: why
+    the samples in some rows could not be read.
     """
 
     clock: int
@@ -46,6 +47,10 @@ class Task(NamedTuple):
     size: Ints
     crc: npt.NDArray[np.uint32]
     keys: tuple[str, ...]
+    lost: dict[int, str]
+
+
+MISMATCH = "its bytes are not those that were packed (crc32)"
 
 
 class Bad(NamedTuple):
@@ -86,7 +91,7 @@ class Decoder:
     ) -> None:
         self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
         self._replace = replace
-        self._seed, self._arena, self._slots, self._layout = seed, arena, slots, layout
+        self._seed, self.arena, self._slots, self._layout = seed, arena, slots, layout
 
     def __call__(self, task: Task, *, own_process: bool = False) -> Result:
         begun = time.perf_counter()
@@ -103,7 +108,7 @@ class Decoder:
     def over(self, arena: Memory) -> Decoder:
         """The same decoder over the bytes of another arena."""
         other = copy(self)
-        other._arena = arena
+        other.arena = arena
         return other
 
     def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
@@ -189,12 +194,15 @@ class Decoder:
 
     def _members(self, task: Task, row: int, bad: list[Bad]) -> dict[str, memoryview]:
         """The bytes of a sample by field. One whose checksum is not the one it was packed with is added to `bad`."""
-        view, found = self._arena.view, {}
+        found: dict[str, memoryview] = {}
+        if row in task.lost:
+            bad.append(Bad(row, "", task.lost[row]))
+            return found
         for m in range(task.first[row], task.first[row + 1]):
             offset, name = int(task.offset[m]), self._names[task.field[m]]
-            found[name] = view[offset : offset + int(task.size[m])]
+            found[name] = self.arena.view[offset : offset + int(task.size[m])]
             if len(task.crc) and crc32(found[name]) != task.crc[m]:
-                bad.append(Bad(row, name, "its bytes are not those that were packed (crc32)"))
+                bad.append(Bad(row, name, MISMATCH))
                 break
         return found
 

@@ -78,6 +78,8 @@ class HttpFile:
     stopping: threading.Event = field(default_factory=threading.Event, repr=False)
     ranged: bool = True  # False: the server answers a range with the whole object
     retries: int = 0
+    fetched: int = 0  # bytes that were asked for and came
+    cached: int = 0
     _answer: Answer | None = field(default=None, repr=False)
     _stop: int = 0  # where the response in hand ends
 
@@ -129,6 +131,7 @@ class HttpFile:
                     count = len(got)
                     view[:count] = got
                     offset, answer.at, tries, begun = offset + count, answer.at + count, 0, time.monotonic()
+                    self.fetched += count
                     view = view[count:]
                 except (HTTPError, HTTPException, OSError) as error:
                     tries += 1

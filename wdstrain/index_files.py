@@ -23,7 +23,7 @@ import numpy as np
 from wdstrain.errors import ShardError
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
 from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import INDEX_NAME, beside, open_source, read_whole, write_whole
+from wdstrain.storage import INDEX_NAME, LocalFile, beside, open_source, read_whole, write_whole
 from wdstrain.tar import Walk, samples
 
 BIN_NAME = "index.bin"
@@ -111,7 +111,8 @@ def scan(paths: Iterable[str]) -> Index:
     for path in paths:
         with open_source(path) as source:
             found = list(samples(source.read, source.size, _shown(path), walk))
-            shards.append(Shard(path, len(found), source.size))
+            tag = "" if isinstance(source, LocalFile) else source.tag or ""
+            shards.append(Shard(path, len(found), source.size, tag=tag))
             tables.append(Table.of(found, fields))
     info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
     return Index(tuple(shards), tuple(fields), Table.join(tables), info=info)
@@ -146,8 +147,8 @@ def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
     return tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in document["wdstrain"]["labels"])
 
 
-def check_sizes(index: Index) -> None:
-    """Raise ShardError for a shard that is not there or has not the size its index says."""
+def check_sizes(index: Index, *, cut: bool = False) -> None:
+    """Raise ShardError for a shard that is not there or has not the size its index says. cut: it may be smaller."""
     for shard in index.shards:
         if is_remote(shard.path):
             continue  # compared when its first byte comes
@@ -155,7 +156,7 @@ def check_sizes(index: Index) -> None:
             size = os.stat(shard.path).st_size
         except OSError as error:
             raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
-        if size != shard.bytes:
+        if size != shard.bytes and not (cut and size < shard.bytes):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
                 f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "

@@ -42,13 +42,18 @@ ARRAYS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar: where it is and what it holds. `sha256` is empty where the shard was only walked over, not read."""
+    """One tar: where it is and what it holds.
+
+    `sha256` is empty where the shard was only walked over, not read; `tag` is then what a server calls the state of it that was
+    walked over (ETag), empty where it says nothing.
+    """
 
     path: str
     samples: int
     bytes: int
     split: str = ""
     sha256: str = ""
+    tag: str = ""
 
     @property
     def name(self) -> str:

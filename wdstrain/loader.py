@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from wdstrain.cache import Cache
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field, Image, reader_of, with_classes
@@ -26,6 +27,7 @@ from wdstrain.meter import Meter
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
+from wdstrain.sizes import bytes_of
 from wdstrain.storage import Urls
 from wdstrain.workers import check_travels
 
@@ -60,7 +62,11 @@ class Loader:
     lanes           default one per rank. Fix it to get the same global batches for every world size that divides it
     rank, world_size             default: torch.distributed if it is initialised, else RANK and WORLD_SIZE, else 0 and 1
     on_bad          a sample that cannot be decoded: "raise", or "replace" it by the good one before it in its batch, or
-                    by the next of the data set where all of the batch is bad, and count it; more than the share max_bad of an epoch is an error all the same
+                    by the next of the data set where all of the batch is bad, and count it; more than the share max_bad
+                    of an epoch is an error all the same. So are samples that a disk does not give, and those of a local
+                    shard that lie beyond its end
+    cache_dir, cache_limit       folder that keeps shards of servers while they stream, for all processes of this machine;
+                    most bytes in it (a number, or "200GB"): those not used for longest go first. Default: no cache
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
 
     Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
@@ -84,6 +90,8 @@ class Loader:
         world_size: int | None = None,
         on_bad: OnBad = "raise",
         max_bad: float = 0.01,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_limit: int | str | None = None,
         multiprocessing_context: Context | None = None,
     ) -> None:
         if fields is not None and transform is not None:
@@ -92,7 +100,8 @@ class Loader:
             raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
-        self.index = urls if isinstance(urls, Index) else open_shards(urls)
+        cache = _cache(cache_dir, cache_limit)
+        self.index = urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad == "replace")
         self.batch_size, self.num_workers = batch_size, num_workers
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
@@ -125,6 +134,7 @@ class Loader:
             replace=on_bad == "replace",
             num_workers=num_workers,
             context=multiprocessing_context,
+            cache=cache,
             sources=self._sources,
         )
         self._max_bad = max_bad
@@ -279,9 +289,23 @@ def _end(pipeline: Pipeline) -> None:
         pipeline.close()
 
 
-def open_shards(urls: Urls) -> Index:
-    """The index of shards of one split; what a walk over headers costs is told by the logger "wdstrain"."""
-    return one_split(open_index(urls, note=_log.warning), urls)
+def open_shards(urls: Urls, *, cut: bool = False) -> Index:
+    """The index of shards of one split; what a walk over headers costs is told by the logger "wdstrain".
+
+    cut: local shards may be shorter than their index says.
+    """
+    return one_split(open_index(urls, note=_log.warning, cut=cut), urls)
+
+
+def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Cache | None:
+    if folder is None:
+        if limit is not None:
+            raise UsageError(f"cache_limit={limit!r} limits a cache, and none is asked for. Give cache_dir too.")
+        return None
+    try:
+        return Cache(os.fspath(folder), bytes_of(limit) if isinstance(limit, str) else limit)
+    except ValueError as error:
+        raise UsageError(f"cache_limit: {error}.") from None
 
 
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

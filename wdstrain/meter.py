@@ -33,12 +33,16 @@ class Meter:
     left_out: int = 0
     padded: int = 0
     bytes: int = 0  # read from storage
+    fetched: int = 0  # bytes of them that came from servers
+    cached: int = 0  # bytes of them that the cache had
+    retries: int = 0  # requests that were made anew
     read_seconds: float = 0.0  # the reader waited for storage
     decode_seconds: float = 0.0
     wait_seconds: float = 0.0  # the loop waited for a batch: the stall
     loop_seconds: float = 0.0  # the loop was busy with a batch
     copies: int = 0  # batches copied because many were kept
     decoders: int = 1
+    reread: int = 0  # samples that were read once more, because their checksum was not that of what was packed
     bad: int = 0  # samples that were replaced by others of their batch
     bad_reasons: dict[str, int] = field(default_factory=dict)
     bad_samples: list[Finding] = field(default_factory=list)

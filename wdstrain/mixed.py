@@ -56,7 +56,7 @@ def mix(
     """
     if not sources:
         raise UsageError("there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}.")
-    indexes = {name: open_shards(urls) for name, urls in sources.items()}
+    indexes = {name: open_shards(urls, cut=options.get("on_bad") == "replace") for name, urls in sources.items()}
     given = weights if weights is not None else {name: len(index) for name, index in indexes.items()}
     if set(given) != set(indexes) or min(given.values()) <= 0:
         raise UsageError(f"weights={dict(given)}: each of the sources {', '.join(indexes)} needs one above 0, and no other.")

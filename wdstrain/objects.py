@@ -33,6 +33,9 @@ class ObjectFile:
     tag: str | None = None
     stopping: threading.Event = field(default_factory=threading.Event, repr=False)
     ranged: bool = True
+    retries: int = 0  # obstore's own are not told
+    fetched: int = 0  # bytes
+    cached: int = 0
 
     def __post_init__(self) -> None:
         if self.known_size is None:
@@ -88,6 +91,7 @@ class ObjectFile:
         if meta["size"] != self.size or (self.tag is not None and meta["e_tag"] != self.tag):
             raise ShardError(f"{self.path} changed while it was read, or since it was indexed. Start again.")
         self.tag = meta["e_tag"]
+        self.fetched += len(data)
         return data
 
 

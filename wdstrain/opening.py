@@ -42,11 +42,11 @@ _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
 Note = Callable[[str], None]
 
 
-def open_index(urls: Urls, *, note: Note | None = None) -> Index:
+def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> Index:
     """The index of the shards that `urls` mean: read where it lies beside them, remembered, or made by a walk over headers.
 
     Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
-    what their index says. `note` is told what a walk costs.
+    what their index says. `note` is told what a walk costs. cut: shards may be shorter than their index says.
     """
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
@@ -59,13 +59,13 @@ def open_index(urls: Urls, *, note: Note | None = None) -> Index:
         else:
             check_finished(folder)
         if is_index and is_ours(os.path.join(folder, INDEX_NAME)):
-            parts += [_checked(load(path)) for path in paths]
+            parts += [_checked(load(path), cut) for path in paths]
             continue
         if is_index:  # an index of somebody else's: the shards beside it speak for themselves
             paths = iter(tars_of(folder))
         for known_to_us, group in groupby(paths, key=lambda path: _number(path, known) is not None):
             run = list(group)
-            parts.append(_picked(run, known) if known_to_us else _walked(run, note))
+            parts.append(_picked(run, known, cut) if known_to_us else _walked(run, note))
     index = join(parts)
     twice = [name for name, count in Counter(shard.path for shard in index.shards).items() if count > 1]
     if twice:
@@ -152,14 +152,14 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
     return index.numbers.get(name_of(path)) if index is not None else None
 
 
-def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
+def _picked(paths: list[str], known: dict[str, Index | None], cut: bool) -> Index:
     index = known[beside(paths[0], "")]
     assert index is not None
-    return _checked(index.pick(index.numbers[name_of(path)] for path in paths))
+    return _checked(index.pick(index.numbers[name_of(path)] for path in paths), cut)
 
 
-def _checked(index: Index) -> Index:
-    check_sizes(index)
+def _checked(index: Index, cut: bool) -> Index:
+    check_sizes(index, cut=cut)
     return index
 
 
@@ -232,7 +232,12 @@ def _recall(folder: str) -> Index | None:
             index = load(os.path.join(place, INDEX_NAME), base=folder)
             times = index.info.get("times", {})
             same = [i for i, shard in enumerate(index.shards) if _stamp(shard) == (shard.bytes, times.get(shard.name))]
-            return index.pick(same) if same else None
+            if not same:
+                return None
+            index = index.pick(same)
+            if not is_remote(folder):
+                return index
+            return replace(index, shards=tuple(replace(one, tag=times[one.name] or "") for one in index.shards))
     return None
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wdstrain.decoder import Bad, Decoder, Result, Task, Transform
+from wdstrain.cache import Cache
+from wdstrain.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index
@@ -53,6 +54,7 @@ class Pipeline:
         replace: bool,
         num_workers: int,
         context: str | None,
+        cache: Cache | None = None,
         sources: Mapping[str, int] | None = None,
     ) -> None:
         """sources: the first id of each source of a mixture, in order; batches then say where each sample is from."""
@@ -64,10 +66,10 @@ class Pipeline:
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
         layout = Layout.of(examples, plans(0).batch_size)
         self._slots = Slots(layout, busy=busy + 1, spare=_SPARE)
-        self._reader = Reader(index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1)
+        self._reader = Reader(index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1, salvage=replace, cache=cache)
         wanted = None if fields is None else {name for field in fields.values() for name in field.names}
         self._to_do = Tasks(index, wanted, with_keys=transform is not None)
-        self._replace = replace
+        self._replace, self._cache = replace, cache
         self._decoder = decoder = Decoder(
             names=index.fields,
             fields=fields,
@@ -88,7 +90,7 @@ class Pipeline:
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
         self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
-        self._decode_seconds = 0.0
+        self._decode_seconds, self._reread = 0.0, 0
         self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
 
     @property
@@ -108,6 +110,8 @@ class Pipeline:
         result = next(self._results)
         batch = self._pending.pop(result.clock)
         epoch, step = self._at
+        if any(one.reason == MISMATCH for one in result.bad):
+            result = self._again(result, batch, epoch)
         if self._replace and len(result.bad) == len(batch.ids):
             result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
         lost = [one for one in result.bad if one.donor < 0]
@@ -141,6 +145,8 @@ class Pipeline:
             "read_seconds": self._reader.read_seconds,
             "decode_seconds": self._decode_seconds,
             "copies": self._slots.copies,
+            "reread": self._reread,
+            **vars(self._reader.tally),
         }
 
     def close(self) -> None:
@@ -162,9 +168,19 @@ class Pipeline:
         while True:
             for at in range(step, self._plans(epoch).steps):
                 batch = self._pending[clock] = self._reader.collect(epoch, at)
-                yield self._to_do.make(clock, epoch, self._slots.take(), batch.ids, batch.offset)
+                yield self._to_do.make(clock, epoch, self._slots.take(), batch.ids, batch.offset, batch.lost)
                 clock += 1
             epoch, step = epoch + 1, 0
+
+    def _again(self, failed: Result, batch: Batch, epoch: int) -> Result:
+        """A batch after what is not as it was packed was read once more, from where it comes."""
+        damaged = batch.ids[[one.row for one in failed.bad if one.reason == MISMATCH]]
+        self._reread += len(damaged)
+        for number in set(self._index.shard_of(damaged).tolist()):
+            if self._cache is not None:
+                self._cache.forget(self._index.shards[number])
+        task = self._to_do.make(failed.clock, epoch, failed.slot, batch.ids, batch.offset, batch.lost)
+        return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 
     def _found(self, batch: Batch, bad: Bad) -> Finding:
         number = int(batch.ids[bad.row])

@@ -21,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.arena import Arena
-from wdstrain.errors import WdstrainError
-from wdstrain.forward import Extent, Forward
-from wdstrain.indexing import Index, Ints
+from wdstrain.cache import Cache
+from wdstrain.errors import ShardError, StorageError, WdstrainError
+from wdstrain.forward import Extent, Forward, Tally
+from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
+from wdstrain.remote import is_remote
 from wdstrain.storage import open_source
 
 READ_BYTES = 4 << 20  # of one read
@@ -34,11 +36,15 @@ _BUCKETS = 16  # slabs of a window leave in so many groups
 
 
 class Batch(NamedTuple):
-    """Where the samples of one batch wait. ids, offset: int64[b], offset in the arena; valid: bool[b], False is padding."""
+    """Where the samples of one batch wait. ids, offset: int64[b], offset in the arena; valid: bool[b], False is padding.
+
+    lost: why the samples in some rows could not be read; their offset means nothing.
+    """
 
     ids: Ints
     offset: Ints
     valid: npt.NDArray[np.bool_]
+    lost: dict[int, str]
 
 
 @dataclass
@@ -65,8 +71,21 @@ class _Run:
 class Reader:
     """Reads the lanes of one rank. `plans(epoch)` gives the plan of an epoch; sizes must not change between epochs."""
 
-    def __init__(self, index: Index, plans: Callable[[int], Order], rank: int, *, ahead: int, in_flight: int) -> None:
-        """ahead: bytes read beyond what was asked for. in_flight: most batches that are collected and not yet released."""
+    def __init__(
+        self,
+        index: Index,
+        plans: Callable[[int], Order],
+        rank: int,
+        *,
+        ahead: int,
+        in_flight: int,
+        salvage: bool = False,
+        cache: Cache | None = None,
+    ) -> None:
+        """ahead: bytes read beyond what was asked for. in_flight: most batches that are collected and not yet released.
+
+        salvage: samples that a disk does not give are lost, and no error. cache: of shards on servers.
+        """
         self._index, self._plans, self._rank = index, plans, rank
         plan, table = plans(0), index.table
         extents = table.stop - table.start
@@ -88,7 +107,9 @@ class Reader:
         self._error: WdstrainError | None = None
         self._stopping = False
         self._released = 0
-        self.read_seconds, self.read_bytes = 0.0, 0
+        self._salvage, self._cache = salvage, cache
+        self._lost: dict[int, str] = {}  # by id
+        self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
 
     @property
     def memory(self) -> Memory:
@@ -137,7 +158,9 @@ class Reader:
                 self._lock.notify_all()
         ids = [plan.ids(run.lane, wanted) for run, wanted in zip(runs, places, strict=True)]
         valid = [np.arange(*span) < plan.lane_samples(run.lane) for run, span in zip(runs, spans, strict=True)]
-        return Batch(np.concatenate(ids), np.concatenate(offset), np.concatenate(valid))
+        found = Batch(np.concatenate(ids), np.concatenate(offset), np.concatenate(valid), {})
+        found.lost.update((row, self._lost[int(found.ids[row])]) for row in np.flatnonzero(found.offset < 0).tolist())
+        return found
 
     def release(self, clock: int) -> None:
         """The batches up to this clock are decoded; clocks come in order."""
@@ -207,7 +230,8 @@ class Reader:
         )
         count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
         if run.forward is None:
-            run.forward = Forward(self._extents(run, run.read + first), lambda path, size: open_source(path, size))
+            extents = self._extents(run, run.read + first)
+            run.forward = Forward(extents, lambda path, size: open_source(path, size), self._cache, self.tally)
         pieces, at = [], int(starts[first])
         view = self._arena.memory.view
         with self._lock:
@@ -224,10 +248,31 @@ class Reader:
                 at = end
         begun = time.perf_counter()
         source = self._index.shards[shard]
-        run.forward.read_into(source.path, source.bytes, pieces, int(starts[first]))
+        try:
+            run.forward.read_into(source, pieces, int(starts[first]))
+        except (ShardError, StorageError):
+            if not self._salvage or is_remote(source.path):
+                raise
+            rows = first + np.flatnonzero(wanted[first:count])
+            self._read_singly(run.forward, source, ids[rows], run.where, (run.read + rows) % self._ring)
         self.read_seconds += time.perf_counter() - begun
         self.read_bytes += at - int(starts[first])
         self._advance(run, count)
+
+    def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
+        """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
+        view = self._arena.memory.view
+        for number, row in zip(ids.tolist(), rows.tolist(), strict=True):
+            start, size = (
+                int(self._index.table.start[number]),
+                int(self._index.table.stop[number] - self._index.table.start[number]),
+            )
+            offset = int(where[row])
+            try:
+                forward.read_into(shard, [view[offset : offset + size]], start)
+            except (ShardError, StorageError) as error:
+                self._lost[number] = f"it cannot be read ({str(error).rstrip('.')})"
+                where[row] = -1
 
     def _advance(self, run: _Run, count: int) -> None:
         with self._lock:
@@ -252,12 +297,12 @@ class Reader:
             for part in np.split(np.arange(len(ids)), np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1):
                 shard = self._index.shards[int(shards[part[0]])]
                 start, end = int(table.start[ids[part[0]]]), int(table.stop[ids[part[-1]]])
-                if last is not None and last.path == shard.path and last.stop <= start <= last.stop + READ_BYTES:
+                if last is not None and last.shard.path == shard.path and last.stop <= start <= last.stop + READ_BYTES:
                     last = last._replace(stop=end)
                     continue
                 if last is not None:
                     yield last
-                last = Extent(shard.path, shard.bytes, start, end)
+                last = Extent(shard, start, end)
             place += len(ids)
         if last is not None:
             yield last

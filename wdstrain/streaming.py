@@ -10,6 +10,7 @@ reads a share of its own, so the order depends on their number. Use `wt.Loader` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -36,9 +37,9 @@ class Stream(IterableDataset[dict[str, Any]]):
     shared memory, so they go on also where the workers are started anew for each epoch.
     """
 
-    def __init__(self, index: Index, *, shuffle: bool, shuffle_buffer: int | None, seed: int) -> None:
-        self._index = index
-        self._options: dict[str, Any] = {"shuffle": shuffle, "shuffle_buffer": shuffle_buffer, "seed": seed}
+    def __init__(self, index: Index, **options: Any) -> None:
+        """options: of a `Loader`."""
+        self._index, self._options = index, options
         self._ranks = rank_of(None, None)
         self._epochs = Memory(8 * _WORKERS)
         self._loader: Loader | None = None
@@ -72,9 +73,24 @@ class Stream(IterableDataset[dict[str, Any]]):
         return {**self.__dict__, "_loader": None}  # threads and open files stay here
 
 
-def stream(urls: Urls, *, shuffle: bool = True, shuffle_buffer: int | None = None, seed: int = 0) -> Stream:
-    """Samples of shards as an iterable stage for `wds.DataPipeline`, or for torch's DataLoader."""
-    return Stream(open_shards(urls), shuffle=shuffle, shuffle_buffer=shuffle_buffer, seed=seed)
+def stream(
+    urls: Urls,
+    *,
+    shuffle: bool = True,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_limit: int | str | None = None,
+) -> Stream:
+    """Samples of shards as an iterable stage for `wds.DataPipeline`, or for torch's DataLoader; words as in `Loader`."""
+    return Stream(
+        open_shards(urls),
+        shuffle=shuffle,
+        shuffle_buffer=shuffle_buffer,
+        seed=seed,
+        cache_dir=cache_dir,
+        cache_limit=cache_limit,
+    )
 
 
 class ToExample:

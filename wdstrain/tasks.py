@@ -1,20 +1,22 @@
 """What a decoder is told of a batch: where the members of its samples lie, as integers.
 
-Also the one case in which a batch cannot be decoded from what was sent: every sample of it is bad, and others are asked
-to stand in. That happens in the training process, off the forward road, because it is rare and must not depend on who
-decodes: the substitute is the next good sample of the data set, whatever epoch, rank or worker asks.
+Also the two cases in which a batch is not decoded from what was sent. Bytes that are not those that were packed are read once
+more, past any cache: they may have been damaged on the way. And where every sample of a batch is bad, others are asked to
+stand in. Both happen in the training process, off the forward road, because they are rare and must not depend on who decodes:
+the substitute is the next good sample of the data set, whatever epoch, rank or worker asks.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
 
-from wdstrain.decoder import Decoder, Result, Task
+from wdstrain.decoder import MISMATCH, Decoder, Result, Task
+from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.indexing import Index, Ints
 from wdstrain.memory import Memory
 from wdstrain.storage import open_source
@@ -29,8 +31,8 @@ class Tasks:
         self._index, self._with_keys = index, with_keys
         self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
 
-    def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints) -> Task:
-        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]"""
+    def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
+        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
         table = self._index.table
         # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
         low, counts = table.member_first[ids], table.member_first[ids + 1] - table.member_first[ids]
@@ -51,7 +53,20 @@ class Tasks:
             size=table.member_size[rows],
             crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
             keys=tuple(self._index.key(i) for i in ids.tolist()) if self._with_keys else (),
+            lost=lost,
         )
+
+    def again(self, decoder: Decoder, failed: Result, task: Task, offset: Ints, *, seeded: bool) -> Result:
+        """The result of a task after the samples whose checksums differ were read once more. offset: of its samples, int64[b]"""
+        damaged = [one.row for one in failed.bad if one.reason == MISMATCH]
+        for row in damaged:
+            number, at = int(task.ids[row]), int(offset[row])
+            with suppress(WdstrainError):  # then it stays as bad as it is
+                self._read(number, decoder.arena.view[at : at + self._size(number)])
+        with _generators_kept():
+            result = decoder(task, own_process=seeded)
+        twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
+        return result._replace(bad=[one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad])
 
     def stand_in(self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool) -> Result:
         """The next good sample after a batch of bad ones, in every row of its slot; if 100 are bad too, what failed.
@@ -63,18 +78,26 @@ class Tasks:
             number %= len(self._index)
             if number in bad:
                 continue
-            start, stop = int(self._index.table.start[number]), int(self._index.table.stop[number])
-            memory = Memory(stop - start)
-            shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
-            with open_source(shard.path, shard.bytes) as source:
-                source.read_into([memory.view], start)
+            memory = Memory(self._size(number))
+            try:
+                self._read(number, memory.view)
+            except (ShardError, StorageError):
+                continue
             rows = np.full(len(ids), number)
-            task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows))
+            task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows), {})
             with _generators_kept():
                 result = decoder.over(memory)(task, own_process=seeded)
             if not result.bad:
                 return result._replace(bad=[one._replace(donor=number) for one in failed.bad])
         return failed
+
+    def _size(self, number: int) -> int:
+        return int(self._index.table.stop[number] - self._index.table.start[number])
+
+    def _read(self, number: int, into: memoryview) -> None:
+        shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
+        with open_source(shard.path, shard.bytes) as source:
+            source.read_into([into], int(self._index.table.start[number]))
 
 
 @contextmanager

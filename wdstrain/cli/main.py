@@ -8,8 +8,12 @@ everything for people's eyes only to stderr. Exit status 0: done; 1: the work fa
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import NoReturn
@@ -106,10 +110,41 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     with Teller() as teller:
         task, metrics = evaluate(
-            arguments.checkpoint, arguments.urls, num_workers=arguments.num_workers, device=arguments.device, tell=teller
+            arguments.checkpoint,
+            arguments.urls,
+            num_workers=arguments.num_workers,
+            device=arguments.device,
+            cache_dir=arguments.cache_dir,
+            cache_limit=arguments.cache_limit,
+            tell=teller,
         )
     result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", task.text(metrics))])
     return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from wdstrain.serving import Server
+
+    server, begun = Server(arguments.folder, arguments.host, arguments.port), time.monotonic()
+    before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
+    try:
+        with server:
+            say(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
+            if not server.is_local:
+                say(f"Everyone who reaches this machine ({socket.gethostname()}) can read this folder; there is no password.")
+            server.wait()
+            status = 1  # nobody ended it
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    seconds, count = time.monotonic() - begun, server.requests
+    if arguments.json:
+        found = {"folder": server.folder, "url": server.url, "requests": count, "bytes": server.bytes}
+        show(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
+    else:
+        show(f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s")
+    return status
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -167,6 +202,15 @@ def _parser() -> argparse.ArgumentParser:
     for one in (train, evaluate):
         one.add_argument("--num-workers", type=int, default=0, metavar="N", help="decoding processes; 0: threads (default: 0)")
         one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
+        one.add_argument("--cache-dir", metavar="DIR", help="keep shards of servers here while they stream (default: do not)")
+        one.add_argument("--cache-limit", metavar="SIZE", help="most bytes in it, such as 200GB (default: no limit)")
+
+    serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
+    serve.add_argument("folder", metavar="DIR", help="folder to serve; nothing outside of it is, and no hidden file")
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every one of this machine (default: %(default)s)"
+    )
+    serve.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (default: %(default)s)")
 
     demo = verb(verbs, "demo", _demo, "the whole road on handwritten digits", "demo")
     demo.add_argument("--dir", default="shards", help="folder to work in (default: %(default)s)")

@@ -10,6 +10,7 @@ from typing import Any
 
 from wdstrain.console import show, table
 from wdstrain.indexing import Index
+from wdstrain.sizes import bytes_of
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -29,13 +30,10 @@ def urls(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    digits = text.rstrip("BbIiKkMmGg ")
-    unit = text[len(digits) :].strip().upper()
     try:
-        return int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 256MB") from None
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def shares(text: str) -> dict[str, float]:

@@ -48,6 +48,8 @@ class Config:
     num_workers: int = 0
     seed: int = 0
     device: str = "auto"
+    cache_dir: str | None = None
+    cache_limit: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "image_size"):
@@ -131,11 +133,19 @@ def train(
 
 
 def evaluate(
-    checkpoint: str, urls: Urls, *, num_workers: int = 0, device: str = "auto", tell: Tell | None = None
+    checkpoint: str,
+    urls: Urls,
+    *,
+    num_workers: int = 0,
+    device: str = "auto",
+    cache_dir: str | None = None,
+    cache_limit: str | None = None,
+    tell: Tell | None = None,
 ) -> tuple[Task, dict[str, float]]:
     """The metrics of a checkpoint on the shards of `urls`; every sample counts once."""
     state = read_checkpoint(checkpoint)
-    config = Config(**{**state["config"], "num_workers": num_workers, "device": device})
+    here = {"num_workers": num_workers, "device": device, "cache_dir": cache_dir, "cache_limit": cache_limit}
+    config = Config(**{**state["config"], **here})
     task, where = Task.from_state(state["task"]), _device(device)
     index = one_split(open_index(urls), urls)
     task.check(index)
@@ -225,7 +235,8 @@ def _val_loader(index: Index, task: Task, config: Config) -> Loader:
 
 def _own(config: Config) -> dict[str, Any]:
     """A run is one process: it takes all samples, also where the environment speaks of ranks."""
-    return {"num_workers": config.num_workers, "rank": 0, "world_size": 1}
+    cache = {"cache_dir": config.cache_dir, "cache_limit": config.cache_limit}
+    return {"num_workers": config.num_workers, "rank": 0, "world_size": 1, **cache}
 
 
 def _mse_of_mean(val: Mapping[str, float], mean: float) -> float:

@@ -1,0 +1,462 @@
+"""How fast shards on a server are read, beside bare urllib3 and webdataset's pipe to curl.
+
+    .venv/bin/python scripts/bench_http.py            (some two minutes; --quick for a look, --case NAME for one case)
+
+Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
+
+    raw      loopback, nginx, 512 MB in shards of 64 MB, samples of 100 KB: `urllib3` reads whole shards over one connection
+             into one buffer (readinto of 8 MB), `Forward` is what our reader reads with (pieces of 4 MB into reused memory),
+             `webdataset` goes through pipe:curl and gives undecoded samples, `Loader` gives shuffled batches of bytes of a
+             first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
+    far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
+             the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.90
+    check    what comparing checksums costs a loader: the same index with its crc32 and without
+
+The far link is a process between us and the server, for want of netem in many kernels: each direction is 25 ms late, a new
+connection one round trip more (its handshake), answers of all connections leave one after another at 25 MB/s, of each
+connection 4 MB at most are under way, 15 KB at first and twice as many each round trip (slow start, SLOW_START = None ends
+it; it does not start anew after a pause). Before its line wait 50 ms of bytes at most; nothing is ever lost. Each measurement
+has new connections. Before anything is measured six plain connections must get 98 % of the link, or it is said.
+
+What was measured last; ratios carry over to other machines, MB/s do not.
+
+    2 cores (nginx on the same ones), no GPU, page cache warm, Python 3.11, urllib3 2.8, webdataset 0.2.111, 2026-11-20
+    raw      urllib3 2628 MB/s (2314 to 2848), Forward 1873 (1658 to 1962), webdataset 775 (749 to 800),
+             Loader 817 (753 to 872)
+             Forward / urllib3 0.71 (0.63 to 0.85); 0.65 while the machine had other work. Forward / webdataset 2.42
+             Loader / webdataset 1.05 (0.95 to 1.14)
+    far      Loader 0.96 of the link with shards of 4 MB and of 32 MB, webdataset 0.28 and 0.74; opening the index 0.27 s
+    check    with crc32 0.86 of the speed without at 8 KB (443 and 517 MB/s), 0.81 at 100 KB (722 and 892)
+
+What was found. On the far link half of the missing 4 % is slow start (0.98 without; webdataset 0.57 and 0.91), the rest
+about what the first round trips take. On loopback urllib3 takes 0.13 s of CPU for 512 MB, Forward 0.24 (bytes are copied
+three times: from the socket, into the range, into the reader's memory), a loader 0.55 in its first epoch. Its third is
+faster, 1263 MB/s beside 872; that new pages of the arena make the difference is likely and was not taken apart. The
+interpreter's lock is held for half of the time: a quarter of that by copies of ranges into the arena, an eighth by waking
+threads, a tenth by copies for the user.
+
+Ideas, tried on copies while the machine had other work, as speed of Forward by that of today's in the same rounds: one
+thread, one connection, straight into the reader's memory 1.4 times (read1) and 1.9 (recv_into with MSG_WAITALL, which waits
+without the lock), and a loader 1.3 and 1.5 times, but nothing is fetched ahead then; MSG_WAITALL in the six threads 1.1 to
+1.2; three threads instead of six 1.0 to 1.2; ranges that are reused 1.0 to 1.1. Failed: readinto1 in place of read1 0.9
+(whoever reads sooner gets smaller pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of
+64 KB 0.8, copies by numpy 1.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.server
+import itertools
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import urllib3
+
+import wdstrain as wt
+from wdstrain.forward import Extent, Forward, Tally
+from wdstrain.indexing import Index
+from wdstrain.storage import open_source
+
+PIECE = 4 << 20  # bytes of one read of our reader
+RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections
+DELAY = 0.025  # seconds of each direction of the far link
+QUEUE = 2 * DELAY  # seconds of bytes that wait before the far link, at most
+WINDOW = 4 << 20  # bytes of one connection under way, at most
+SLOW_START = 15_000  # of a new connection, twice as many each round trip; None: WINDOW from the start
+_CHUNK = 16 << 10  # bytes that the far link takes at a time, at most
+
+Rates = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less data, fewer repeats")
+    parser.add_argument("--case", choices=list(CASES), action="append", help="only this case; may be given again")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then as well
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.case or CASES:
+            CASES[name](Path(folder), arguments.quick)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def raw(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as url:
+        index = wt.Loader(f"{url}/{made.name}").index
+        urls = [shard.path for shard in index.shards]
+        rates = measured(
+            {
+                "urllib3": partial(bare, urls),
+                "Forward": partial(forward, index),
+                "webdataset": partial(piped, urls),
+                "Loader": partial(read, index),
+            },
+            repeats=3 if quick else 7,
+        )
+    table("raw", "MB/s", rates)
+    ratio("raw", rates, "Forward", "urllib3", goal=None if quick else 0.70)
+    ratio("raw", rates, "Forward", "webdataset", goal=None if quick else 2.0)
+    ratio("raw", rates, "Loader", "webdataset")
+
+
+def far(place: Path, quick: bool) -> None:
+    total, repeats = (40_000_000, 1) if quick else (150_000_000, 3)
+    opening: list[float] = []
+
+    def ours(doors: Iterator[str], made: Path) -> float:
+        begun = time.perf_counter()
+        loader = wt.Loader(f"{next(doors)}/{made.name}", batch_size=64, shuffle_buffer=128, tail="keep")
+        opening.append(time.perf_counter() - begun)
+        return looped(loader)
+
+    def theirs(doors: Iterator[str], made: Path) -> float:
+        host = f"{next(doors)}/{made.name}"
+        return piped([f"{host}/{tar}" for tar in tars(made)])
+
+    with serving(place) as url, distant(url, doors=2 * (repeats + 1) + 1) as doors:
+        for shard in (4_000_000, 32_000_000):
+            made = packed(place, total=total, shard=shard)
+            if shard == 4_000_000:
+                validate(f"{next(doors)}/{made.name}", made)
+            name = f"{shard // 1_000_000} MB shards"
+            rates = measured({f"Loader, {name}": partial(ours, doors, made)}, repeats)
+            rates |= measured({f"webdataset, {name}": partial(theirs, doors, made)}, 1)
+            shares = {who: [rate * 1e6 / RATE for rate in found] for who, found in rates.items()}
+            table("far", "of the link", shares)
+            if not quick:
+                print(f"far      Loader, {name}{verdict(statistics.median(shares[f'Loader, {name}']), 0.90)}")
+    print(f"far      opening the index: {statistics.median(opening):.2f} s ({min(opening):.2f} to {max(opening):.2f})")
+
+
+def check(place: Path, quick: bool) -> None:
+    for size in (8_000, 100_000):
+        made = packed(place, total=64_000_000 if quick else 256_000_000, shard=64_000_000, size=size)
+        with serving(place) as url:
+            index = wt.Loader(f"{url}/{made.name}").index
+            blind = replace(index, table=replace(index.table, member_crc=np.zeros(0, np.uint32)))
+            with_crc, without = f"{size // 1000} KB, crc32", f"{size // 1000} KB, none"
+            rates = measured({with_crc: partial(read, index), without: partial(read, blind)}, repeats=3 if quick else 7)
+        table("check", "MB/s", rates)
+        ratio("check", rates, with_crc, without)
+
+
+CASES: dict[str, Callable[[Path, bool], None]] = {"raw": raw, "far": far, "check": check}
+
+
+# --- who is measured: each returns MB/s ------------------------------------------------------------------------------
+
+
+def bare(urls: list[str]) -> float:
+    """One connection, whole shards, into one buffer."""
+    pool, buffer, count = urllib3.PoolManager(), memoryview(bytearray(8 << 20)), 0
+    begun = time.perf_counter()
+    for url in urls:
+        response = pool.request("GET", url, preload_content=False)
+        while found := response.readinto(buffer):
+            count += found
+        response.release_conn()
+    return count / (time.perf_counter() - begun) / 1e6
+
+
+def forward(index: Index) -> float:
+    """What the reader of a loader does, without a loader."""
+    memory, count = memoryview(bytearray(PIECE)), 0
+    begun = time.perf_counter()
+    reader = Forward(iter([Extent(shard, 0, shard.bytes) for shard in index.shards]), open_source, None, Tally())
+    for shard in index.shards:
+        for offset in range(0, shard.bytes, PIECE):
+            piece = memory[: min(PIECE, shard.bytes - offset)]
+            reader.read_into(shard, [piece], offset)
+            count += len(piece)
+    seconds = time.perf_counter() - begun
+    reader.close()
+    return count / seconds / 1e6
+
+
+def piped(urls: list[str]) -> float:
+    import webdataset
+
+    begun = time.perf_counter()
+    samples = webdataset.WebDataset([f"pipe:curl -s {url}" for url in urls], shardshuffle=False)
+    count = sum(len(sample["bin"]) for sample in samples)
+    return count / (time.perf_counter() - begun) / 1e6
+
+
+def read(index: Index) -> float:
+    return looped(wt.Loader(index, batch_size=64, tail="keep"))
+
+
+def looped(loader: wt.Loader) -> float:
+    """From asking for the first batch to having the last one; the index is open."""
+    begun = time.perf_counter()
+    count = sum(len(one) for batch in loader for one in batch["bin"])
+    seconds = time.perf_counter() - begun
+    loader.close()
+    return count / seconds / 1e6
+
+
+def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
+    """In turn, so that what the machine does besides hits all alike."""
+    rates: Rates = {name: [] for name in rivals}
+    for _ in range(repeats):
+        for name, run in rivals.items():
+            rates[name].append(run())
+    return rates
+
+
+def table(case: str, unit: str, rates: Rates) -> None:
+    for name, found in rates.items():
+        digits = 2 if unit.startswith("of") else 0
+        spread = f"({min(found):.{digits}f} to {max(found):.{digits}f}, {len(found)} times)"
+        print(f"{case:8} {name:24} {statistics.median(found):6.{digits}f} {unit} {spread}", flush=True)
+
+
+def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = None) -> None:
+    """Of the medians, and the spread of the ratios of each turn."""
+    found = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
+    middle = statistics.median(rates[one]) / statistics.median(rates[other])
+    spread = f"({min(found):.2f} to {max(found):.2f})"
+    print(f"{case:8} {one} / {other} = {middle:.2f} {spread}{verdict(middle, goal)}", flush=True)
+
+
+def verdict(value: float, goal: float | None) -> str:
+    return "" if goal is None else f", goal {goal:.2f}: {'met' if value >= goal else 'MISSED'}"
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def packed(place: Path, *, total: int, shard: int, size: int = 100_000) -> Path:
+    """A folder of shards of noise, made once."""
+    folder = place / f"{size}-{shard}-{total}"
+    if not folder.exists():
+        bits = np.random.default_rng(0)
+        samples = ({"__key__": f"k{number:07d}", "bin": bits.bytes(size)} for number in range(total // size))
+        wt.pack(samples, str(folder), shard_bytes=shard, shuffle=False)
+    return folder
+
+
+def tars(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.tar"))
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[str]:
+    """The address of a server of this folder: nginx, or Python's own where there is none."""
+    own = Path(__file__).resolve().parent.parent / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
+    program = str(own) if own.exists() else shutil.which("nginx")
+    if program is None:
+        print("nginx is not here (scripts/test.sh unpacks it): Python's own server is read")
+        with process(serve, str(root)) as ports:
+            yield f"http://127.0.0.1:{ports[0]}"
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as own_place:
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        temps = " ".join(f"{kind}_temp_path {own_place}/{kind};" for kind in kinds)
+        config = Path(own_place) / "nginx.conf"
+        config.write_text(
+            f"{'user root;' if os.geteuid() == 0 else ''} daemon off; pid {own_place}/pid; events {{}}\n"
+            f"http {{ access_log off; sendfile on; tcp_nopush on; {temps}\n"
+            f"server {{ listen 127.0.0.1:{port}; root {root}; }} }}\n"
+        )
+        command = [program, "-e", f"{own_place}/error.log", "-c", str(config), "-p", own_place]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+            try:
+                while not connects(port):
+                    if server.poll() is not None:
+                        sys.exit(f"nginx ended at once with {server.returncode}.")
+                    time.sleep(0.02)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.terminate()
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def process(target: Callable[..., None], *words: object) -> Iterator[list[int]]:
+    """A process of its own that runs target(pipe, *words) and says over the pipe at which ports it listens."""
+    context = multiprocessing.get_context("spawn")
+    mine, other = context.Pipe()
+    started = context.Process(target=target, args=(other, *words), daemon=True)
+    started.start()
+    other.close()
+    try:
+        yield mine.recv()
+    finally:
+        started.terminate()
+        started.join()
+
+
+def serve(pipe: Connection, root: str) -> None:
+    class Ranges(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = os.path.join(root, self.path.lstrip("/"))
+            if not os.path.isfile(path):
+                self.send_error(404)
+                return
+            size = os.path.getsize(path)
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            start, stop = (int(asked[1]), min(size, int(asked[2] or size - 1) + 1)) if asked else (0, size)
+            self.send_response(206 if asked else 200)
+            self.send_header("Content-Length", str(stop - start))
+            if asked:
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+            self.end_headers()
+            with open(path, "rb") as file, suppress(OSError):  # whoever reads us may leave
+                self.connection.sendfile(file, start, stop - start)
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges)
+    pipe.send([server.server_address[1]])
+    server.serve_forever()
+
+
+# --- the far link ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def distant(url: str, doors: int) -> Iterator[Iterator[str]]:
+    """Addresses of the same server behind one far link, each with new connections."""
+    with process(link, int(url.rpartition(":")[2]), doors) as ports:
+        yield iter([f"http://127.0.0.1:{port}" for port in ports])
+
+
+def validate(url: str, made: Path) -> None:
+    """Say what six plain connections get out of the link once they are up to speed."""
+    counts, end = [0] * 6, time.perf_counter() + 3.5
+
+    def read(number: int) -> None:
+        pool = urllib3.PoolManager()
+        for tar in itertools.cycle(tars(made)):
+            response = pool.request("GET", f"{url}/{tar}", preload_content=False)
+            while found := response.read1(64 << 10):
+                counts[number] += len(found)
+                if time.perf_counter() > end:
+                    response.close()
+                    return
+            response.release_conn()
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    begun, before = time.perf_counter(), sum(counts)
+    time.sleep(2.4)
+    share = (sum(counts) - before) / (time.perf_counter() - begun) / RATE
+    for thread in threads:
+        thread.join()
+    word = "" if share >= 0.98 else ": TOO LITTLE, the link is not what it should be"
+    print(f"far      six plain connections get {share:.3f} of the link{word}", flush=True)
+
+
+def link(pipe: Connection, port: int, doors: int) -> None:
+    """The link, as a process: what comes in at one of its ports leaves for the server, later, and so do the answers."""
+    asyncio.run(Link(port).carry(pipe, doors))
+
+
+@dataclass
+class Link:
+    port: int  # of the server
+    free: float = 0.0  # when all that waits for the link will have left
+
+    async def carry(self, pipe: Connection, doors: int) -> None:
+        servers = [await asyncio.start_server(self._connected, "127.0.0.1", 0) for _ in range(doors)]
+        pipe.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.Event().wait()
+
+    async def _connected(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        opened = time.monotonic() + 2 * DELAY  # a handshake takes a round trip
+        server, to_server = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def ask() -> None:
+            while data := await client.read(_CHUNK):
+                await _until(max(opened, time.monotonic()) + DELAY)
+                to_server.write(data)
+
+        parts = [asyncio.create_task(ask()), asyncio.create_task(self._answer(server, to_client))]
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            part.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
+        to_client.close()
+        to_server.close()
+
+    async def _answer(self, server: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        window, under_way, room = SLOW_START or WINDOW, 0, asyncio.Event()
+        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        def acknowledged(count: int) -> None:
+            nonlocal window, under_way
+            window, under_way = min(WINDOW, window + count), under_way - count
+            room.set()
+
+        async def arrive() -> None:
+            while True:
+                at, data = await line.get()
+                await _until(at)
+                to_client.write(data)
+                await to_client.drain()
+                asyncio.get_running_loop().call_later(DELAY, acknowledged, len(data))
+                line.task_done()
+
+        arriving = asyncio.create_task(arrive())
+        try:
+            while True:
+                while under_way >= window:
+                    room.clear()
+                    await room.wait()
+                await _until(self.free - QUEUE)
+                data = await server.read(min(_CHUNK, window - under_way))
+                if not data:
+                    break
+                self.free = max(time.monotonic(), self.free) + len(data) / RATE
+                under_way += len(data)
+                line.put_nowait((self.free + DELAY, data))
+            await line.join()
+        finally:
+            arriving.cancel()
+
+
+async def _until(moment: float) -> None:
+    if (seconds := moment - time.monotonic()) > 0:
+        await asyncio.sleep(seconds)
+
+
+if __name__ == "__main__":
+    main()

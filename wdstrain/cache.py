@@ -1,0 +1,391 @@
+"""Shards of a server, kept on a disk of this machine while they stream to training.
+
+A shard is filled block by block, by whoever needs a block first, in a file that is as long as the shard and ends in a map of
+the blocks that are there. Whoever fetches a block holds a lock on it, so that threads and processes of a machine that want
+the same one wait for it and read it; a process that is killed holds no lock any more and has marked nothing that is not
+there. When all blocks are there the shard is compared with its sha256, flushed, cut to its length and given its final name:
+what has that name is whole, a plain tar.
+
+Roads not taken: fetching whole shards before they are read (the first batch would wait for a shard), a lock for each shard
+(of two ranks that share one, the second would wait for all of it), a database of what is there (it would have to be repaired
+after each kill; the folder itself cannot be wrong).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from hashlib import blake2b
+
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.indexing import Shard
+from wdstrain.locks import available, try_lock, unlock
+from wdstrain.remote import RemoteFile, open_remote
+from wdstrain.storage import sync_folder
+
+BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one
+PART = ".part"  # of the name of a shard that is not whole yet
+_PATIENCE = 120.0  # seconds for another process to fetch a block, before it is fetched a second time
+_PAUSE = 0.01  # seconds between two looks at a lock
+_MAGIC = b"WDSCACHE"
+_IN_USE, _FINISHING, _BLOCKS = 1 << 60, (1 << 60) + 1, 1 << 61  # places that are locked: beyond the end of any file
+
+_log = logging.getLogger("wdstrain")
+
+
+class Cache:
+    """A folder of shards within a limit of bytes, shared by all processes of a machine that name it.
+
+    limit: of the bytes of all shards in it, None for no limit; those not used for longest go first, and none that is being
+    read. Raises UsageError for a folder that cannot be made.
+    """
+
+    def __init__(self, folder: str, limit: int | None = None) -> None:
+        if not available:
+            raise UsageError("a cache needs Linux (locks of open files). Leave cache_dir away, or copy the shards to a disk.")
+        if limit is not None and limit < 1:
+            raise UsageError(f"cache_limit={limit} is below 1. Leave it away for a cache without a limit.")
+        self.folder, self.limit = os.path.abspath(folder), limit
+        self.full = False  # nothing more can be written; what is there is still read
+        self._warning = threading.Lock()
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder.") from None
+
+    def open(self, shard: Shard, stopping: threading.Event | None = None) -> CachedFile | None:
+        """A shard to read through the cache, or None where it cannot be kept: it is then read from its server alone.
+
+        That is a shard of which neither a checksum nor a server's tag is known, one for which there is no room, and any that
+        is not there yet when the disk is full or cannot be written.
+        """
+        event = stopping or threading.Event()
+        if not (shard.sha256 or shard.tag) or (self.limit is not None and shard.bytes > self.limit):
+            return None
+        final = self.place_of(shard)
+        while not event.is_set():
+            try:
+                for path, flags in ((final, os.O_RDONLY), (final + PART, os.O_RDWR)):
+                    if self.full and path != final:
+                        return None
+                    fd = self._opened(path, flags, event)
+                    if fd is None:
+                        continue
+                    file = CachedFile(self, shard, fd, final, event)
+                    if file.whole or file.sound:
+                        with suppress(OSError):  # of another user
+                            os.utime(fd)  # used now; a part is as old as its last block
+                        if path != final:
+                            file.finish()
+                        return file
+                    file.close()
+                    self._drop(final, shard, event)
+                if not self._begin(final, shard.bytes, event):
+                    return None
+            except OSError as error:
+                self.give_up(error)
+        return None
+
+    def place_of(self, shard: Shard) -> str:
+        """The path that a whole shard has in the cache: the same for one content, wherever it comes from."""
+        content = [shard.sha256] if shard.sha256 else [shard.shown, shard.tag, str(shard.bytes)]
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", shard.name.removesuffix(".tar"))[:80]
+        return os.path.join(self.folder, f"{name}-{blake2b(repr(content).encode(), digest_size=8).hexdigest()}.tar")
+
+    def forget(self, shard: Shard) -> None:
+        """Take a shard out whose bytes turned out wrong. Whoever reads it now goes on with what he has open."""
+        for path in (self.place_of(shard), self.place_of(shard) + PART):
+            with suppress(OSError):
+                os.unlink(path)
+
+    def give_up(self, error: OSError) -> None:
+        """Write nothing more, and say so once."""
+        with self._warning:
+            if not self.full:
+                self.full = True
+                _log.warning(
+                    "%s cannot be written: %s. Shards that are not in this cache are streamed without it from here on.",
+                    self.folder,
+                    error.strerror or error,
+                )
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _opened(self, path: str, flags: int, stopping: threading.Event) -> int | None:
+        """A file that is marked as in use, None if it is not there."""
+        while True:
+            try:
+                fd = os.open(path, flags | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return None
+            while not try_lock(fd, _IN_USE, shared=True) and not stopping.wait(_PAUSE):
+                pass  # somebody is about to take it out
+            if os.fstat(fd).st_nlink or stopping.is_set():
+                return fd
+            os.close(fd)
+
+    def _begin(self, final: str, size: int, stopping: threading.Event) -> bool:
+        """Make the file in which a shard will be filled. False where there is no room for it."""
+        with self._alone(stopping):
+            if os.path.exists(final) or os.path.exists(final + PART):
+                return True
+            if not self._room(size):
+                return False
+            fd = os.open(final + PART, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                map_ = _head() + bytes(-(-size // BLOCK))
+                os.ftruncate(fd, size + len(map_))
+                _write(fd, memoryview(map_), size)
+            finally:
+                os.close(fd)
+        return True
+
+    def _drop(self, final: str, shard: Shard, stopping: threading.Event) -> None:
+        """Take out what is not sound: of another size, or of the time before the machine was started."""
+        with self._alone(stopping):
+            for path in (final, final + PART):
+                with suppress(FileNotFoundError):
+                    file = CachedFile(self, shard, os.open(path, os.O_RDONLY | os.O_CLOEXEC), final, stopping)
+                    if not file.whole and not file.sound:
+                        os.unlink(path)
+                    file.close()
+
+    def _room(self, size: int) -> bool:
+        """Make room for a shard; parts count as what they will be."""
+        if self.limit is None:
+            return True
+        found = []
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith((".tar", ".tar" + PART)):
+                with suppress(FileNotFoundError):
+                    found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        total = sum(one[1] for one in found)
+        for _, bytes_, path in sorted(found):
+            if total + size <= self.limit:
+                break
+            if _take_out(path):
+                total -= bytes_
+        return total + size <= self.limit
+
+    @contextmanager
+    def _alone(self, stopping: threading.Event) -> Iterator[None]:
+        """Nobody else adds a shard meanwhile."""
+        fd = os.open(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            while not try_lock(fd, 0):
+                if stopping.wait(_PAUSE):
+                    raise StorageError(f"{self.folder}: reading was stopped.")
+            yield
+        finally:
+            os.close(fd)
+
+
+class CachedFile:
+    """A shard of a server, read by position through its copy in the cache. Not shared between threads.
+
+    cached: bytes that the cache had. The other figures are those of what is read from the server, if anything is.
+    """
+
+    def __init__(self, cache: Cache, shard: Shard, fd: int, final: str, stopping: threading.Event) -> None:
+        self.path, self.size = shard.path, shard.bytes
+        self.cached = 0
+        self._cache, self._shard, self._fd, self._final, self._stopping = cache, shard, fd, final, stopping
+        self._remote: RemoteFile | None = None
+        self._map = shard.bytes + len(_head())  # where the blocks' marks begin
+        self._blocks = -(-shard.bytes // BLOCK)
+
+    @property
+    def whole(self) -> bool:
+        return os.fstat(self._fd).st_size == self.size
+
+    @property
+    def sound(self) -> bool:
+        """Whether this is a part of such a shard, begun since the machine was started."""
+        return os.fstat(self._fd).st_size == self._map + self._blocks and os.pread(self._fd, len(_head()), self.size) == _head()
+
+    @property
+    def ranged(self) -> bool:
+        return self._remote is None or self._remote.ranged
+
+    @property
+    def tag(self) -> str | None:
+        return self._remote.tag if self._remote is not None else None
+
+    @property
+    def retries(self) -> int:
+        return self._remote.retries if self._remote is not None else 0
+
+    @property
+    def fetched(self) -> int:
+        return self._remote.fetched if self._remote is not None else 0
+
+    def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
+        """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
+        for piece in pieces:
+            view = piece
+            while view:
+                count = min(len(view), BLOCK - offset % BLOCK)
+                self._read_block(view[:count], offset)
+                view, offset = view[count:], offset + count
+
+    def fill(self, start: int, stop: int) -> None:
+        """Have these bytes in the cache."""
+        for number in range(start // BLOCK, -(-stop // BLOCK)):
+            if not self._there(number) and not self._cache.full:
+                self._read_block(memoryview(bytearray(1)), number * BLOCK)
+
+    def finish(self) -> None:
+        """Give the shard its final name if all of it is there."""
+        if self.whole:
+            if os.path.exists(self._final):
+                return
+        elif b"\0" in os.pread(self._fd, self._blocks, self._map):
+            return
+        if not try_lock(self._fd, _FINISHING):
+            return  # another does it
+        try:
+            if not self.whole:
+                if self._shard.sha256 and self._digest() != self._shard.sha256:
+                    self._cache.forget(self._shard)
+                    _log.warning(
+                        "%s: what came is not what its index says (sha256). It is not kept in the cache.", self._shard.shown
+                    )
+                    return
+                os.fsync(self._fd)  # before it has the length of a whole shard, also after a power cut
+                os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
+            with suppress(FileNotFoundError):  # it was finished by another, or taken out
+                os.replace(self._final + PART, self._final)
+                sync_folder(self._cache.folder)
+        finally:
+            unlock(self._fd, _FINISHING)
+
+    def stop(self) -> None:
+        """End a read that another thread is in."""
+        self._stopping.set()
+        if self._remote is not None:
+            self._remote.stop()
+
+    def close(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
+        if self._fd >= 0:
+            os.close(self._fd)  # and its locks end
+            self._fd = -1
+
+    def __enter__(self) -> CachedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _there(self, number: int) -> bool:
+        return os.pread(self._fd, 1, self._map + number) != b"\0"  # a whole shard has no map: nothing is read
+
+    def _read_block(self, target: memoryview, offset: int) -> None:
+        """Fill target with bytes of one block; fetch the block if it is not there."""
+        number = offset // BLOCK
+        start, stop = number * BLOCK, min(self.size, number * BLOCK + BLOCK)
+        kept = self._claim(number)
+        if kept is None:
+            _read(self._fd, target, offset, self._final)
+            self.cached += len(target)
+            return
+        try:
+            block = target if len(target) == stop - start else memoryview(bytearray(stop - start))
+            if self._remote is None:
+                self._remote = open_remote(self.path, self.size, self._shard.tag or None, self._stopping)
+            self._remote.read_into([block], start, last=None if self._remote.ranged else self.size)
+            if kept:
+                self._keep(number, block)
+        finally:
+            if kept:
+                unlock(self._fd, _BLOCKS + number)
+        if block is not target:
+            target[:] = block[offset - start : offset - start + len(target)]
+
+    def _claim(self, number: int) -> bool | None:
+        """True: this one fetches the block, and keeps it; False: fetches it alone; None: it is there."""
+        begun = time.monotonic()
+        while not self._there(number):
+            if self._cache.full or time.monotonic() - begun > _PATIENCE:
+                return False
+            if try_lock(self._fd, _BLOCKS + number):
+                if not self._there(number):
+                    return True
+                unlock(self._fd, _BLOCKS + number)
+            elif self._stopping.wait(_PAUSE):
+                raise StorageError(f"{self._shard.shown}: reading was stopped.")
+        return None
+
+    def _keep(self, number: int, block: memoryview) -> None:
+        try:
+            _write(self._fd, block, number * BLOCK)
+            _write(self._fd, memoryview(b"\1"), self._map + number)
+            self.finish()
+        except OSError as error:
+            self._cache.give_up(error)
+
+    def _digest(self) -> str:
+        found, offset, buffer = hashlib.sha256(), 0, memoryview(bytearray(BLOCK))
+        while offset < self.size:
+            piece = buffer[: min(BLOCK, self.size - offset)]
+            _read(self._fd, piece, offset, self._final)
+            found.update(piece)
+            offset += len(piece)
+        return found.hexdigest()
+
+
+def _take_out(path: str) -> bool:
+    """Remove a shard that nobody reads."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone, or another user's
+    try:
+        if not try_lock(fd, _IN_USE):
+            return False
+        os.unlink(path)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _read(fd: int, target: memoryview, offset: int, path: str) -> None:
+    while target:
+        count = os.preadv(fd, [target], offset)
+        if not count:
+            raise StorageError(f"{path} was cut while it was read. Remove it.")
+        target, offset = target[count:], offset + count
+
+
+def _head() -> bytes:
+    """What a map of blocks begins with: marks of another time than since this machine was started are not believed."""
+    return _MAGIC + BLOCK.to_bytes(8, "little") + _boot()
+
+
+@lru_cache(maxsize=1)
+def _boot() -> bytes:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return blake2b(file.read(), digest_size=16).digest()
+    except OSError:
+        return bytes(16)

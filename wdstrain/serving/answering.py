@@ -1,0 +1,231 @@
+"""A connection: request after request, bodies by sendfile.
+
+http.server reads the words (its limits hold: 64 KB a line, 100 headers), everything else is decided here. What is refused is
+said in a plain line and costs no connection, unless the client is still sending: what it sends is then read for a moment, since
+closing on unread bytes would reset the connection and take the answer with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import html
+import io
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from email.utils import formatdate
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+from urllib.parse import quote
+
+from wdstrain.serving.asking import answer_instead, names_of, part_holds, span_of
+from wdstrain.serving.inside import list_inside, open_inside
+from wdstrain.serving.places import Places
+
+PATIENCE = 60.0  # seconds: for the next request to come whole, and for a client to take more of its answer
+LINGER = 2.0  # seconds that a client is listened to after its last answer
+LISTED = 10_000  # names on a folder's page, at most
+
+_TYPES = {".tar": "application/x-tar", ".json": "application/json"}  # never a page: our readers refuse pages as shards
+_STATUSES = {
+    **dict.fromkeys([errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO], HTTPStatus.NOT_FOUND),
+    **dict.fromkeys([errno.EACCES, errno.EPERM], HTTPStatus.FORBIDDEN),
+    **dict.fromkeys([errno.EMFILE, errno.ENFILE, errno.ENOMEM], HTTPStatus.SERVICE_UNAVAILABLE),
+}
+
+
+class Connection(BaseHTTPRequestHandler):
+    """One client's."""
+
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # so that what cannot be read is answered with a head, too
+    disable_nagle_algorithm = True  # a small body would wait until its head was acknowledged
+
+    def __init__(self, folder: str, places: Places, *words: Any) -> None:
+        self.folder, self.places = folder, places
+        super().__init__(*words)
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(PATIENCE)
+        self.incoming = _Incoming(self.connection)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(self.incoming)
+        self.unread = False  # the client may be sending what nobody will read
+        self.answered = False
+        self.headers, self.command = self.MessageClass(), ""
+
+    def handle_one_request(self) -> None:
+        self.incoming.until = time.monotonic() + PATIENCE
+        self.places.rest(self.connection, answered=self.answered)
+        super().handle_one_request()
+        self.answered = True
+
+    def parse_request(self) -> bool:
+        self.places.work(self.connection)
+        self.headers = self.MessageClass()  # not those of the last request, where this one cannot be read
+        return super().parse_request()
+
+    def handle_expect_100(self) -> bool:
+        """The answer itself says that no body is wanted."""
+        return True
+
+    def finish(self) -> None:
+        if self.unread:
+            end = self.incoming.until = time.monotonic() + LINGER
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_WR)
+                while time.monotonic() < end and self.rfile.read1():
+                    pass
+        super().finish()
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def do_GET(self) -> None:
+        names = names_of(self.path)
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 and self.request_version != "HTTP/1.0":
+            self._refuse(HTTPStatus.BAD_REQUEST)
+        elif names is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+        else:
+            try:
+                opened = open_inside(self.folder, names)
+            except OSError as error:
+                status = _STATUSES.get(error.errno or 0, HTTPStatus.INTERNAL_SERVER_ERROR)
+                self._refuse(status, {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {})
+                if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                    raise  # the disk's trouble is told
+                return
+            try:
+                self._answer(names, opened)
+            finally:
+                os.close(opened)
+
+    do_HEAD = do_GET
+
+    def _answer(self, names: list[str], opened: int) -> None:
+        found = os.fstat(opened)
+        if stat.S_ISDIR(found.st_mode) and names[-1]:
+            self._refuse(HTTPStatus.MOVED_PERMANENTLY, {"Location": f"{_path(names)}/"})
+        elif stat.S_ISDIR(found.st_mode):
+            page = _page(names, list_inside(self.folder, names, opened, LISTED))
+            self._begin(HTTPStatus.OK, {"Content-Type": "text/html; charset=utf-8"}, len(page))
+            if self.command != "HEAD":
+                self.wfile.write(page)
+        elif not names[-1]:
+            self._refuse(HTTPStatus.NOT_FOUND)
+        else:
+            self._answer_file(names[-1], opened, found)
+
+    def _answer_file(self, name: str, opened: int, found: os.stat_result) -> None:
+        size, modified = found.st_size, max(0, min(int(found.st_mtime), int(time.time())))
+        tag = f'"{found.st_ino:x}-{found.st_mtime_ns:x}-{size:x}"'
+        headers = {"ETag": tag, "Last-Modified": formatdate(modified, usegmt=True), "Accept-Ranges": "bytes"}
+        instead = answer_instead(self.headers, tag, modified)
+        if instead == HTTPStatus.NOT_MODIFIED:
+            self._begin(instead, headers, None)
+            return
+        if instead is not None:
+            self._refuse(instead, headers)
+            return
+        span = None
+        if self.command == "GET" and part_holds(self.headers, tag, modified):
+            span = span_of(self.headers.get_all("Range", []), size)
+        start, stop = span or (0, size)
+        if span and start >= stop:
+            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {**headers, "Content-Range": f"bytes */{size}"})
+            return
+        headers["Content-Type"] = _TYPES.get(os.path.splitext(name)[1].lower(), "application/octet-stream")
+        if span:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        self._begin(HTTPStatus.PARTIAL_CONTENT if span else HTTPStatus.OK, headers, stop - start)
+        if self.command != "HEAD" and start < stop:
+            self._send_file(opened, start, stop)
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server refuses: words it cannot read, after which it does not know where the next request begins, and
+        methods that are not here."""
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"})
+        else:
+            self.unread = True
+            self._refuse(HTTPStatus(code))
+
+    def _refuse(self, status: HTTPStatus, headers: Mapping[str, str] | None = None) -> None:
+        text = f"{status.value} {status.phrase}\n".encode()
+        self._begin(status, {**(headers or {}), "Content-Type": "text/plain; charset=utf-8"}, len(text))
+        if self.command != "HEAD":
+            self.wfile.write(text)
+
+    def _begin(self, status: HTTPStatus, headers: Mapping[str, str], length: int | None) -> None:
+        """The head of an answer."""
+        lengths = self.headers.get_all("Content-Length", [])
+        if any(one.strip() != "0" for one in lengths) or "Transfer-Encoding" in self.headers:
+            self.unread = True
+        words = ",".join(self.headers.get_all("Connection", [])).lower().split(",")
+        if not self.places.may_stay() or self.unread or "close" in map(str.strip, words):
+            self.close_connection = True
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if self.close_connection or self.request_version == "HTTP/1.0":
+            self.send_header("Connection", "close" if self.close_connection else "keep-alive")
+        self.end_headers()
+
+    def _send_file(self, opened: int, start: int, stop: int) -> None:
+        """Bytes [start, stop); fewer, and the end of the connection, where the file has shrunk."""
+        with open(opened, "rb", buffering=0, closefd=False) as file:
+            file.seek(start)
+            try:
+                self.connection.sendfile(file, start, stop - start)
+            finally:  # also where the client has left
+                self.places.sent(file.tell() - start)
+                self.close_connection |= file.tell() != stop
+
+    def version_string(self) -> str:
+        return "wdstrain"
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is said of a request; the server counts."""
+
+
+class _Incoming(io.RawIOBase):
+    """What a client sends, which has to come `until` then, however slowly its single bytes do."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.until = connection, 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        try:
+            self.connection.settimeout(max(1e-3, self.until - time.monotonic()))
+            return self.connection.recv_into(into)
+        finally:
+            self.connection.settimeout(PATIENCE)
+
+
+def _path(names: Sequence[str]) -> str:
+    return "/" + "/".join(quote(os.fsencode(name), safe="") for name in names)
+
+
+def _page(names: Sequence[str], listed: Sequence[str]) -> bytes:
+    """A folder for people to look around in."""
+    title = html.escape("/" + "/".join(names))
+    # ./ before a name: "a:b" would be an address of its own
+    rows = ['<li><a href="../">../</a>'] if len(names) > 1 else []
+    rows += [f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">{html.escape(name)}</a>' for name in listed]
+    rows += [f"<li>and others: only {LISTED} are shown"] if len(listed) == LISTED else []
+    lines = ["<!doctype html>", f"<title>{title}</title>", f"<h1>{title}</h1>", "<ul>", *rows, "</ul>", ""]
+    return "\n".join(lines).encode("utf-8", "replace")

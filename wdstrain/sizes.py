@@ -1,0 +1,25 @@
+"""Numbers of bytes as people write them: 256MB, 4GiB, 1000."""
+
+from __future__ import annotations
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def bytes_of(text: str) -> int:
+    """The number that a text means. Raises ValueError for one that is no size."""
+    number = text.strip().upper().rstrip("BIKMGT")
+    try:
+        return int(float(number) * _UNITS[text.strip().upper()[len(number) :].strip()])
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(f"{text!r} is no size; write for example 256MB") from None
