@@ -12,6 +12,7 @@ import tarfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import write_shards
 from tests.servers import Handler, Served, cut, fine, serving, status
-from wdstrain import cache, forward, http
+from wdstrain import cache, forward, http, pipeline
 from wdstrain.cache import Cache
 from wdstrain.errors import UsageError
 from wdstrain.indexing import Index
@@ -48,7 +49,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are smaller than shards, and pauses that are short."""
     monkeypatch.setattr(forward, "RANGE", 32 << 10)
     monkeypatch.setattr(cache, "BLOCK", 32 << 10)
-    monkeypatch.setattr(forward, "HELD", 256 << 10)
+    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
     monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
 
@@ -73,6 +74,17 @@ def check_content(folder: Path, made: Path) -> None:
     """Whatever has a final name in the cache is one of the shards, byte for byte."""
     shards = {path.read_bytes() for path in made.glob("*.tar")}
     assert all(path.read_bytes() in shards for path in whole(folder))
+
+
+def blocks_in(folder: Path, index: Index) -> set[tuple[str, int]]:
+    """The blocks of shards that are in the cache, by the path of the shard on its server."""
+    found = set()
+    for shard in index.shards:
+        with Cache(str(folder)).open(shard) or nullcontext() as file:
+            if file is not None:
+                count = range(-(-shard.bytes // cache.BLOCK))
+                found |= {(f"/{shard.name}", number) for number in count if file._there(number)}
+    return found
 
 
 # --- filling ---------------------------------------------------------------------------------------------------------
@@ -378,11 +390,14 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(made: Pa
             assert (victim.returncode, out) == (-signal.SIGKILL, "begun\n")
             check_content(folder, made)
             server.faults.clear()
-            before = len(asked(server))
             loader = loader_of(server.url, folder)
+            there = blocks_in(folder, loader.index)
+            assert len(there) >= moment - 1 - forward._FETCHERS
+            server.requests.clear()
             assert epoch(loader) == wanted
             loader.close()
-            assert len(asked(server)) - before <= blocks - moment + 6  # what was there is not asked for again
+            again = {(path, int(span[6:].split("-")[0]) // cache.BLOCK) for path, span in asked(server) if span}
+            assert not again & there
         check_content(folder, made)
         assert len(whole(folder)) == len(list(made.glob("*.tar")))
 

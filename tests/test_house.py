@@ -22,7 +22,8 @@ PACKAGE = ROOT / "wdstrain"
 
 # a module imports only from floors below its own
 FLOORS = [
-    {"errors", "bits", "children", "checksum", "sizes", "locks", "packing.collector"},
+    {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "packing.collector"},
+    {"bodies"},
     {"http", "objects"},
     {"remote"},
     {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},

@@ -21,7 +21,7 @@ import webdataset as wds
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
 from tests.servers import Fault, Served, change, cut, cut_in_headers, fine, serving, stall, status
-from wdstrain import forward, http
+from wdstrain import forward, http, pipeline
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.http import HttpFile, redacted
@@ -47,7 +47,7 @@ def served(made: Path) -> Iterator[Served]:
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges that are smaller than shards, and pauses that are short."""
     monkeypatch.setattr(forward, "RANGE", 64 << 10)
-    monkeypatch.setattr(forward, "HELD", 256 << 10)
+    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
     monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
 
@@ -403,7 +403,6 @@ def test_nginx_serves_what_the_disk_holds(made: Path, nginx: str) -> None:
 
 def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pause before each answer, a pass takes little longer than the pauses of one fetcher's share."""
-    monkeypatch.setattr(forward, "HELD", 8 << 20)
     for number in range(8):
         write_tar(tmp_path / f"s-{number}.tar", [(f"k{number}-{i}", {"bin": bytes(4000)}) for i in range(60)])
     wt.index(str(tmp_path))

@@ -27,6 +27,7 @@ from hashlib import blake2b
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.indexing import Shard
 from wdstrain.locks import available, try_lock, unlock
+from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, open_remote
 from wdstrain.storage import sync_folder
 
@@ -142,7 +143,7 @@ class Cache:
             try:
                 map_ = _head() + bytes(-(-size // BLOCK))
                 os.ftruncate(fd, size + len(map_))
-                _write(fd, memoryview(map_), size)
+                _write(fd, [memoryview(map_)], size)
             finally:
                 os.close(fd)
         return True
@@ -228,18 +229,21 @@ class CachedFile:
 
     def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
-        for piece in pieces:
-            view = piece
-            while view:
-                count = min(len(view), BLOCK - offset % BLOCK)
-                self._read_block(view[:count], offset)
-                view, offset = view[count:], offset + count
+        todo, waited = Pieces(pieces), []
+        while todo.left:
+            count = min(todo.left, BLOCK - offset % BLOCK)
+            block = todo.cut(count)
+            if not self._read_block(block, offset, wait=False):
+                waited.append((block, offset))
+            offset += count
+        for block, start in waited:  # others fetch these; meanwhile the rest was fetched
+            self._read_block(block, start, wait=True)
 
     def fill(self, start: int, stop: int) -> None:
         """Have these bytes in the cache."""
         for number in range(start // BLOCK, -(-stop // BLOCK)):
             if not self._there(number) and not self._cache.full:
-                self._read_block(memoryview(bytearray(1)), number * BLOCK)
+                self._read_block([memoryview(bytearray(1))], number * BLOCK, wait=True)
 
     def finish(self) -> None:
         """Give the shard its final name if all of it is there."""
@@ -292,30 +296,34 @@ class CachedFile:
     def _there(self, number: int) -> bool:
         return os.pread(self._fd, 1, self._map + number) != b"\0"  # a whole shard has no map: nothing is read
 
-    def _read_block(self, target: memoryview, offset: int) -> None:
-        """Fill target with bytes of one block; fetch the block if it is not there."""
-        number = offset // BLOCK
+    def _read_block(self, target: list[memoryview], offset: int, *, wait: bool) -> bool:
+        """Fill target with bytes of one block; fetch the block if it is not there. False if another does and is not waited for."""
+        number, size = offset // BLOCK, sum(map(len, target))
         start, stop = number * BLOCK, min(self.size, number * BLOCK + BLOCK)
-        kept = self._claim(number)
+        kept = self._claim(number, wait)
         if kept is None:
-            _read(self._fd, target, offset, self._final)
-            self.cached += len(target)
-            return
+            if not self._there(number):
+                return False
+            _read(self._fd, Pieces(target), offset, self._final)
+            self.cached += size
+            return True
         try:
-            block = target if len(target) == stop - start else memoryview(bytearray(stop - start))
+            whole = size == stop - start
+            block = target if whole else [memoryview(bytearray(stop - start))]
             if self._remote is None:
                 self._remote = open_remote(self.path, self.size, self._shard.tag or None, self._stopping)
-            self._remote.read_into([block], start, last=None if self._remote.ranged else self.size)
+            self._remote.read_into(block, start, last=None if self._remote.ranged else self.size)
             if kept:
                 self._keep(number, block)
         finally:
             if kept:
                 unlock(self._fd, _BLOCKS + number)
-        if block is not target:
-            target[:] = block[offset - start : offset - start + len(target)]
+        if not whole:
+            Pieces(target).take(block[0][offset - start : offset - start + size])
+        return True
 
-    def _claim(self, number: int) -> bool | None:
-        """True: this one fetches the block, and keeps it; False: fetches it alone; None: it is there."""
+    def _claim(self, number: int, wait: bool) -> bool | None:
+        """True: this one fetches the block, and keeps it; False: fetches it alone; None: it is there, or another's."""
         begun = time.monotonic()
         while not self._there(number):
             if self._cache.full or time.monotonic() - begun > _PATIENCE:
@@ -324,14 +332,16 @@ class CachedFile:
                 if not self._there(number):
                     return True
                 unlock(self._fd, _BLOCKS + number)
+            elif not wait:
+                return None
             elif self._stopping.wait(_PAUSE):
                 raise StorageError(f"{self._shard.shown}: reading was stopped.")
         return None
 
-    def _keep(self, number: int, block: memoryview) -> None:
+    def _keep(self, number: int, block: list[memoryview]) -> None:
         try:
             _write(self._fd, block, number * BLOCK)
-            _write(self._fd, memoryview(b"\1"), self._map + number)
+            _write(self._fd, [memoryview(b"\1")], self._map + number)
             self.finish()
         except OSError as error:
             self._cache.give_up(error)
@@ -340,7 +350,7 @@ class CachedFile:
         found, offset, buffer = hashlib.sha256(), 0, memoryview(bytearray(BLOCK))
         while offset < self.size:
             piece = buffer[: min(BLOCK, self.size - offset)]
-            _read(self._fd, piece, offset, self._final)
+            _read(self._fd, Pieces([piece]), offset, self._final)
             found.update(piece)
             offset += len(piece)
         return found.hexdigest()
@@ -363,18 +373,21 @@ def _take_out(path: str) -> bool:
         os.close(fd)
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
+def _write(fd: int, data: list[memoryview], offset: int) -> None:
+    todo = Pieces(data)
+    while todo.left:
+        count = os.pwritev(fd, todo.next(), offset)
+        todo.filled(count)
+        offset += count
 
 
-def _read(fd: int, target: memoryview, offset: int, path: str) -> None:
-    while target:
-        count = os.preadv(fd, [target], offset)
+def _read(fd: int, todo: Pieces, offset: int, path: str) -> None:
+    while todo.left:
+        count = os.preadv(fd, todo.next(), offset)
         if not count:
             raise StorageError(f"{path} was cut while it was read. Remove it.")
-        target, offset = target[count:], offset + count
+        todo.filled(count)
+        offset += count
 
 
 def _head() -> bytes:

@@ -1,37 +1,33 @@
 """Bytes of a lane in the order of its plan, from disk or from far away.
 
-A local shard is read where it lies. Of shards on a server, the ranges that come next are fetched ahead, several at a time and
-beyond the ends of shards, so that the time a request takes is not waited for; they wait in order, in a bounded number of
-bytes. What a range is fetched with heals itself (`http`); what cannot be healed is raised when its turn comes. With a cache,
-what was fetched once is read from there, and the little of a shard that no plan asked for is fetched too, for the shard to be
-whole when the epoch ends.
+A local shard is read where it lies, at once. Of shards on a server, what comes next is begun ahead: several ranges at a time,
+beyond the ends of shards, so that the time a request takes is not waited for. The reader says where the bytes are for before
+they are fetched, so they wait where they will be used, and what it lets a lane run ahead bounds them. What a range is fetched
+with heals itself (`http`); what cannot be healed is told when its turn comes. With a cache, what was fetched once is read from
+there, and the little of a shard that no plan asked for is fetched too, for the shard to be whole when the epoch ends.
+
+The road not taken: ranges fetched into memory of their own and copied from there when they are asked for. The copies and the
+lock they hold cost a third of the speed on a loopback.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from wdstrain.cache import BLOCK, Cache, CachedFile
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.indexing import Shard
+from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote
 from wdstrain.storage import Source
 
-RANGE = BLOCK  # bytes of one request
-HELD = 32 << 20  # bytes that are fetched or waited for, at most
+RANGE = BLOCK  # bytes of one request, cut as the blocks of the cache are
 _FETCHERS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
-
-
-class Extent(NamedTuple):
-    """A run of bytes of a shard that will be read."""
-
-    shard: Shard
-    start: int
-    stop: int
+_AT_ONCE = 4  # shards that one thread reads in turn, where a server knows no ranges
+_FILLED = 32 << 20  # bytes that are fetched for the cache alone when a lane leaves a shard, at most
 
 
 @dataclass
@@ -44,223 +40,183 @@ class Tally:
 
 
 @dataclass(eq=False)
-class _Range:
-    """A part of an extent on its way. data: what came; error: why nothing did.
+class Reading:
+    """A run of bytes on its way. missing: parts of it that are not there yet; error: why it will not come whole."""
 
-    wanted: False for what goes into the cache only. last: the lane ends with it.
-    """
-
-    extent: Extent
-    start: int
-    stop: int
-    wanted: bool = True
-    last: bool = False
-    data: bytearray | None = None
+    missing: int = 0
     error: WdstrainError | None = None
 
 
+@dataclass(eq=False)
+class _Range:
+    """What one request is for. pieces: where its bytes go; none for what goes into the cache only."""
+
+    shard: Shard
+    start: int
+    stop: int
+    pieces: list[memoryview]
+    of: Reading
+
+
+@dataclass
 class Forward:
-    """Reads the extents of a lane, which are asked for in order. Not shared between threads."""
+    """Reads runs of bytes of a lane, which are begun in order. Not shared between threads.
 
-    def __init__(
-        self, extents: Iterator[Extent], opened: Callable[[str, int], Source], cache: Cache | None, tally: Tally
-    ) -> None:
-        """cache: of shards on servers. tally: what is read is added to it."""
-        self._opened = opened
-        self._source: Source | None = None
-        self._path = ""
-        self._feed = _Feed(extents, cache, tally)
+    opened: what opens a local shard. fetchers: who brings those of others.
+    """
 
-    def read_into(self, shard: Shard, pieces: Sequence[memoryview], offset: int) -> None:
-        """Fill the pieces with the bytes of a shard from offset on."""
-        if is_remote(shard.path):
-            self._feed.read_into(shard, pieces, offset)
-            return
-        if self._source is None or shard.path != self._path:
-            self._leave()
-            self._source, self._path = self._opened(shard.path, shard.bytes), shard.path
-        self._source.read_into(list(pieces), offset)
+    opened: Callable[[str, int], Source]
+    fetchers: Fetchers
+    _source: Source | None = None  # the local shard that is open
+    _shard: Shard | None = None  # the remote shard that is being read with a cache
+    _left: dict[int, tuple[int, int]] = field(default_factory=dict)  # its blocks that were not asked for
+    _fills: Reading = field(default_factory=Reading)
 
-    def stop(self) -> None:
-        """End a read that another thread waits in."""
-        self._feed.stop()
+    @property
+    def filling(self) -> bool:
+        """Whether something is still on its way into the cache that nobody asked for."""
+        return self._fills.missing > 0
+
+    def begin(self, shard: Shard, pieces: Sequence[memoryview], offset: int, *, leaving: bool) -> Reading:
+        """Fill the pieces with the bytes of a shard from offset on. leaving: the lane reads nothing of it after that."""
+        reading = Reading()
+        if not is_remote(shard.path):
+            try:
+                if self._source is None or shard.path != self._source.path:
+                    self.close()
+                    self._source = self.opened(shard.path, shard.bytes)
+                self._source.read_into(list(pieces), offset)
+            except WdstrainError as error:
+                reading.error = error
+            return reading
+        todo, ranges = Pieces(pieces), []
+        while todo.left:
+            count = min(todo.left, RANGE - offset % RANGE)
+            ranges.append(_Range(shard, offset, offset + count, todo.cut(count), reading))
+            offset += count
+        reading.missing = len(ranges)
+        if self.fetchers.cache is not None:
+            rest = self._rest_of(shard, ranges, leaving)
+            with self.fetchers.lock:
+                self._fills.missing += len(rest)
+            ranges += rest
+        self.fetchers.add(ranges)
+        return reading
 
     def close(self) -> None:
-        self._leave()
-        self._feed.close()
-
-    def _leave(self) -> None:
+        """Leave the local shard that is open. What was begun elsewhere goes on."""
         if self._source is not None:
             self._source.close()
             self._source = None
 
+    def _rest_of(self, shard: Shard, ranges: list[_Range], leaving: bool) -> list[_Range]:
+        """What a shard that was read from its beginning has left when the lane leaves it, unless it is much."""
+        if self._shard is not shard:
+            self._shard, self._left = shard, {}
+            if ranges[0].start < RANGE:
+                self._left = {at // RANGE: (at, min(at + RANGE, shard.bytes)) for at in range(0, shard.bytes, RANGE)}
+        for one in ranges:
+            self._left.pop(one.start // RANGE, None)
+        if not leaving or sum(stop - start for start, stop in self._left.values()) > _FILLED:
+            return []
+        found = [_Range(shard, start, stop, [], self._fills) for start, stop in self._left.values()]
+        self._left = {}
+        return found
 
-@dataclass
-class _Feed:
-    """Ranges of remote extents, fetched ahead by threads that begin with the first read."""
 
-    extents: Iterator[Extent]
-    cache: Cache | None
-    tally: Tally
-    _lock: threading.Condition = field(default_factory=threading.Condition)
-    _threads: list[threading.Thread] = field(default_factory=list)
-    _waiting: deque[_Range] = field(default_factory=deque)  # in order: being fetched, or there
-    _held: int = 0
-    _rest: Extent | None = None  # what is left of the extent that is being cut into ranges
-    _left: dict[int, Extent] = field(default_factory=dict)  # by block: what no extent of a shard in the cache has asked for
-    _fills: deque[_Range] = field(default_factory=deque)  # for the cache alone
-    _filling: int = 0  # fills that are not done
-    _stopping: threading.Event = field(default_factory=threading.Event)
-    _tags: dict[str, str] = field(default_factory=dict)
-    _files: dict[int, RemoteFile | CachedFile] = field(default_factory=dict)  # by thread: what it reads
-    _alone: int | None = None  # the one thread that goes on where a server knows no ranges
+class Fetchers:
+    """Threads that fetch ranges for the lanes of a reader, begun in the order in which they were added; they start with the first.
 
-    def read_into(self, shard: Shard, pieces: Sequence[memoryview], offset: int) -> None:
-        self._begin()
-        for piece in pieces:
-            view = piece
-            while view:
-                one = self._current(shard, offset)
-                assert one.data is not None
-                part = memoryview(one.data)[offset - one.start : offset - one.start + len(view)]
-                view[: len(part)] = part
-                view, offset = view[len(part) :], offset + len(part)
+    cache: of shards on servers. tally: what is read is added to it. told: called, from any thread, when something that was begun
+    is there or failed.
+    """
+
+    def __init__(self, cache: Cache | None, tally: Tally, told: Callable[[], None]) -> None:
+        self.cache, self.lock = cache, threading.Condition()
+        self._tally, self._told = tally, told
+        self._todo: deque[_Range] = deque()
+        self._stopping = threading.Event()
+        self._tags: dict[str, str] = {}
+        self._files: dict[int, dict[str, RemoteFile | CachedFile]] = {}  # by thread and path: what it reads
+        self._alone: int | None = None  # the one thread that goes on where a server knows no ranges
+        self._threads: list[threading.Thread] = []
+
+    def add(self, ranges: list[_Range]) -> None:
+        with self.lock:
+            self._todo += ranges
+            self.lock.notify_all()
+        while not self._stopping.is_set() and len(self._threads) < _FETCHERS:
+            name = f"wdstrain-fetch-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._fetch, name=name, daemon=True))
+            self._threads[-1].start()
 
     def stop(self) -> None:
+        """End what is on its way; no piece is written to after that."""
         self._stopping.set()
-        with self._lock:
-            for file in self._files.values():
-                file.stop()
-            self._lock.notify_all()
-
-    def close(self) -> None:
-        self.stop()
+        with self.lock:
+            for files in self._files.values():
+                for file in files.values():
+                    file.stop()
+            self.lock.notify_all()
         for thread in self._threads:
-            thread.join(timeout=2.0)  # one that waits for the first byte of an answer ends with it, and holds nothing
-        self._threads.clear()
-        self._waiting.clear()
-
-    def _current(self, shard: Shard, offset: int) -> _Range:
-        """The range that holds this byte, once it is there. Those before it are let go."""
-        with self._lock:
-            while True:
-                self._lock.wait_for(lambda: self._waiting or self._rest is None or self._stopping.is_set())
-                if not self._waiting:
-                    raise StorageError(f"{shard.shown}: byte {offset} was not among those that were to be read.")
-                one = self._waiting[0]
-                if one.extent.shard.path == shard.path and one.start <= offset < one.stop:
-                    break
-                self._waiting.popleft()
-                self._held -= one.stop - one.start
-                self._lock.notify_all()
-            self._lock.wait_for(lambda: self._is_there(one) or self._stopping.is_set())
-        if one.error is not None:
-            raise one.error
-        if one.data is None:
-            raise StorageError(f"{shard.shown}: reading was stopped.")
-        return one
-
-    def _is_there(self, one: _Range) -> bool:
-        # whoever has the last byte of a lane may end this process: the cache is complete by then
-        return one.error is not None or (one.data is not None and not (one.last and self._filling))
+            thread.join(timeout=2.0)  # one that waits for the first byte of an answer ends with it, and writes nothing
 
     # --- the threads -------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        if not self._threads and not self._stopping.is_set():
-            self._advance()
-            for number in range(_FETCHERS):
-                thread = threading.Thread(target=self._fetch, name=f"wdstrain-fetch-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
     def _fetch(self) -> None:
-        me, file = threading.get_ident(), None
+        me, files = threading.get_ident(), dict[str, RemoteFile | CachedFile]()
+        with self.lock:
+            self._files[me] = files
         while (one := self._take(me)) is not None:
-            shard, data, error = one.extent.shard, bytearray(one.stop - one.start if one.wanted else 0), None
-            if file is not None and file.path != shard.path:
-                file.close()
-                file = None
+            error = None
             try:
-                file = file or self._open(shard)
-                with self._lock:
-                    self._files[me] = file
-                self._bring(file, one, data)
+                self._bring(self._file(files, one.shard, me), one)
             except WdstrainError as problem:
                 error = problem
             except BaseException as problem:  # handed to the reader, which raises it
-                error = StorageError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
-            with self._lock:
-                if file is not None and not file.ranged and self._alone is None:
+                error = StorageError(f"{one.shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
+            with self.lock:
+                if self._alone is None and not all(file.ranged for file in files.values()):
                     self._alone = me
-                one.data, one.error = (None, error) if error is not None else (data, None)
-                self._filling -= not one.wanted
-                self._lock.notify_all()
-        if file is not None:
+                    self.lock.notify_all()
+                one.of.missing -= 1
+                one.of.error = one.of.error or error
+            self._told()
+        for file in files.values():
             file.close()
-            with self._lock:
-                self._files.pop(me, None)
 
-    def _open(self, shard: Shard) -> RemoteFile | CachedFile:
-        found = self.cache.open(shard, self._stopping) if self.cache is not None else None
-        return found or open_remote(shard.path, shard.bytes, shard.tag or self._tags.get(shard.path), self._stopping)
+    def _file(self, files: dict[str, RemoteFile | CachedFile], shard: Shard, me: int) -> RemoteFile | CachedFile:
+        """The file of a shard that this thread has open; those of others are closed, but for what the lanes read as one."""
+        with self.lock:
+            file = files.pop(shard.path, None)
+            while len(files) >= (_AT_ONCE if self._alone == me else 1):
+                files.pop(next(iter(files))).close()
+        if file is None:
+            file = self.cache.open(shard, self._stopping) if self.cache is not None else None
+            file = file or open_remote(shard.path, shard.bytes, shard.tag or self._tags.get(shard.path), self._stopping)
+        with self.lock:
+            files[shard.path] = file
+        return file
 
-    def _bring(self, file: RemoteFile | CachedFile, one: _Range, data: bytearray) -> None:
+    def _bring(self, file: RemoteFile | CachedFile, one: _Range) -> None:
         before = file.retries, file.cached, file.fetched
         try:
-            if one.wanted:
-                file.read_into([memoryview(data)], one.start, last=None if file.ranged else one.extent.stop)
+            if one.pieces:
+                file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)
         finally:
-            with self._lock:
-                self.tally.retries += file.retries - before[0]
-                self.tally.cached += file.cached - before[1]
-                self.tally.fetched += file.fetched - before[2]
+            with self.lock:
+                self._tally.retries += file.retries - before[0]
+                self._tally.cached += file.cached - before[1]
+                self._tally.fetched += file.fetched - before[2]
         if file.tag is not None and self._tags.setdefault(file.path, file.tag) != file.tag:
-            raise ShardError(f"{one.extent.shard.shown} changed while it was read. Start again.")
+            raise ShardError(f"{one.shard.shown} changed while it was read. Start again.")
 
     def _take(self, me: int) -> _Range | None:
-        """The next range to fetch, once there is room for it; None when there is none, or all is to end."""
-        with self._lock:
-            while not self._stopping.is_set():
-                if self._alone not in (None, me):
-                    return None  # asking for a range would bring the whole object each time
-                if self._fills:
-                    return self._fills.popleft()
-                extent = self._rest
-                if extent is None:
-                    self._lock.notify_all()
-                    return None
-                stop = min(extent.stop, (extent.start // RANGE + 1) * RANGE)  # as the cache's blocks are cut
-                if self._held and self._held + stop - extent.start > HELD:
-                    self._lock.wait()
-                    continue
-                one = _Range(extent, extent.start, stop)
-                self._left.pop(extent.start // RANGE, None)
-                if stop < extent.stop:
-                    self._rest = extent._replace(start=stop)
-                else:
-                    self._advance()
-                    one.last = self._rest is None
-                self._held += stop - one.start
-                self._waiting.append(one)
-                self._lock.notify_all()
-                return one
-            return None
-
-    def _advance(self) -> None:
-        """Go on to the next extent. What a shard has left is filled when the lane leaves it, if it began it and it is little."""
-        former, self._rest = self._rest, next((one for one in self.extents if is_remote(one.shard.path)), None)
-        path = self._rest.shard.path if self._rest is not None else ""
-        if self.cache is None or (former is not None and former.shard.path == path):
-            return
-        left = list(self._left.values())
-        if sum(one.stop - one.start for one in left) <= HELD:
-            self._fills += (_Range(one, one.start, one.stop, wanted=False) for one in left)
-            self._filling += len(left)
-        self._left = {}
-        if self._rest is not None and self._rest.start < RANGE:
-            shard = self._rest.shard
-            blocks = range(0, shard.bytes, RANGE)
-            self._left = {at // RANGE: Extent(shard, at, min(at + RANGE, shard.bytes)) for at in blocks}
+        """The next range to fetch, once there is one; None when all is to end, or another goes on alone."""
+        with self.lock:
+            self.lock.wait_for(lambda: self._todo or self._stopping.is_set() or self._alone not in (None, me))
+            if self._stopping.is_set() or self._alone not in (None, me):
+                return None  # where a server knows no ranges, each would bring the whole object
+            return self._todo.popleft()

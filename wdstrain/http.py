@@ -27,14 +27,16 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError
 
+from wdstrain.bodies import Body
 from wdstrain.errors import ShardError, StorageError
+from wdstrain.pieces import Pieces
 
 ATTEMPTS = 8  # tries without a byte of progress: pauses of 0.1, 0.2, ... 10 s, less than half a minute in all
 STALL = 20.0  # seconds without a byte
 _CONNECT = 10.0  # seconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get over
-_READ = 256 << 10  # bytes taken from a response at a time, at most
+_OVER = 256 << 10  # bytes that are read over at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
 
@@ -57,8 +59,15 @@ class Answer:
     """A response that is being read: `at` is the byte of the object that comes next."""
 
     response: urllib3.BaseHTTPResponse
+    body: Body
     at: int
     total: int | None = None
+
+    def read_into(self, pieces: Pieces) -> int:
+        """Fill what comes, one byte at least; 0 where the answer ends."""
+        count = self.body.read_into(pieces)
+        self.at += count
+        return count
 
     def close(self) -> None:
         self.response.close()
@@ -118,24 +127,18 @@ class HttpFile:
             raise ShardError(
                 f"{redacted(self.path)} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
             )
-        tries, begun = 0, time.monotonic()
-        for piece in pieces:
-            view = piece
-            while view:
-                try:
-                    answer = self._at(offset, max(stop, last or stop))
-                    # what has come: readinto would lose it when the rest does not
-                    got = answer.response.read1(min(len(view), _READ))
-                    if not got:
-                        raise HTTPException(f"the answer ended at byte {offset} where {self._stop} was promised")
-                    count = len(got)
-                    view[:count] = got
-                    offset, answer.at, tries, begun = offset + count, answer.at + count, 0, time.monotonic()
-                    self.fetched += count
-                    view = view[count:]
-                except (HTTPError, HTTPException, OSError) as error:
-                    tries += 1
-                    self._pause(error, offset, tries, begun)
+        todo, tries, begun = Pieces(pieces), 0, time.monotonic()
+        while todo.left:
+            try:
+                answer = self._at(stop - todo.left, max(stop, last or stop))
+                count = answer.read_into(todo)
+                if not count:
+                    raise HTTPException(f"the answer ended at byte {answer.at} where {self._stop} was promised")
+                self.fetched += count
+                tries, begun = 0, time.monotonic()
+            except (HTTPError, HTTPException, OSError) as error:
+                tries += 1
+                self._pause(error, stop - todo.left, tries, begun)
 
     def stop(self) -> None:
         """End a read that another thread is in."""
@@ -167,10 +170,11 @@ class HttpFile:
             self.close()
             answer = self._answer = self._ask(offset, stop)
         while answer.at < offset:  # a gap, or a server that knows no ranges
-            count = len(answer.response.read1(min(_READ, offset - answer.at)))
-            if not count:
+            over = Pieces([memoryview(bytearray(min(_OVER, offset - answer.at)))])
+            if not answer.read_into(over):
                 raise HTTPException(f"the answer ended at byte {answer.at}")
-            answer.at += count
+        if self.stopping.is_set():  # where the bytes are for may be gone
+            raise StorageError(f"{redacted(self.path)}: reading was stopped.")
         return answer
 
     def _ask(self, offset: int, stop: int | None) -> Answer:
@@ -184,7 +188,7 @@ class HttpFile:
             response = _pool().request("GET", _bare(self.path), headers=headers, preload_content=False, redirect=True)
         except LocationParseError as error:
             raise StorageError(f"{redacted(self.path)} is no address ({error}).") from None
-        answer = Answer(response, offset)
+        answer = Answer(response, Body(response, STALL), offset)
         try:
             self._check(answer, offset, headers)
         except BaseException:

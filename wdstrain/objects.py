@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.pieces import Pieces
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 _SHA256 = "sha256"  # metadata of what was put
@@ -61,10 +62,10 @@ class ObjectFile:
             raise ShardError(
                 f"{self.path} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
             )
-        data = memoryview(self._bytes(offset, stop))
-        for piece in pieces:
-            piece[:] = data[: len(piece)]
-            data = data[len(piece) :]
+        data = self._bytes(offset, stop)
+        if self.stopping.is_set():  # where the bytes are for may be gone
+            raise StorageError(f"{self.path}: reading was stopped.")
+        Pieces(pieces).take(data)
 
     def stop(self) -> None:
         """A request that is under way is waited for; it has a time limit of its own."""

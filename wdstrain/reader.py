@@ -3,7 +3,8 @@
 A thread walks the places of its rank's lanes in order, with reads of some MiB that spread each sample straight to where
 it will wait (`arena`), and runs ahead of what has been asked for by a bound of its own, into the next epoch too. So the
 caller of `collect`, who sits inside the training loop, finds the bytes there. Offsets only grow within a lane; every
-byte that is needed is read once; one shard is open per lane.
+byte that is needed is read once; one shard is open per lane. Reads from far away are begun, several at a time, and the lane is
+as far as the first of them that is not there yet.
 
 Time is counted in `clock`, the number of batches since `start`: it goes on over the ends of epochs, and a bucket of the
 arena is a run of it.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,8 +24,8 @@ import numpy.typing as npt
 
 from wdstrain.arena import Arena
 from wdstrain.cache import Cache
-from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.forward import Extent, Forward, Tally
+from wdstrain.errors import WdstrainError
+from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
@@ -47,25 +49,31 @@ class Batch(NamedTuple):
     lost: dict[int, str]
 
 
+class _Begun(NamedTuple):
+    """Places that are being read. last: the lane ends with them."""
+
+    reading: Reading
+    places: int
+    size: int
+    last: bool
+
+
 @dataclass
 class _Run:
-    """One lane in one epoch: how far it was read, how far it is asked for, where its samples were put."""
+    """One lane in one epoch: how far reading was begun, how far it is done, how far it is asked for, where samples were put."""
 
     plan: Order
     lane: int
     epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
     first_step: int
     where: Ints  # ring: place -> offset in the arena
+    begun: int
     read: int
+    forward: Forward
     needed: int = 0
+    on_the_way: deque[_Begun] = field(default_factory=deque)
     due: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the places from due_start on
     due_start: int = 0
-    forward: Forward | None = None
-
-    def close(self) -> None:
-        if self.forward is not None:
-            self.forward.close()
-            self.forward = None
 
 
 class Reader:
@@ -100,10 +108,11 @@ class Reader:
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
         self._scratch = memoryview(bytearray(READ_BYTES))
-        self._lock = threading.Condition()
+        self._lock = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
-        self._reading: list[_Run] = []  # what the thread is in
+        self._fetchers = Fetchers(cache, Tally(), self._settle_all)
+        self._far = any(is_remote(shard.path) for shard in index.shards)
         self._error: WdstrainError | None = None
         self._stopping = False
         self._released = 0
@@ -120,6 +129,7 @@ class Reader:
         self.stop()
         self._arena.reset()
         self._runs, self._error, self._stopping, self._released = {}, None, False, 0
+        self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
         self._thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
         self._thread.start()
 
@@ -129,11 +139,9 @@ class Reader:
             with self._lock:
                 self._stopping = True
                 self._lock.notify_all()
-            for run in self._reading:
-                if run.forward is not None:
-                    run.forward.stop()
             self._thread.join()
             self._thread = None
+        self._fetchers.stop()
 
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
@@ -149,7 +157,9 @@ class Reader:
             for run, wanted in zip(runs, places, strict=True):
                 run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
             self._lock.notify_all()
+            begun = time.perf_counter()
             self._lock.wait_for(lambda: all(run.read >= run.needed for run in runs) or self._error is not None)
+            self.read_seconds += time.perf_counter() - begun if self._far else 0.0
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("the reader was stopped")
             offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
@@ -172,52 +182,61 @@ class Reader:
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _read_epochs(self, epoch: int, step: int) -> None:
-        runs: list[_Run] = []
         clock = -step
         try:
             while not self._stopping:
                 plan = self._plans(epoch)
-                runs = self._reading = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
+                runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
                 with self._lock:  # one epoch ahead at most, however small the epochs are
                     self._lock.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
                     self._lock.notify_all()
-                while (run := self._next(runs)) is not None:
-                    self._read_piece(run)
-                for run in runs:
-                    run.close()
+                self._read_epoch(runs)
                 clock += plan.steps
                 epoch, step = epoch + 1, 0
         except BaseException as error:  # handed to the loop, which raises it
-            with self._lock:
-                self._error = error if isinstance(error, WdstrainError) else WdstrainError(f"reading failed: {error!r}")
-                self._lock.notify_all()
+            self._fail(error if isinstance(error, WdstrainError) else WdstrainError(f"reading failed: {error!r}"))
+
+    def _read_epoch(self, runs: list[_Run]) -> None:
+        try:
+            while (run := self._next(runs)) is not None:
+                self._read_piece(run)
+            with self._lock:  # what the loop needs first has the network for itself
+                self._lock.wait_for(lambda: self._stopping or not any(run.on_the_way for run in runs))
         finally:
             for run in runs:
-                run.close()
+                run.forward.close()
+
+    def _fail(self, error: WdstrainError) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._stopping = True
+            self._lock.notify_all()
 
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
-        return _Run(plan, lane, clock, step, np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64), first)
+        where = np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64)
+        forward = Forward(lambda path, size: open_source(path, size), self._fetchers)
+        return _Run(plan, lane, clock, step, where, first, first, forward)
 
     def _next(self, runs: list[_Run]) -> _Run | None:
         """The lane that is least ahead, once it may read on. None when all are read or the end was asked for."""
         with self._lock:
-            unread = [run for run in runs if run.read < run.plan.lane_places(run.lane)]
+            unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
-            self._lock.wait_for(lambda: self._stopping or any(r.read - r.needed < self._ahead for r in unread))
-            return None if self._stopping else min(unread, key=lambda run: run.read - run.needed)
+            self._lock.wait_for(lambda: self._stopping or any(r.begun - r.needed < self._ahead for r in unread))
+            return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
 
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""
-        table = self._index.table
-        stop = min(run.read + _PIECES, run.plan.lane_places(run.lane))
-        due = self._due(run, run.read, stop)
-        ids = run.plan.ids(run.lane, np.arange(run.read, run.read + len(due)))
+        table, end = self._index.table, run.plan.lane_places(run.lane)
+        stop = min(run.begun + _PIECES, end)
+        due = self._due(run, run.begun, stop)
+        ids = run.plan.ids(run.lane, np.arange(run.begun, run.begun + len(due)))
         wanted = due >= run.first_step
         if not wanted.any():
-            self._advance(run, len(due))
+            self._begin(run, Reading(), len(due), 0)
             return
         first = int(np.argmax(wanted))
         shard = int(self._index.shard_of(ids[first : first + 1])[0])
@@ -229,54 +248,70 @@ class Reader:
             | (starts[1:] - stops[:-1] > READ_BYTES)
         )
         count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
-        if run.forward is None:
-            extents = self._extents(run, run.read + first)
-            run.forward = Forward(extents, lambda path, size: open_source(path, size), self._cache, self.tally)
         pieces, at = [], int(starts[first])
         view = self._arena.memory.view
         with self._lock:
             for i in range(first, count):
-                begin, end = int(starts[i]), int(stops[i])
+                begin, end_ = int(starts[i]), int(stops[i])
                 if not wanted[i]:
                     continue
                 while at < begin:  # members that are no samples, or samples this resume does not need
                     pieces.append(self._scratch[: min(begin - at, READ_BYTES)])
                     at += len(pieces[-1])
-                offset = self._arena.place((run.epoch_clock + int(due[i])) // self._bucket, end - begin)
-                run.where[(run.read + i) % self._ring] = offset
-                pieces.append(view[offset : offset + end - begin])
-                at = end
+                offset = self._arena.place((run.epoch_clock + int(due[i])) // self._bucket, end_ - begin)
+                run.where[(run.begun + i) % self._ring] = offset
+                pieces.append(view[offset : offset + end_ - begin])
+                at = end_
+        source, next_ = self._index.shards[shard], run.begun + count
+        leaving = next_ == end or int(self._index.shard_of(run.plan.ids(run.lane, np.array([next_])))[0]) != shard
         begun = time.perf_counter()
-        source = self._index.shards[shard]
-        try:
-            run.forward.read_into(source, pieces, int(starts[first]))
-        except (ShardError, StorageError):
-            if not self._salvage or is_remote(source.path):
-                raise
+        reading = run.forward.begin(source, pieces, int(starts[first]), leaving=leaving)
+        if reading.error is not None and self._salvage and not is_remote(source.path):
             rows = first + np.flatnonzero(wanted[first:count])
-            self._read_singly(run.forward, source, ids[rows], run.where, (run.read + rows) % self._ring)
+            self._read_singly(run.forward, source, ids[rows], run.where, (run.begun + rows) % self._ring)
+            reading = Reading()
         self.read_seconds += time.perf_counter() - begun
-        self.read_bytes += at - int(starts[first])
-        self._advance(run, count)
+        self._begin(run, reading, count, at - int(starts[first]))
 
     def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
         """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
-        view = self._arena.memory.view
+        view, table = self._arena.memory.view, self._index.table
         for number, row in zip(ids.tolist(), rows.tolist(), strict=True):
-            start, size = (
-                int(self._index.table.start[number]),
-                int(self._index.table.stop[number] - self._index.table.start[number]),
-            )
-            offset = int(where[row])
-            try:
-                forward.read_into(shard, [view[offset : offset + size]], start)
-            except (ShardError, StorageError) as error:
+            start, offset = int(table.start[number]), int(where[row])
+            place = view[offset : offset + int(table.stop[number]) - start]
+            error = forward.begin(shard, [place], start, leaving=False).error
+            if error is not None:
                 self._lost[number] = f"it cannot be read ({str(error).rstrip('.')})"
                 where[row] = -1
 
-    def _advance(self, run: _Run, count: int) -> None:
+    def _begin(self, run: _Run, reading: Reading, places: int, size: int) -> None:
+        """These places are on their way."""
         with self._lock:
-            run.read += count
+            run.begun += places
+            run.on_the_way.append(_Begun(reading, places, size, run.begun == run.plan.lane_places(run.lane)))
+        self._settle(run)
+
+    def _settle_all(self) -> None:
+        """Called from every thread that brings something."""
+        with self._lock:
+            for runs in self._runs.values():
+                for run in runs:
+                    self._settle(run)
+
+    def _settle(self, run: _Run) -> None:
+        """The lane is read as far as nothing is missing."""
+        with self._lock:
+            while run.on_the_way:
+                reading, places, size, last = run.on_the_way[0]
+                # whoever has the last byte of a lane may end this process: the cache is complete by then
+                if reading.error is None and (reading.missing or (last and run.forward.filling)):
+                    return
+                if reading.error is not None:
+                    self._fail(reading.error)
+                    return
+                run.on_the_way.popleft()
+                run.read += places
+                self.read_bytes += size
             self._lock.notify_all()
 
     def _due(self, run: _Run, start: int, stop: int) -> Ints:
@@ -286,23 +321,3 @@ class Reader:
             run.due_start = start
             run.due = run.plan.due(run.lane, start, min(start + block, run.plan.lane_places(run.lane)))
         return run.due[start - run.due_start : stop - run.due_start]
-
-    def _extents(self, run: _Run, place: int) -> Iterator[Extent]:
-        """The runs of bytes that a lane reads from a place on."""
-        table, stop = self._index.table, run.plan.lane_places(run.lane)
-        last: Extent | None = None
-        while place < stop:
-            ids = run.plan.ids(run.lane, np.arange(place, min(place + _PIECES, stop)))
-            shards = self._index.shard_of(ids)
-            for part in np.split(np.arange(len(ids)), np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1):
-                shard = self._index.shards[int(shards[part[0]])]
-                start, end = int(table.start[ids[part[0]]]), int(table.stop[ids[part[-1]]])
-                if last is not None and last.shard.path == shard.path and last.stop <= start <= last.stop + READ_BYTES:
-                    last = last._replace(stop=end)
-                    continue
-                if last is not None:
-                    yield last
-                last = Extent(shard, start, end)
-            place += len(ids)
-        if last is not None:
-            yield last

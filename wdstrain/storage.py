@@ -21,6 +21,7 @@ from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.objects import is_object, list_folder_of
+from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote, read_remote, redacted
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -30,7 +31,6 @@ UNFINISHED = ".unfinished"  # the stage of a conversion, in the folder it will f
 SWAPPING = ".swapping"  # the stage while its shards are put in place
 
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
-_IOV_MAX = 1024  # Linux: most pieces one preadv takes
 
 
 def expand(urls: Urls) -> list[str]:
@@ -132,24 +132,19 @@ class LocalFile:
 
     def read_into(self, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
-        first, todo = 0, list(pieces)
-        while first < len(todo):
+        todo = Pieces(pieces)
+        while todo.left:
             try:
-                count = os.preadv(self._fd, todo[first : first + _IOV_MAX], offset)
+                count = os.preadv(self._fd, todo.next(), offset)
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
             if count == 0:
-                missing = sum(len(piece) for piece in todo[first:])
                 raise ShardError(
-                    f"{self.path} ends at offset {offset}, {missing} bytes before the index says; it changed since it was "
+                    f"{self.path} ends at offset {offset}, {todo.left} bytes before the index says; it changed since it was "
                     f"indexed. Copy it again, or accept it as it is: wdstrain index {os.path.dirname(self.path) or '.'}"
                 )
             offset += count
-            while first < len(todo) and count >= len(todo[first]):
-                count -= len(todo[first])
-                first += 1
-            if count:
-                todo[first] = todo[first][count:]
+            todo.filled(count)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -1,0 +1,49 @@
+"""Places in memory that a run of bytes is spread over, one after another, as the system's scattering calls take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST = 1024  # pieces that one call takes (IOV_MAX of Linux)
+
+
+class Pieces:
+    """Places to be filled in order. left: bytes that are still to come."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view for view in views if len(view)]
+        self._first = 0
+        self.left = sum(map(len, self._views))
+
+    def next(self) -> list[memoryview]:
+        """The places that come next, as many as one call takes."""
+        return self._views[self._first : self._first + _MOST]
+
+    def filled(self, count: int) -> None:
+        """So many bytes of them were filled."""
+        self.left -= count
+        while self._first < len(self._views) and count >= len(self._views[self._first]):
+            count -= len(self._views[self._first])
+            self._first += 1
+        if count:
+            self._views[self._first] = self._views[self._first][count:]
+
+    def take(self, data: bytes | bytearray | memoryview) -> None:
+        """Fill them with these bytes, which are not more than are left."""
+        rest = memoryview(data)
+        while rest:
+            view = self._views[self._first]
+            count = min(len(view), len(rest))
+            view[:count] = rest[:count]
+            self.filled(count)
+            rest = rest[count:]
+
+    def cut(self, count: int) -> list[memoryview]:
+        """The places of the next `count` bytes, for another to fill."""
+        found: list[memoryview] = []
+        while count:
+            view = self._views[self._first][:count]
+            found.append(view)
+            self.filled(len(view))
+            count -= len(view)
+        return found
