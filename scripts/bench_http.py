@@ -47,11 +47,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.server
+import http.client
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import socket
@@ -75,6 +74,7 @@ import urllib3
 import wdstrain as wt
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index
+from wdstrain.serving import Server
 from wdstrain.storage import open_source
 
 PIECE = 4 << 20  # bytes of one read of our reader
@@ -163,7 +163,52 @@ def check(place: Path, quick: bool) -> None:
         ratio("check", rates, with_crc, without)
 
 
-CASES: dict[str, Callable[[Path, bool], None]] = {"raw": raw, "far": far, "check": check}
+def cache(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as url:
+        index = wt.Loader(f"{url}/{made.name}").index
+        cold = itertools.count()
+
+        def kept(name: str) -> float:
+            return looped(wt.Loader(index, batch_size=64, tail="keep", cache_dir=place / name))
+
+        rates = measured(
+            {
+                "no cache": partial(read, index),
+                "filling": lambda: kept(f"cold-{next(cold)}"),
+                "from the cache": lambda: kept("cold-0"),
+                "local": lambda: read(wt.Loader(made).index),
+            },
+            repeats=2 if quick else 5,
+        )
+    table("cache", "MB/s", rates)
+    ratio("cache", rates, "filling", "no cache")
+    ratio("cache", rates, "from the cache", "local")
+
+
+def serve_(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as nginx, process(serve, str(place)) as ports:
+        doors = {"nginx": nginx, "serve": f"http://127.0.0.1:{ports[0]}"}
+        for connections in (1, 6):
+            rates = measured(
+                {
+                    f"{name}, {connections} at once": partial(ranges, f"{door}/{made.name}", made, connections)
+                    for name, door in doors.items()
+                },
+                repeats=3 if quick else 7,
+            )
+            table("serve", "MB/s", rates)
+            ratio("serve", rates, f"serve, {connections} at once", f"nginx, {connections} at once")
+
+
+CASES: dict[str, Callable[[Path, bool], None]] = {
+    "raw": raw,
+    "far": far,
+    "check": check,
+    "cache": cache,
+    "serve": serve_,
+}
 
 
 # --- who is measured: each returns MB/s ------------------------------------------------------------------------------
@@ -213,6 +258,32 @@ def settled(on_the_way: deque[tuple[Reading, int]], done: threading.Condition) -
         done.wait_for(lambda: not reading.missing)
     assert reading.error is None
     return size
+
+
+def ranges(url: str, made: Path, connections: int) -> float:
+    """Ranges of 4 MB of all shards, over so many connections, into one buffer each."""
+    todo = deque((tar, at) for tar in tars(made) for at in range(0, (made / tar).stat().st_size, PIECE))
+    host, port = url.removeprefix("http://").partition("/")[0].split(":")
+    path, counts = "/" + url.removeprefix("http://").partition("/")[2], [0] * connections
+
+    def fetch(number: int) -> None:
+        connection, buffer = http.client.HTTPConnection(host, int(port)), memoryview(bytearray(PIECE))
+        while todo:
+            with suppress(IndexError):  # another was faster
+                tar, at = todo.popleft()
+                connection.request("GET", f"{path}/{tar}", headers={"Range": f"bytes={at}-{at + PIECE - 1}"})
+                response = connection.getresponse()
+                while found := response.readinto(buffer):
+                    counts[number] += found
+        connection.close()
+
+    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(connections)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begun) / 1e6
 
 
 def piped(urls: list[str]) -> float:
@@ -287,11 +358,11 @@ def tars(folder: Path) -> list[str]:
 
 @contextmanager
 def serving(root: Path) -> Iterator[str]:
-    """The address of a server of this folder: nginx, or Python's own where there is none."""
+    """The address of a server of this folder: nginx, or our own where there is none."""
     own = Path(__file__).resolve().parent.parent / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
     program = str(own) if own.exists() else shutil.which("nginx")
     if program is None:
-        print("nginx is not here (scripts/test.sh unpacks it): Python's own server is read")
+        print("nginx is not here (scripts/test.sh unpacks it): wdstrain's own server is read")
         with process(serve, str(root)) as ports:
             yield f"http://127.0.0.1:{ports[0]}"
         return
@@ -340,31 +411,9 @@ def process(target: Callable[..., None], *words: object) -> Iterator[list[int]]:
 
 
 def serve(pipe: Connection, root: str) -> None:
-    class Ranges(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            path = os.path.join(root, self.path.lstrip("/"))
-            if not os.path.isfile(path):
-                self.send_error(404)
-                return
-            size = os.path.getsize(path)
-            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            start, stop = (int(asked[1]), min(size, int(asked[2] or size - 1) + 1)) if asked else (0, size)
-            self.send_response(206 if asked else 200)
-            self.send_header("Content-Length", str(stop - start))
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-            self.end_headers()
-            with open(path, "rb") as file, suppress(OSError):  # whoever reads us may leave
-                self.connection.sendfile(file, start, stop - start)
-
-        def log_message(self, *_: object) -> None:
-            """Quiet."""
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges)
-    pipe.send([server.server_address[1]])
-    server.serve_forever()
+    with Server(root) as server:
+        pipe.send([int(server.url.rpartition(":")[2].strip("/"))])
+        server.wait()
 
 
 # --- the far link ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -159,13 +160,33 @@ def change(text: bytes) -> Fault:
     return fault
 
 
+def in_chunks(size: int) -> Fault:
+    """The body comes in chunks, without a length."""
+
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data = path.read_bytes()[start:stop]
+        ranged = handler.served.ranges and handler.headers.get("Range") is not None
+        handler.send_response(206 if ranged else 200)
+        if ranged:
+            handler.send_header("Content-Range", f"bytes {start}-{stop - 1}/{path.stat().st_size}")
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for at in range(0, len(data), size):
+            piece = data[at : at + size]
+            handler.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+        handler.wfile.write(b"0\r\n\r\n")
+        return True
+
+    return fault
+
+
 def fine() -> Fault:
     """No fault: lets one answer pass."""
     return lambda handler, path, start, stop: False
 
 
 @contextmanager
-def serving(root: Path, **options: object) -> Iterator[Served]:
+def serving(root: Path, *, tls: ssl.SSLContext | None = None, **options: object) -> Iterator[Served]:
     served = Served(root, **options)  # type: ignore[arg-type]
     handler = type("OneHandler", (Handler,), {"served": served})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -173,7 +194,9 @@ def serving(root: Path, **options: object) -> Iterator[Served]:
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # whoever reads us may leave
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    served.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    served.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}"
     try:
         yield served
     finally:

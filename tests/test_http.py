@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
-from tests.servers import Fault, Served, change, cut, cut_in_headers, fine, serving, stall, status
+from tests.servers import Fault, Served, change, cut, cut_in_headers, fine, in_chunks, serving, stall, status
 from wdstrain import forward, http, pipeline
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -148,6 +149,7 @@ FAULTS: dict[str, list[Fault]] = {
         status(429, Retry_After="0"),
         status(503, Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
     ],
+    "in chunks": [in_chunks(10_000), in_chunks(1 << 20), cut(5)],
     "many": [fault for n in range(12) for fault in (cut(997 * n), status(503), fine())],
 }
 
@@ -159,7 +161,44 @@ def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
     count = len(list(made.glob("train-*.tar")))
     with serving(made, ranges=ranges, faults=list(FAULTS[name])) as server:
         assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
-        assert not server.faults or (name == "many" and not ranges)  # one request brings the rest of a shard
+        assert not server.faults or not ranges  # one request brings the rest of a shard
+
+
+def test_over_tls_it_is_the_same(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a certificate that the environment tells to trust; a server without a trusted one is refused."""
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    subprocess.run([*new, "-keyout", "key.pem", "-out", "cert.pem", *subject], cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    faults = [fine(), cut(70_001), status(503), cut(5, reset=True), fine(), cut(30_000)]
+    with serving(made, tls=context, faults=faults) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        monkeypatch.setattr(http, "ATTEMPTS", 2)
+        http._pool_of.cache_clear()
+        with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
+            epoch(address)
+        monkeypatch.setattr(http, "ATTEMPTS", 8)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        http._pool_of.cache_clear()
+        assert epoch(address) == wanted
+        assert not server.faults
+    http._pool_of.cache_clear()
+
+
+def test_connections_are_used_again(made: Path, served: Served) -> None:
+    names: set[str] = set()
+
+    def note(handler: Any, path: Path, start: int, stop: int) -> bool:
+        names.add(str(handler.client_address))
+        return False
+
+    served.faults += [note] * 1000
+    epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
+    assert 1 <= len(names) <= forward._FETCHERS + 1
+    assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 
 def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
