@@ -11,6 +11,8 @@ Cases, each measured in turn with its rivals, several times over, medians and th
     far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
              the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.90
     check    what comparing checksums costs a loader: the same index with its crc32 and without
+    cache    the loader of `raw` without a cache, while it fills one (512 MB, flushed to the disk), from it, and from the set itself
+    serve    wdstrain's server beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
 
 The far link is a process between us and the server, for want of netem in many kernels: each direction is 25 ms late, a new
 connection one round trip more (its handshake), answers of all connections leave one after another at 25 MB/s, of each
@@ -21,26 +23,23 @@ has new connections. Before anything is measured six plain connections must get 
 What was measured last; ratios carry over to other machines, MB/s do not.
 
     2 cores (nginx on the same ones), no GPU, page cache warm, Python 3.11, urllib3 2.8, webdataset 0.2.111, 2026-11-20
-    raw      urllib3 2628 MB/s (2314 to 2848), Forward 1873 (1658 to 1962), webdataset 775 (749 to 800),
-             Loader 817 (753 to 872)
-             Forward / urllib3 0.71 (0.63 to 0.85); 0.65 while the machine had other work. Forward / webdataset 2.42
-             Loader / webdataset 1.05 (0.95 to 1.14)
-    far      Loader 0.96 of the link with shards of 4 MB and of 32 MB, webdataset 0.28 and 0.74; opening the index 0.27 s
-    check    with crc32 0.86 of the speed without at 8 KB (443 and 517 MB/s), 0.81 at 100 KB (722 and 892)
+    raw      urllib3 2464 MB/s (2365 to 2885), Forward 2535 (2324 to 2700), webdataset 785 (519 to 872), Loader 908 (809 to 986)
+             Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
+             Loader / webdataset 1.16 (1.10 to 1.69)
+    far      Loader 0.94 of the link with shards of 4 MB and of 32 MB, webdataset 0.27 and 0.74; opening the index 0.27 s
+    check    with crc32 0.93 of the speed without at 8 KB (0.73 to 1.39), 0.96 at 100 KB (0.86 to 1.73): bytes alone, nothing
+             is decoded
+    cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
+    serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 
-What was found. On the far link half of the missing 4 % is slow start (0.98 without; webdataset 0.57 and 0.91), the rest
-about what the first round trips take. On loopback urllib3 takes 0.13 s of CPU for 512 MB, Forward 0.24 (bytes are copied
-three times: from the socket, into the range, into the reader's memory), a loader 0.55 in its first epoch. Its third is
-faster, 1263 MB/s beside 872; that new pages of the arena make the difference is likely and was not taken apart. The
-interpreter's lock is held for half of the time: a quarter of that by copies of ranges into the arena, an eighth by waking
-threads, a tenth by copies for the user.
+What was found. On the far link half of what is missing is slow start (0.98 without; webdataset 0.57 and 0.91). Ranges that six
+threads fetched into memory of their own, for the reader to copy, reached 0.71 of urllib3 (0.65 while the machine had other work)
+and took twice the CPU: bytes were copied three times, and a quarter of the time for which the interpreter's lock was held went
+into the last copy. Now the system receives them into the arena (recvmsg_into with MSG_WAITALL), outside of the lock.
 
-Ideas, tried on copies while the machine had other work, as speed of Forward by that of today's in the same rounds: one
-thread, one connection, straight into the reader's memory 1.4 times (read1) and 1.9 (recv_into with MSG_WAITALL, which waits
-without the lock), and a loader 1.3 and 1.5 times, but nothing is fetched ahead then; MSG_WAITALL in the six threads 1.1 to
-1.2; three threads instead of six 1.0 to 1.2; ranges that are reused 1.0 to 1.1. Failed: readinto1 in place of read1 0.9
-(whoever reads sooner gets smaller pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of
-64 KB 0.8, copies by numpy 1.0.
+Ideas that failed, as speed of Forward by that of its day: readinto1 in place of read1 0.9 (whoever reads sooner gets smaller
+pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of 64 KB 0.8, copies by numpy 1.0.
+The next epoch begun while this one's last ranges come: 0.88 of the far link, as the loop waits for what shares it.
 """
 
 from __future__ import annotations
