@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import simplejpeg
 import torch
 from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture
-from wdstrain.augment import DRAWS, Augment, middle_crop, random_crop, shape
+from wdstrain import turbo
+from wdstrain.augment import DRAWS, Augment, fit, middle_crop, random_crop, region
 from wdstrain.bits import uniform
 from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
@@ -170,7 +174,9 @@ def test_random_crops_are_distributed_as_torchvision_draws_them() -> None:
 def test_resizing_is_torchvisions() -> None:
     pixels = decode_image(picture(3, size=(60, 40)))
     out = np.empty((20, 30, 3), np.uint8)
-    shape(pixels, (20, 30), Augment(), NO_DRAWS, out)
+    top, left, height, width = region(*pixels.shape[:2], (20, 30), Augment(), NO_DRAWS)
+    assert (top, left, height, width) == (0, 0, 40, 60)
+    fit(pixels, Augment(), NO_DRAWS, out)
     wanted = v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True).permute(1, 2, 0)
     assert abs(out.astype(int) - wanted.numpy().astype(int)).max() <= 1
 
@@ -180,9 +186,9 @@ def test_a_flip_is_a_mirror_half_of_the_time() -> None:
     plain, flipped = np.empty_like(pixels), np.empty_like(pixels)
     draws = NO_DRAWS.copy()
     draws[22] = 0.7
-    shape(pixels, pixels.shape[:2], Augment(flip=True), draws, plain)
+    fit(pixels, Augment(flip=True), draws, plain)
     draws[22] = 0.3
-    shape(pixels, pixels.shape[:2], Augment(flip=True), draws, flipped)
+    fit(pixels, Augment(flip=True), draws, flipped)
     assert np.array_equal(plain, pixels)
     assert np.array_equal(flipped, pixels[:, ::-1])
 
@@ -205,3 +211,91 @@ def test_fields_that_cannot_be_are_refused(make: Callable[[], Any]) -> None:
 
 def test_pictures_without_a_size_come_as_they_are() -> None:
     assert value(wt.image(), picture(1)).shape == (3, 20, 24)
+
+
+# --- a part of a picture ---------------------------------------------------------------------------------------------
+
+
+def noise(width: int, height: int) -> npt.NDArray[Any]:
+    """Noise and slopes, so that every block differs from its neighbours. uint8[height, width, 3]"""
+    rows, columns = np.mgrid[:height, :width]
+    grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
+    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(np.uint8)
+
+
+def photo(width: int, height: int, *, mode: str = "RGB", **options: Any) -> bytes:
+    return encoded(Image.fromarray(noise(width, height)).convert(mode), "JPEG", **options)
+
+
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "Gray", "progressive"])
+def test_a_part_is_exactly_that_part_of_the_whole(subsampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if turbo._library() is None:
+        pytest.skip("libjpeg-turbo 3 is not here: pip install turbojpeg, or the system's libturbojpeg of version 3")
+    draws = np.random.default_rng(0)
+    for width, height in ((1, 1), (7, 3), (16, 16), (129, 77), (333, 250)):
+        pixels = noise(width, height) if subsampling != "Gray" else noise(width, height)[..., :1].copy()
+        if subsampling == "progressive":
+            data = photo(width, height, progressive=True)
+        else:
+            data = simplejpeg.encode_jpeg(pixels, 70, "GRAY" if subsampling == "Gray" else "RGB", subsampling)
+        for _ in range(30):
+            top, left = int(draws.integers(height)), int(draws.integers(width))
+            box = (top, left, int(draws.integers(1, height - top + 1)), int(draws.integers(1, width - left + 1)))
+            part = turbo.decode_part(data, lambda h, w, box=box: box, 10**6)
+            assert part is not None
+            with monkeypatch.context() as without:
+                without.setattr(turbo, "_library", lambda: None)
+                assert np.array_equal(part, decode_image(data, lambda h, w, box=box: box))
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_with_and_without_the_library_pixels_are_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, field = photo(190, 140, mode=mode), wt.image(size=64, augment="rrc+flip")
+    with_it, exif = turbo._library, Image.Exif()
+    exif[0x0112] = 6
+    turned = photo(190, 140, mode=mode, exif=exif)
+    for number in range(20):
+        draws, found = np.random.default_rng(number).random(DRAWS), []
+        for library in (with_it, lambda: None):
+            monkeypatch.setattr(turbo, "_library", library)
+            for one in (data, turned):
+                out = np.zeros((64, 64, 3), np.uint8)
+                field.read("jpg", memoryview(one), out, draws)
+                found.append(out)
+        assert np.array_equal(found[0], found[2])
+        assert np.array_equal(found[1], found[3])
+
+
+def test_a_picture_of_the_right_size_lands_where_it_is_wanted() -> None:
+    data, field = photo(64, 48), wt.image(size=(48, 64), augment="flip")
+    whole = decode_image(data)
+    for flip in (0.2, 0.7):
+        out, draws = np.zeros((48, 64, 3), np.uint8), np.full(DRAWS, flip)
+        field.read("jpg", memoryview(data), out, draws)
+        assert np.array_equal(out, whole[:, ::-1] if flip < 0.5 else whole)
+
+
+def test_a_part_of_a_picture_that_was_cut_is_no_picture() -> None:
+    """Also where the part lies above the cut."""
+    data = photo(200, 200)
+    for share in (0.3, 0.9, 0.999):
+        with pytest.raises(SampleError):
+            decode_image(data[: int(len(data) * share)], lambda height, width: (0, 0, 8, 8))
+
+
+def test_a_good_picture_after_a_bad_one_is_good(data: Callable[[str], Path]) -> None:
+    good = photo(129, 77)
+    wanted = decode_image(good)
+    for path in sorted(data("difficult").rglob("*.jp*g")):
+        turbo.decode_part(path.read_bytes() + b"\xff\xd9", lambda h, w: (0, 0, h, w), 10**6)
+        assert np.array_equal(decode_image(good), wanted), path.name
+        assert turbo._library() is None or turbo.decode_part(good, lambda h, w: (0, 0, h, w), 10**6) is not None
+
+
+def test_every_thread_decodes_for_itself() -> None:
+    data = [photo(150 + n, 100, quality=80) for n in range(8)]
+    wanted = [decode_image(one, lambda h, w: (10, 10, 50, 60)) for one in data]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            found = list(pool.map(lambda one: decode_image(one, lambda h, w: (10, 10, 50, 60)), data))
+            assert all(map(np.array_equal, found, wanted))

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "wdstrain"
 # a module imports only from floors below its own
 FLOORS = [
     {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "packing.collector"},
-    {"bodies"},
+    {"bodies", "turbo"},
     {"http", "objects"},
     {"remote"},
     {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},

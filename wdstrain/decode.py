@@ -1,14 +1,16 @@
 """Encoded images to pixels: the one place that knows image formats.
 
-`decode_image` gives RGB uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. JPEGs go
-through simplejpeg (libjpeg-turbo, no GIL), everything else and every JPEG it finds fault with through Pillow, which is
-slower, decides what is whole, and does not crash: torchvision's PNG decoder dies with SIGSEGV on a damaged file. Alpha is
-dropped, as torchvision and ImageFolder do; 16-bit greys keep their high byte; of an animation the first picture is taken.
+`decode_image` gives RGB uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. Of JPEGs only
+the part is decoded that is asked for, where libjpeg-turbo 3 is there (`turbo`), else they go through simplejpeg (libjpeg-turbo
+too, no GIL); everything else and every JPEG they find fault with goes through Pillow, which is slower, decides what is whole,
+and does not crash: torchvision's PNG decoder dies with SIGSEGV on a damaged file. Alpha is dropped, as torchvision and
+ImageFolder do; 16-bit greys keep their high byte; of an animation the first picture is taken.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,20 +18,38 @@ import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wdstrain.errors import SampleError
+from wdstrain.turbo import Box, decode_part
 
 Pixels = npt.NDArray[np.uint8]
+BoxOf = Callable[[int, int], Box]
 
 MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an attack
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
 
 
-def decode_image(data: bytes | memoryview) -> Pixels:
-    """The pixels of an encoded image. uint8[height, width, 3], RGB."""
+def decode_image(data: bytes | memoryview, box_of: BoxOf | None = None, out: Pixels | None = None) -> Pixels:
+    """The pixels of an encoded image, or of a part of it. uint8[height, width, 3], RGB.
+
+    box_of: (height, width) of the upright image -> (top, left, height, width) of the part; default all of it. out: memory that
+    the pixels may lie in, if they have its shape; they need not.
+    """
     if bytes(data[:3]) == b"\xff\xd8\xff" and not _has_exif(data):
+        found = decode_part(data, box_of or _all, MAX_PIXELS, out)
+        if found is not None:
+            return found
         pixels = _jpeg(data)
-        if pixels is not None:
-            return pixels
-    return _pillow(data)
+        if pixels is None:
+            pixels = _pillow(data)
+    else:
+        pixels = _pillow(data)
+    if box_of is None:
+        return pixels
+    top, left, height, width = box_of(*pixels.shape[:2])
+    return pixels[top : top + height, left : left + width]
+
+
+def _all(height: int, width: int) -> Box:
+    return 0, 0, height, width
 
 
 def _has_exif(data: bytes | memoryview) -> bool:

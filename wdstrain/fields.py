@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.augment import Augment, Draws, shape
+from wdstrain.augment import Augment, Draws, fit, region
 from wdstrain.decode import EXTENSIONS, decode_image
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.indexing import Label as IndexLabel
@@ -60,11 +60,13 @@ class Image:
         return Example((*self.size, 3), "uint8", channels_last=True) if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        pixels = decode_image(data)
-        if out is None or self.size is None:
+        size = self.size
+        if out is None or size is None:
+            pixels = decode_image(data)
             pixels = pixels[:, ::-1] if self.augment.flip and draws[22] < 0.5 else pixels
             return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-        return shape(pixels, self.size, self.augment, draws, out)
+        part = decode_image(data, lambda height, width: region(height, width, size, self.augment, draws), out)
+        return fit(part, self.augment, draws, out)
 
 
 @dataclass(frozen=True)

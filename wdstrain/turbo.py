@@ -1,0 +1,119 @@
+"""Only the part of a JPEG that is wanted, by libjpeg-turbo 3.
+
+A random resized crop takes 42 % of a picture on average. libjpeg-turbo 3 can leave out the transforms and colours of the rest; what
+is before it has to be read all the same, so it takes 0.8 of the time of the whole. The pixels are exactly those of the whole:
+the part is taken one block wider on each side, for what upsampling looks at beyond its edge.
+
+The library is loaded, not built: that of the package `turbojpeg` (the extra "fast") or of the system. simplejpeg has one inside
+that it does not let others use. Without one, pictures are decoded whole, to the same pixels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+_DECOMPRESS, _RGB = 1, 0
+_SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 4, 5, 6, 8  # parameters
+_BLOCKS = {0: (8, 8), 1: (16, 8), 2: (16, 16), 3: (8, 8), 4: (8, 16), 5: (32, 8), 6: (8, 32)}  # width, height by subsampling
+_KNOWN = (0, 1, 2)  # RGB, YCbCr, grey
+
+
+class _Region(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int), ("width", ctypes.c_int), ("height", ctypes.c_int))
+
+
+def decode_part(
+    data: memoryview | bytes, box_of: Callable[[int, int], Box], most_pixels: int, out: Pixels | None = None
+) -> Pixels | None:
+    """The pixels of a part of a JPEG. uint8[height, width, 3], RGB; over `out` if it has that shape and is contiguous.
+
+    box_of: (height, width) -> the part. None where there is no library, for a damaged picture or one of which only the
+    beginning is there, and for colours it does not turn into RGB: then another decoder decides.
+    """
+    turbo = _library()
+    if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
+        return None
+    found = _decode(turbo, data, box_of, most_pixels, out)
+    if found is None:  # it may be left in the middle of this picture, and would take the next for the rest of it
+        del _of_thread.decoder
+    return found
+
+
+def _decode(
+    turbo: Any, data: memoryview | bytes, box_of: Callable[[int, int], Box], most_pixels: int, out: Pixels | None
+) -> Pixels | None:
+    handle, source = _handle(turbo), np.frombuffer(data, np.uint8)
+    if not handle or turbo.tj3DecompressHeader(handle, source.ctypes.data, len(source)):
+        return None
+    width, height = turbo.tj3Get(handle, _WIDTH), turbo.tj3Get(handle, _HEIGHT)
+    block = _BLOCKS.get(turbo.tj3Get(handle, _SUBSAMPLING))
+    if block is None or turbo.tj3Get(handle, _COLOURS) not in _KNOWN or width * height > most_pixels:
+        return None
+    top, left, h, w = box_of(height, width)
+    x, y = max(0, (left // block[0] - 1) * block[0]), max(0, top - block[1])
+    right, bottom = min(width, left + w + block[0]), min(height, top + h + block[1])
+    exact = (y, x, bottom, right) == (top, left, top + h, left + w)
+    if out is not None and exact and out.shape == (h, w, 3) and out.flags.c_contiguous:
+        target = out
+    else:
+        target = np.empty((bottom - y, right - x, 3), np.uint8)
+    if turbo.tj3SetCroppingRegion(handle, _Region(x, y, right - x, bottom - y)):
+        return None
+    if turbo.tj3Decompress8(handle, source.ctypes.data, len(source), target.ctypes.data, 0, _RGB):
+        return None
+    return target[top - y : top - y + h, left - x : left - x + w]
+
+
+class _Decoder:
+    """What the library decodes with; not for two threads at once."""
+
+    def __init__(self, turbo: Any) -> None:
+        self._turbo = turbo
+        self.handle = turbo.tj3Init(_DECOMPRESS)
+
+    def __del__(self) -> None:
+        if self.handle:
+            self._turbo.tj3Destroy(self.handle)
+
+
+_of_thread = threading.local()  # goes with its thread; one that a fork inherits is as good as a new one
+
+
+def _handle(turbo: Any) -> Any:
+    if not hasattr(_of_thread, "decoder"):
+        _of_thread.decoder = _Decoder(turbo)
+    return _of_thread.decoder.handle
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """libturbojpeg of version 3 or later, None if there is none."""
+    spec = find_spec("turbojpeg")
+    folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
+    for path in [*sorted(glob.glob(os.path.join(folder, "turbojpeg.libs", "libturbojpeg*"))), "libturbojpeg.so.0"]:
+        try:
+            found = ctypes.CDLL(path)
+            number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+            found.tj3Init.restype, found.tj3Init.argtypes = pointer, [number]
+            found.tj3Destroy.restype, found.tj3Destroy.argtypes = None, [pointer]
+            found.tj3Get.argtypes = [pointer, number]
+            found.tj3DecompressHeader.argtypes = [pointer, pointer, size]
+            found.tj3SetCroppingRegion.argtypes = [pointer, _Region]
+            found.tj3Decompress8.argtypes = [pointer, pointer, size, pointer, number, number]
+            return found
+        except (OSError, AttributeError):
+            continue  # not there, or of version 2
+    return None
