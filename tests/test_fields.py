@@ -149,6 +149,37 @@ def test_arrays_of_objects_are_not_unpickled() -> None:
         value(wt.array(), buffer.getvalue())
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "<f4", ">i2", "bool", "U3", "datetime64[s]", [("a", "<i4"), ("b", "u1")]])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 5, 2)])
+def test_arrays_are_what_numpy_loads(dtype: Any, shape: tuple[int, ...]) -> None:
+    made = np.zeros(shape, dtype)
+    if made.size and not isinstance(dtype, list):
+        made.flat[-1] = 1
+    for one in (made, np.asfortranarray(made)):
+        buffer = io.BytesIO()
+        np.save(buffer, one)
+        found = value(wt.array(), buffer.getvalue())
+        assert np.array_equal(found, one)
+        assert (found.dtype, found.flags.writeable) == (one.dtype, True)
+        with pytest.raises((ValueError, EOFError, SampleError)):
+            value(wt.array(), buffer.getvalue()[:-1] if one.nbytes else buffer.getvalue()[:50])
+
+
+def test_arrays_of_one_shape_land_in_batch_memory(tmp_path: Path) -> None:
+    arrays = [np.random.default_rng(n).integers(0, 255, (4, 3), np.uint8) for n in range(20)]
+    wt.pack(({"__key__": f"k{n:02d}", "x.npy": one} for n, one in enumerate(arrays)), str(tmp_path / "s"), shuffle=False)
+    fixed = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy", shape=(4, 3), dtype="uint8")}, batch_size=5)
+    loose = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy")}, batch_size=5)
+    for a, b in zip(fixed, loose, strict=True):
+        assert torch.equal(a["x"], b["x"])
+        assert all(torch.equal(x, torch.from_numpy(arrays[int(k[1:])])) for k, x in zip(a["__key__"], a["x"], strict=True))
+    with pytest.raises(SampleError, match=r"it is uint8\[4, 3\], and uint8\[3, 4\] was asked for"):
+        list(wt.Loader(tmp_path / "s", {"x": wt.array("x.npy", shape=(3, 4), dtype="uint8")}, batch_size=5))
+    for options in ({"shape": (3,)}, {"shape": (3,), "dtype": "text"}, {"shape": (-1,), "dtype": "uint8"}):
+        with pytest.raises(UsageError):
+            wt.array(**options)
+
+
 def test_a_middle_crop_keeps_the_shape_asked_for() -> None:
     assert middle_crop(100, 200, 1.0) == (0, 50, 100, 100)
     assert middle_crop(200, 100, 1.0) == (50, 0, 100, 100)
