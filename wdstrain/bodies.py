@@ -54,6 +54,17 @@ class Body:
             self._response.release_conn()  # for the next request
         return count
 
+    def stop(self) -> None:
+        """End a read that another thread is in.
+
+        An SSLSocket's own way would forget that it is one, and give what comes next as it is on the wire.
+        """
+        found = getattr(getattr(getattr(getattr(self._response, "_fp", None), "fp", None), "raw", None), "_sock", None)
+        if isinstance(found, socket.socket):
+            socket.socket.shutdown(found, socket.SHUT_RDWR)
+        else:
+            self._response.shutdown()
+
     def _receive(self, pieces: Pieces, wanted: int) -> int:
         assert self._socket is not None
         views = pieces.next()
@@ -73,6 +84,25 @@ class Body:
         self._socket.settimeout(None if yes else self._stall)
         wait = self._stall if yes else 0.0
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(wait), int(wait % 1 * 1e6)))
+
+
+def begins(response: urllib3.BaseHTTPResponse, patience: float | None = None) -> bool:
+    """Whether a first byte of the body comes, where there should be one; also if none came within the patience, in seconds.
+
+    http.client takes a connection that ends within the head of an answer for the end of the head.
+    """
+    stream = getattr(getattr(response, "_fp", None), "fp", None)
+    if stream is None:
+        return True
+    connection = getattr(getattr(stream, "raw", None), "_sock", None)
+    if patience is not None and isinstance(connection, socket.socket):
+        connection.settimeout(patience)  # the answer is not read any further
+    try:
+        return bool(stream.peek(1))
+    except TimeoutError:
+        if patience is None:
+            raise
+        return True
 
 
 def _plain(response: urllib3.BaseHTTPResponse) -> tuple[HTTPResponse | None, socket.socket | None]:

@@ -13,6 +13,7 @@ after each kill; the folder itself cannot be wrong).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -33,7 +34,7 @@ from wdstrain.storage import sync_folder
 
 BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one
 PART = ".part"  # of the name of a shard that is not whole yet
-_PATIENCE = 120.0  # seconds for another process to fetch a block, before it is fetched a second time
+_PATIENCE = 300.0  # seconds for another process to fetch a block, before it is fetched a second time
 _PAUSE = 0.01  # seconds between two looks at a lock
 _MAGIC = b"WDSCACHE"
 _IN_USE, _FINISHING, _BLOCKS = 1 << 60, (1 << 60) + 1, 1 << 61  # places that are locked: beyond the end of any file
@@ -76,23 +77,43 @@ class Cache:
                 for path, flags in ((final, os.O_RDONLY), (final + PART, os.O_RDWR)):
                     if self.full and path != final:
                         return None
-                    fd = self._opened(path, flags, event)
-                    if fd is None:
-                        continue
-                    file = CachedFile(self, shard, fd, final, event)
-                    if file.whole or file.sound:
-                        with suppress(OSError):  # of another user
-                            os.utime(fd)  # used now; a part is as old as its last block
-                        if path != final:
-                            file.finish()
+                    file = self._found(path, flags, shard, final, event)
+                    if file is not None:
                         return file
-                    file.close()
-                    self._drop(final, shard, event)
                 if not self._begin(final, shard.bytes, event):
                     return None
             except OSError as error:
                 self.give_up(error)
+                return None
         return None
+
+    def _found(self, path: str, flags: int, shard: Shard, final: str, stopping: threading.Event) -> CachedFile | None:
+        """What lies under this name, if it is what it should be; what is not is taken out. None: there is nothing."""
+        fd = self._opened(path, flags, stopping)
+        if fd is None:
+            return None
+        file = CachedFile(self, shard, fd, final, stopping)
+        try:
+            if self._is_sound(file, path):
+                with suppress(OSError):  # of another user
+                    os.utime(fd)  # used now; a part is as old as its last block
+                if path != final:
+                    file.finish()
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        with self._alone(stopping), suppress(FileNotFoundError):  # unless it was just being made
+            with CachedFile(self, shard, os.open(path, os.O_RDONLY | os.O_CLOEXEC), final, stopping) as again:
+                taken_out = self._is_sound(again, path) or _take_out(path)
+            if not taken_out:
+                raise OSError(errno.EBUSY, f"{os.path.basename(path)} is in the way")
+        return None
+
+    def _is_sound(self, file: CachedFile, path: str) -> bool:
+        """Whether a file is what its name says: a shard, or, as a part, one that is being filled."""
+        return file.whole or (file.sound and path.endswith(PART))
 
     def place_of(self, shard: Shard) -> str:
         """The path that a whole shard has in the cache: the same for one content, wherever it comes from."""
@@ -105,6 +126,14 @@ class Cache:
         for path in (self.place_of(shard), self.place_of(shard) + PART):
             with suppress(OSError):
                 os.unlink(path)
+
+    def publish(self, fd: int, final: str, stopping: threading.Event) -> None:
+        """Give a whole shard its name, if it is still the one that lies there as a part."""
+        with self._alone(stopping), suppress(FileNotFoundError):  # finished by another, or taken out
+            found, mine = os.stat(final + PART), os.fstat(fd)
+            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+                os.replace(final + PART, final)
+                sync_folder(self.folder)
 
     def give_up(self, error: OSError) -> None:
         """Write nothing more, and say so once."""
@@ -143,20 +172,10 @@ class Cache:
             try:
                 map_ = _head() + bytes(-(-size // BLOCK))
                 os.ftruncate(fd, size + len(map_))
-                _write(fd, [memoryview(map_)], size)
+                _write(fd, memoryview(map_), size)
             finally:
                 os.close(fd)
         return True
-
-    def _drop(self, final: str, shard: Shard, stopping: threading.Event) -> None:
-        """Take out what is not sound: of another size, or of the time before the machine was started."""
-        with self._alone(stopping):
-            for path in (final, final + PART):
-                with suppress(FileNotFoundError):
-                    file = CachedFile(self, shard, os.open(path, os.O_RDONLY | os.O_CLOEXEC), final, stopping)
-                    if not file.whole and not file.sound:
-                        os.unlink(path)
-                    file.close()
 
     def _room(self, size: int) -> bool:
         """Make room for a shard; parts count as what they will be."""
@@ -265,17 +284,16 @@ class CachedFile:
                 os.fsync(self._fd)  # before it has the length of a whole shard, also after a power cut
                 os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
-            with suppress(FileNotFoundError):  # it was finished by another, or taken out
-                os.replace(self._final + PART, self._final)
-                sync_folder(self._cache.folder)
+            self._cache.publish(self._fd, self._final, self._stopping)
         finally:
             unlock(self._fd, _FINISHING)
 
     def stop(self) -> None:
         """End a read that another thread is in."""
         self._stopping.set()
-        if self._remote is not None:
-            self._remote.stop()
+        remote = self._remote
+        if remote is not None:
+            remote.stop()
 
     def close(self) -> None:
         if self._remote is not None:
@@ -307,19 +325,20 @@ class CachedFile:
             _read(self._fd, Pieces(target), offset, self._final)
             self.cached += size
             return True
+        if self._remote is None:
+            self._remote = open_remote(self.path, self.size, self._shard.tag or None, self._stopping)
+        last = None if self._remote.ranged else self.size
+        if not kept:
+            self._remote.read_into(target, offset, last=last)
+            return True
         try:
-            whole = size == stop - start
-            block = target if whole else [memoryview(bytearray(stop - start))]
-            if self._remote is None:
-                self._remote = open_remote(self.path, self.size, self._shard.tag or None, self._stopping)
-            self._remote.read_into(block, start, last=None if self._remote.ranged else self.size)
-            if kept:
-                self._keep(number, block)
+            # memory of its own: of the target, parts that nobody wants may lie in one place
+            block = memoryview(bytearray(stop - start))
+            self._remote.read_into([block], start, last=last)
+            self._keep(number, block)
         finally:
-            if kept:
-                unlock(self._fd, _BLOCKS + number)
-        if not whole:
-            Pieces(target).take(block[0][offset - start : offset - start + size])
+            unlock(self._fd, _BLOCKS + number)
+        Pieces(target).take(block[offset - start : offset - start + size])
         return True
 
     def _claim(self, number: int, wait: bool) -> bool | None:
@@ -338,10 +357,10 @@ class CachedFile:
                 raise StorageError(f"{self._shard.shown}: reading was stopped.")
         return None
 
-    def _keep(self, number: int, block: list[memoryview]) -> None:
+    def _keep(self, number: int, block: memoryview) -> None:
         try:
             _write(self._fd, block, number * BLOCK)
-            _write(self._fd, [memoryview(b"\1")], self._map + number)
+            _write(self._fd, memoryview(b"\1"), self._map + number)
             self.finish()
         except OSError as error:
             self._cache.give_up(error)
@@ -373,12 +392,10 @@ def _take_out(path: str) -> bool:
         os.close(fd)
 
 
-def _write(fd: int, data: list[memoryview], offset: int) -> None:
-    todo = Pieces(data)
-    while todo.left:
-        count = os.pwritev(fd, todo.next(), offset)
-        todo.filled(count)
-        offset += count
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _read(fd: int, todo: Pieces, offset: int, path: str) -> None:

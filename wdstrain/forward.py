@@ -13,6 +13,7 @@ lock they hold cost a third of the speed on a loopback.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from wdstrain.storage import Source
 
 RANGE = BLOCK  # bytes of one request, cut as the blocks of the cache are
 _FETCHERS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
+_PARTING = 2.0  # seconds that all of them are given to end
 _AT_ONCE = 4  # shards that one thread reads in turn, where a server knows no ranges
 _FILLED = 32 << 20  # bytes that are fetched for the cache alone when a lane leaves a shard, at most
 
@@ -158,8 +160,9 @@ class Fetchers:
                 for file in files.values():
                     file.stop()
             self.lock.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=2.0)  # one that waits for the first byte of an answer ends with it, and writes nothing
+        end = time.monotonic() + _PARTING
+        for thread in self._threads:  # one that waits for the first byte of an answer ends with it, and writes nothing
+            thread.join(max(0.0, end - time.monotonic()))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ The road not taken is webdataset's pipe to curl: it starts a shard anew, or hide
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import random
 import re
@@ -22,18 +23,21 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from http.client import HTTPException
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError
 
-from wdstrain.bodies import Body
-from wdstrain.errors import ShardError, StorageError
+from wdstrain.bodies import Body, begins
+from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.pieces import Pieces
 
 ATTEMPTS = 8  # tries without a byte of progress: pauses of 0.1, 0.2, ... 10 s, less than half a minute in all
 STALL = 20.0  # seconds without a byte
 _CONNECT = 10.0  # seconds
+_PATIENCE = 1.0  # seconds for the first byte after a head that cannot be
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get over
 _OVER = 256 << 10  # bytes that are read over at a time, at most
@@ -96,7 +100,7 @@ class HttpFile:
         tries, begun = 0, time.monotonic()
         while self.known_size is None and self._answer is None:
             try:
-                self._answer = self._ask(0, None)
+                self._ask(0, None)
             except (HTTPError, HTTPException, OSError) as error:
                 tries += 1
                 self._pause(error, 0, tries, begun)
@@ -134,6 +138,8 @@ class HttpFile:
                 count = answer.read_into(todo)
                 if not count:
                     raise HTTPException(f"the answer ended at byte {answer.at} where {self._stop} was promised")
+                if self.stopping.is_set():  # what came last may be anything
+                    raise StorageError(f"{redacted(self.path)}: reading was stopped.")
                 self.fetched += count
                 tries, begun = 0, time.monotonic()
             except (HTTPError, HTTPException, OSError) as error:
@@ -146,7 +152,7 @@ class HttpFile:
         answer = self._answer
         if answer is not None:
             with suppress(Exception):  # it may be closed meanwhile
-                answer.response.shutdown()
+                answer.body.stop()
 
     def close(self) -> None:
         if self._answer is not None:
@@ -168,7 +174,7 @@ class HttpFile:
         answer = self._answer
         if answer is None or not answer.at <= offset < self._stop or offset - answer.at > _GAP:
             self.close()
-            answer = self._answer = self._ask(offset, stop)
+            answer = self._ask(offset, stop)
         while answer.at < offset:  # a gap, or a server that knows no ranges
             over = Pieces([memoryview(bytearray(min(_OVER, offset - answer.at)))])
             if not answer.read_into(over):
@@ -185,14 +191,21 @@ class HttpFile:
         if self.tag is not None:
             headers["If-Match"] = self.tag
         try:
-            response = _pool().request("GET", _bare(self.path), headers=headers, preload_content=False, redirect=True)
+            response = _get(self.path, headers)
         except LocationParseError as error:
             raise StorageError(f"{redacted(self.path)} is no address ({error}).") from None
-        answer = Answer(response, Body(response, STALL), offset)
+        answer = self._answer = Answer(response, Body(response, STALL), offset)
         try:
             self._check(answer, offset, headers)
+        except (ShardError, StorageError):
+            # what is wrong with a head may be that half of it is missing
+            ended = response.status in (200, 206) and not begins(response, _PATIENCE)
+            self.close()
+            if ended:
+                raise HTTPException("the connection ended within the head of the answer") from None
+            raise
         except BaseException:
-            answer.close()
+            self.close()
             raise
         return answer
 
@@ -210,27 +223,28 @@ class HttpFile:
                 raise StorageError(
                     f"{shown}: the server was asked for byte {offset} and gave {response.headers.get('Content-Range')!r}."
                 )
-            self._stop = int(span[2]) + 1
+            stop = int(span[2]) + 1
             answer.total = None if span[3] == "*" else int(span[3])
         else:
-            self.ranged = self.ranged and "Range" not in sent
             answer.at = 0
             length = response.headers.get("Content-Length", "")
             answer.total = int(length) if length.isdigit() else None
-            self._stop = answer.total if answer.total is not None else 1 << 62
+            stop = answer.total if answer.total is not None else 1 << 62
         if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
             raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
-        if self.known_size is None:
-            self.known_size = answer.total
-        elif answer.total is not None and answer.total != self.known_size:
+        if self.known_size is not None and answer.total not in (None, self.known_size):
             raise ShardError(
                 f"{shown} has {answer.total} bytes, its index says {self.known_size}: it was cut or changed. Copy it again, or "
                 f"make its index anew."
             )
-        if self.tag is None:
-            self.tag = _strong(response.headers.get("ETag"))
-        elif response.headers.get("ETag") not in (None, self.tag):
+        tag = response.headers.get("ETag")
+        if self.tag is not None and tag not in (None, self.tag):
             raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
+        if (self.known_size is None or self.tag is None) and not begins(response):  # before anything of it is believed
+            raise HTTPException("the connection ended within the head of the answer")
+        self._stop, self.ranged = stop, self.ranged and (response.status == 206 or "Range" not in sent)
+        self.known_size = answer.total if self.known_size is None else self.known_size
+        self.tag = _strong(tag) if self.tag is None else self.tag
 
     def _pause(self, error: Exception, offset: int, tries: int, begun: float) -> None:
         """Wait before the next try. Raises StorageError when there were enough of them."""
@@ -268,16 +282,19 @@ def read_small(address: str) -> bytes | None:
     source = HttpFile(address, 0)
     while True:
         try:
-            response = _pool().request("GET", _bare(address), headers=_sent(address), preload_content=True, redirect=True)
+            response = _get(address, _sent(address))
             if response.status in _AGAIN:
                 raise _Busy(response.status, response.headers)
+            if response.status == 200 and not begins(response):
+                raise HTTPException("the connection ended within the head of the answer")
+            data = response.read()
             if response.status in (403, 404, 410):
                 return None
             if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
                 return None  # a page for people, of a server that answers so for what it has not
             if response.status != 200:
                 raise StorageError(f"{redacted(address)}: the server answered {response.status} {response.reason or ''}.")
-            return response.data
+            return data
         except (HTTPError, HTTPException, OSError) as error:
             tries += 1
             source._pause(error, 0, tries, begun)
@@ -289,11 +306,12 @@ def _strong(tag: str | None) -> str | None:
 
 
 def _words(error: Exception, address: str) -> str:
-    """What an error says, without the address, which may hold a secret."""
+    """What an error says, without the address or one that it led to, which may hold a secret."""
     error = getattr(error, "reason", None) or error  # of a failed connection, not of the request around it
     text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
     for secret in {address, _bare(address), urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]}:
         text = text.replace(secret, "...") if secret else text
+    text = re.sub(r"//[^/\s]*@", "//", re.sub(r"\?[^\s'\")]+", "?...", text))
     return f"{type(error).__name__}: {text[:200]}"
 
 
@@ -310,20 +328,73 @@ def _sent(address: str) -> dict[str, str]:
         name, colon, value = line.partition(":")
         if colon:
             found[name.strip()] = value.strip()
+    if not all(text.isascii() and text.isprintable() for pair in found.items() for text in pair):
+        raise UsageError(f"{_HEADERS} holds what no header can: other than printable ASCII. Correct it.")
     user = urlsplit(address).netloc.rpartition("@")[0]
     if user:
         found["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
     return found
 
 
-@lru_cache(maxsize=1)
-def _pool_of(process: int) -> urllib3.PoolManager:
-    timeout = urllib3.Timeout(connect=_CONNECT, read=STALL)
-    return urllib3.PoolManager(
-        num_pools=16, maxsize=32, timeout=timeout, retries=urllib3.Retry(0, redirect=5, status=0, raise_on_redirect=False)
+def check_address(address: str) -> None:
+    """Raise UsageError for an address that no request can be made of."""
+    try:
+        parts = urlsplit(address)
+        _ = parts.port
+        host = (parts.hostname or "").encode("idna")
+    except ValueError as error:
+        raise UsageError(f"{_shown(address)} is no address ({error}). Check its host and port.") from None
+    if not host:
+        raise UsageError(f"{_shown(address)} is no address: it names no host. Write for example http://host/shards")
+
+
+def _shown(address: str) -> str:
+    """What can be shown of an address that cannot be taken apart."""
+    return re.sub(r"//[^/]*@", "//", address.split("?")[0])
+
+
+def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+    """The answer to a request whose body is not read. What may be secret is not told another host, and not logged."""
+    _SECRETS.update(part for part in (urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]) if part)
+    ours = [name for name in headers if name not in ("Range", "If-Match", "Accept-Encoding")]
+    retries = urllib3.Retry(
+        5,
+        connect=0,
+        read=0,
+        redirect=5,
+        status=0,
+        other=0,
+        raise_on_redirect=False,
+        remove_headers_on_redirect=[*urllib3.Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT, *ours],
     )
+    return _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
 
 
-def _pool() -> urllib3.PoolManager:
-    """Connections of this process: those of a parent are not used by a fork."""
-    return _pool_of(os.getpid())
+@lru_cache(maxsize=4)
+def _pool_of(process: int, proxy: str) -> urllib3.PoolManager:
+    options: Any = {"num_pools": 16, "maxsize": 128, "timeout": urllib3.Timeout(connect=_CONNECT, read=STALL)}
+    return urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
+
+
+def _pool(address: str) -> urllib3.PoolManager:
+    """Connections of this process, those of a parent are not used by a fork; through a proxy where the environment names one."""
+    parts = urlsplit(address)
+    proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
+    return _pool_of(os.getpid(), proxy)
+
+
+class _Unsaid(logging.Filter):
+    """Takes secrets of addresses out of what urllib3 logs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if any(secret in text for secret in _SECRETS):
+            for secret in _SECRETS:
+                text = text.replace(secret, "...")
+            record.msg, record.args, record.exc_info = text, (), None
+        return True
+
+
+_SECRETS: set[str] = set()
+for _name in ("urllib3.connection", "urllib3.connectionpool", "urllib3.util.retry", "urllib3.poolmanager"):
+    logging.getLogger(_name).addFilter(_Unsaid())

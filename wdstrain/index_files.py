@@ -123,7 +123,8 @@ def read_document(path: str) -> dict[str, Any]:
     try:
         data = read_whole(path)
         if data is None:
-            raise ShardError(f"{_shown(path)} is not there. Check the address.")
+            more = ", or may not be read (the server answered 404, 410 or 403)" if is_remote(path) else ""
+            raise ShardError(f"{_shown(path)} is not there{more}. Check the address.")
         document: dict[str, Any] = json.loads(data)
         labels_of(document)
         return document

@@ -7,19 +7,17 @@ order. How an index is written, read and made is in `index_files`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import ShardError
-from wdstrain.remote import is_remote, redacted
+from wdstrain.remote import is_remote, name_of, redacted
 from wdstrain.tar import Sample
 
 Ints = npt.NDArray[np.int64]
@@ -57,7 +55,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        return os.path.basename(urlsplit(self.path).path if is_remote(self.path) else self.path)
+        return name_of(self.path)
 
     @property
     def shown(self) -> str:

@@ -12,7 +12,6 @@ import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
 
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.pieces import Pieces
@@ -172,8 +171,9 @@ def _obstore() -> Any:
 
 def _split(path: str) -> tuple[Any, str]:
     """(the store of a bucket, the key in it)."""
-    parts = urlsplit(path)
-    return _store(f"{parts.scheme}://{parts.netloc}", os.getpid()), parts.path.lstrip("/")
+    scheme, _, rest = path.partition("://")
+    bucket, _, key = rest.partition("/")
+    return _store(f"{scheme}://{bucket}", os.getpid()), key.lstrip("/")
 
 
 @lru_cache(maxsize=8)

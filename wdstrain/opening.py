@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -23,7 +24,7 @@ import numpy as np
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
-from wdstrain.remote import is_remote, open_remote, redacted
+from wdstrain.remote import is_remote, name_of, open_remote, redacted
 from wdstrain.storage import (
     INDEX_NAME,
     Urls,
@@ -32,11 +33,11 @@ from wdstrain.storage import (
     expand,
     folder_of,
     is_json,
-    name_of,
     read_whole,
     user_cache,
 )
 
+_ASKING = 8  # servers are asked for so many shards at once
 _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
 
 Note = Callable[[str], None]
@@ -69,7 +70,8 @@ def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> In
     index = join(parts)
     twice = [name for name, count in Counter(shard.path for shard in index.shards).items() if count > 1]
     if twice:
-        raise UsageError(f"{twice[0]} is named twice, so its samples would come twice. Name each shard once.")
+        shown = redacted(twice[0]) if is_remote(twice[0]) else twice[0]
+        raise UsageError(f"{shown} is named twice, so its samples would come twice. Name each shard once.")
     return index
 
 
@@ -88,7 +90,12 @@ def make_index(urls: Urls) -> Index:
     whose samples lie where they lay. Raises UsageError for shards of several folders or a folder without shards, ShardError
     for a shard that is cut or damaged.
     """
-    folders = {os.path.dirname(path) for path in expand(urls)}
+    listed = expand(urls)
+    if any(map(is_remote, listed)):
+        raise UsageError(
+            "an index is written beside its shards, and a server takes none. Make it where they lie, and copy it there."
+        )
+    folders = {os.path.dirname(path) for path in listed}
     if len(folders) != 1:
         raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
     folder = folders.pop()
@@ -198,7 +205,7 @@ def _walked(paths: list[str], note: Note | None) -> Index:
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    remembered = _recall(folder)
+    remembered = _recall(folder, {name_of(path) for path in paths})
     fresh = [path for path in paths if remembered is None or name_of(path) not in remembered.numbers]
     begun = time.perf_counter()
     walked = scan(fresh) if fresh else None
@@ -225,25 +232,28 @@ def _places(folder: str) -> Iterator[str]:
     yield user_cache("indexes", name)
 
 
-def _recall(folder: str) -> Index | None:
-    """What is remembered of those shards of a folder that have not changed since."""
+def _recall(folder: str, wanted: set[str]) -> Index | None:
+    """What is remembered of those of the wanted shards of a folder that have not changed since."""
     for place in _places(folder):
         with suppress(ShardError, OSError):
             index = load(os.path.join(place, INDEX_NAME), base=folder)
             times = index.info.get("times", {})
-            same = [i for i, shard in enumerate(index.shards) if _stamp(shard) == (shard.bytes, times.get(shard.name))]
-            if not same:
-                return None
-            index = index.pick(same)
-            if not is_remote(folder):
-                return index
-            return replace(index, shards=tuple(replace(one, tag=times[one.name] or "") for one in index.shards))
+            index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in wanted)
+            if is_remote(folder):
+                index = replace(index, shards=tuple(replace(one, tag=times.get(one.name) or "") for one in index.shards))
+            with ThreadPoolExecutor(_ASKING) as threads:
+                stamps = list(threads.map(_stamp, index.shards))
+            same = [i for i, one in enumerate(index.shards) if stamps[i] == (one.bytes, times.get(one.name))]
+            return index.pick(same) if same else None
     return None
 
 
 def _remember(index: Index, folder: str) -> str | None:
     """Write down what was found; returns where, or None where nothing can be written."""
-    times = {shard.name: stamp[1] for shard in index.shards if (stamp := _stamp(shard)) is not None}
+    if is_remote(folder):
+        times: dict[str, int | str | None] = {shard.name: shard.tag or None for shard in index.shards}
+    else:
+        times = {shard.name: stamp[1] for shard in index.shards if (stamp := _stamp(shard)) is not None}
     for place in _places(folder):
         with suppress(OSError, StorageError):
             os.makedirs(place, exist_ok=True)
@@ -255,8 +265,11 @@ def _remember(index: Index, folder: str) -> str | None:
 def _stamp(shard: Shard) -> tuple[int, int | str | None] | None:
     """(bytes, time of the last change in ns, or a server's tag) of a shard, None if it is not there."""
     if is_remote(shard.path):
-        with open_remote(shard.path) as source:
-            return source.size, source.tag
+        try:
+            with open_remote(shard.path) as source:
+                return source.size, source.tag
+        except StorageError:
+            return None  # whoever reads it will say why
     try:
         found = os.stat(shard.path)
     except OSError:

@@ -301,18 +301,20 @@ class Reader:
     def _settle(self, run: _Run) -> None:
         """The lane is read as far as nothing is missing."""
         with self._lock:
+            before = run.read
             while run.on_the_way:
                 reading, places, size, last = run.on_the_way[0]
-                # whoever has the last byte of a lane may end this process: the cache is complete by then
-                if reading.error is None and (reading.missing or (last and run.forward.filling)):
-                    return
                 if reading.error is not None:
                     self._fail(reading.error)
-                    return
+                    break
+                # whoever has the last byte of a lane may end this process: the cache is complete by then
+                if reading.missing or (last and run.forward.filling):
+                    break
                 run.on_the_way.popleft()
                 run.read += places
                 self.read_bytes += size
-            self._lock.notify_all()
+            if run.read > before:
+                self._lock.notify_all()
 
     def _due(self, run: _Run, start: int, stop: int) -> Ints:
         """Steps that need the places [start, stop), computed for a window of places at a time."""

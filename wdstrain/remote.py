@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from urllib.parse import unquote, urlsplit
 
-from wdstrain.http import HttpFile, is_http, read_small, redacted
+from wdstrain.http import HttpFile, check_address, is_http, read_small, redacted
 from wdstrain.objects import ObjectFile, is_object, read_object
 
 RemoteFile = HttpFile | ObjectFile
 
-__all__ = ["RemoteFile", "is_remote", "open_remote", "read_remote", "redacted"]
+__all__ = ["RemoteFile", "check_address", "is_remote", "name_of", "open_remote", "read_remote", "redacted"]
 
 
 def is_remote(path: str) -> bool:
@@ -27,3 +29,10 @@ def open_remote(
 def read_remote(path: str) -> bytes | None:
     """A small object as a whole; None if it is not there."""
     return read_object(path) if is_object(path) else read_small(path)
+
+
+def name_of(path: str) -> str:
+    """The name of a file in its folder, here or elsewhere."""
+    if is_object(path):  # a key is what it is, with all its characters
+        return path.rpartition("/")[2]
+    return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)

@@ -22,7 +22,7 @@ from braceexpand import braceexpand
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.objects import is_object, list_folder_of
 from wdstrain.pieces import Pieces
-from wdstrain.remote import RemoteFile, is_remote, open_remote, read_remote, redacted
+from wdstrain.remote import RemoteFile, check_address, is_remote, name_of, open_remote, read_remote, redacted
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -49,10 +49,12 @@ def _expand_one(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
     if scheme and scheme.group(1).lower() == "file":
         address = address[len(scheme.group(0)) :]
-    elif is_remote(address):
-        return _expand_remote(address)
+    elif scheme and is_remote(scheme.group(0).lower()):
+        return _expand_remote(scheme.group(0).lower() + address[len(scheme.group(0)) :])
     elif scheme:
-        raise UsageError(f"{address}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk.")
+        raise UsageError(
+            f"{redacted(address)}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk."
+        )
     path = Path(address)
     if path.is_dir():
         return _expand_folder(path)
@@ -72,24 +74,36 @@ def _expand_one(address: str) -> list[str]:
 
 
 def _expand_remote(address: str) -> list[str]:
-    parts = urlsplit(address)
-    if "{" in parts.path:
+    if is_object(address):
+        path, query = address, ""
+    else:
+        check_address(address)
+        path, query = urlsplit(address).path, urlsplit(address).query
+    if "{" in path:
         try:
             return [one for part in braceexpand(address, escape=False) for one in _expand_remote(part)]
         except ValueError:
             raise UsageError(
                 f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
             ) from None
-    if any(c in parts.path for c in "*[") and is_object(address):
-        found = [name for name in list_folder_of(address) if fnmatchcase(name, name_of(address))]
+    if any(c in path for c in "*?[") and is_object(address):
+        found = [name for name in list_folder_of(address) if fnmatchcase(name, path.rpartition("/")[2])]
         if not found:
             raise UsageError(f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder.")
         return [beside(address, name) for name in found]
-    if any(c in parts.path for c in "*["):
-        raise UsageError(f"{redacted(address)}: a server cannot be asked what matches a *. Use braces, or name its index.json.")
-    if parts.path.endswith((".tar", ".json")):
+    if any(c in path for c in "*[") or query.endswith(".tar"):
+        raise UsageError(
+            f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or name its index.json."
+        )
+    if path.endswith((".tar", ".json")):
         return [address]
-    return [urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/{INDEX_NAME}", parts.query, ""))]
+    # of a bucket's folder too: shards without an index may be half of a set that is being put there
+    return [beside(f"{path.rstrip('/')}/" if is_object(address) else _in_folder(address), INDEX_NAME)]
+
+
+def _in_folder(address: str) -> str:
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/", parts.query, ""))
 
 
 def _expand_folder(path: Path) -> list[str]:
@@ -181,13 +195,10 @@ def beside(path: str, name: str) -> str:
     """The address of another file in the folder of a file; what follows a ? in an address goes along."""
     if not is_remote(path):
         return os.path.join(os.path.dirname(path), name)
+    if is_object(path):  # a key is what it is, with all its characters
+        return f"{path.rpartition('/')[0]}/{name}"
     parts = urlsplit(path)
     return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rpartition('/')[0]}/{quote(name)}", parts.query, ""))
-
-
-def name_of(path: str) -> str:
-    """The name of a file in its folder."""
-    return os.path.basename(urlsplit(path).path if is_remote(path) else path)
 
 
 def is_json(path: str) -> bool:

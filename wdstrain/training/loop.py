@@ -98,7 +98,7 @@ def train(
     val_loader = _val_loader(val_index, task, config) if val_index is not None else None
     optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, config.lr, total_steps=config.epochs * len(loader))
-    data = {"train": [s.path for s in train_index.shards], "val": [s.path for s in val_index.shards] if val_index else []}
+    data = {"train": [s.shown for s in train_index.shards], "val": [s.shown for s in val_index.shards] if val_index else []}
     run = Run(out, {**asdict(config), **data}, overwrite=overwrite)
     outcome = Outcome(out, task)
     try:
