@@ -48,7 +48,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             served.headers.append(dict(self.headers.items()))
         if served.delay:
             time.sleep(served.delay)
-        path = served.root / self.path.split("?")[0].lstrip("/")
+        # a proxy is asked for the whole address
+        path = served.root / re.sub(r"^http://[^/]*", "", self.path).split("?")[0].lstrip("/")
         if not path.is_file():
             body = b"<html>not found</html>"
             self.answer(200 if served.pages else 404, body, {"Content-Type": "text/html"})
@@ -119,6 +120,33 @@ def cut_in_headers() -> Fault:
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
         handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nContent-Ra")
         handler.drop(reset=True)
+        return True
+
+    return fault
+
+
+def end_in_headers(after: int, *, tagged: bool = True) -> Fault:
+    """The connection ends cleanly after so many bytes of the answer's head."""
+
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        lines = [
+            "HTTP/1.1 206 Partial Content",
+            f"Content-Length: {stop - start}",
+            f"Content-Range: bytes {start}-{stop - 1}/{path.stat().st_size}",
+            *([f'ETag: "{path.stat().st_size}"'] if tagged else []),
+        ]
+        handler.wfile.write("\r\n".join(lines).encode()[:after])
+        handler.drop(reset=False)
+        return True
+
+    return fault
+
+
+def lead_to(address: str) -> Fault:
+    """The object is said to be elsewhere."""
+
+    def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        handler.answer(302, b"there", {"Location": f"{address}/{path.name}?sig=hush-elsewhere"})
         return True
 
     return fault

@@ -165,6 +165,27 @@ def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(made: Pa
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_a_resume_passes_over_is_cached_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """Samples that were delivered before the resume lie between those that are read; samples are as long as blocks divide."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    rows = [(f"k{n:04d}", random.Random(n).randbytes(2048 - 512)) for n in range(600)]
+    wt.pack(({"__key__": key, "bin": data} for key, data in rows), str(tmp_path / "s"), shuffle=False, shard_samples=300)
+    shards = sorted((tmp_path / "s").glob("*.tar"))
+    if not packed:
+        (tmp_path / "s" / "index.json").unlink()
+    with serving(tmp_path / "s") as server:
+        urls = f"{server.url}/train-{{000000..000001}}.tar"
+        for start in (20, 33, 7):
+            loader = wt.Loader(urls, batch_size=8, shuffle_buffer=300, cache_dir=tmp_path / "cache")
+            list(loader.epoch(start, start=start))
+            list(loader.epoch(start + 1))
+            assert loader.report()["reread"] == 0
+            loader.close()
+    kept = whole(tmp_path / "cache")
+    assert [path.read_bytes() for path in kept] == [path.read_bytes() for path in shards]
+
+
 def test_faults_on_the_way_into_the_cache_cost_nothing(made: Path, tmp_path: Path) -> None:
     wanted = epoch(loader_of(str(made), None))
     faults = [fault for n in range(12) for fault in (cut(997 * n), status(503), fine())]
@@ -293,6 +314,42 @@ def test_a_cached_shard_of_another_length_is_fetched_again(made: Path, served: S
     assert epoch(loader) == wanted
     loader.close()
     check_content(tmp_path, made)
+
+
+@pytest.mark.parametrize("what", ["a folder", "a part"])
+def test_what_lies_under_a_final_name_and_is_no_shard_is_not_believed(
+    made: Path, served: Served, tmp_path: Path, what: str, caplog: Any
+) -> None:
+    loader = loader_of(served.url, tmp_path)
+    wanted = epoch(loader_of(str(made), None))
+    one, shard = Cache(str(tmp_path)), loader.index.shards[0]
+    if what == "a folder":
+        os.mkdir(one.place_of(shard))
+    else:
+        file = one.open(shard)
+        assert file is not None
+        file.close()
+        os.replace(one.place_of(shard) + cache.PART, one.place_of(shard))
+    for _ in range(2):
+        assert epoch(loader) == wanted
+        loader.close()
+    assert caplog.text.count("cannot be written") == (what == "a folder")
+
+
+def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(served: Served, tmp_path: Path) -> None:
+    one, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
+    first = one.open(shard)
+    assert first is not None
+    first.fill(0, shard.bytes - cache.BLOCK)
+    one.forget(shard)
+    second = one.open(shard)
+    assert second is not None
+    first.fill(0, shard.bytes)  # all of it is there, in a file that has no name any more
+    assert (first.whole, os.path.exists(one.place_of(shard))) == (True, False)
+    second.fill(0, shard.bytes)
+    assert os.path.getsize(one.place_of(shard)) == shard.bytes
+    first.close()
+    second.close()
 
 
 # --- the limit -------------------------------------------------------------------------------------------------------

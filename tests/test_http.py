@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import sys
@@ -21,7 +23,20 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
-from tests.servers import Fault, Served, change, cut, cut_in_headers, fine, in_chunks, serving, stall, status
+from tests.servers import (
+    Fault,
+    Served,
+    change,
+    cut,
+    cut_in_headers,
+    end_in_headers,
+    fine,
+    in_chunks,
+    lead_to,
+    serving,
+    stall,
+    status,
+)
 from wdstrain import forward, http, pipeline
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -142,6 +157,7 @@ FAULTS: dict[str, list[Fault]] = {
     "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
     "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
     "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
+    "ended in the headers": [fault for after in range(5, 130, 5) for fault in (fine(), end_in_headers(after))],
     "busy": [
         status(500),
         status(502),
@@ -266,6 +282,89 @@ def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made
         assert main(["verify", f"{server.url}/train-000000.tar"]) == 1
 
 
+@pytest.mark.parametrize("after", range(1, 110))
+def test_a_head_that_ends_early_is_a_fault_wherever_it_ends(made: Path, after: int) -> None:
+    """Also where nothing is known yet that what it says could be compared with."""
+    data = (made / "train-000000.tar").read_bytes()
+    with serving(made, faults=[end_in_headers(after)]) as server:
+        with HttpFile(f"{server.url}/train-000000.tar") as file:
+            assert (file.size, file.read(0, 1000), file.retries) == (len(data), data[:1000], 1)
+        assert not server.faults
+
+
+def test_an_index_whose_answer_ends_early_is_asked_for_again(made: Path) -> None:
+    whole = (made / "index.json").read_bytes()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n".encode()
+    for after in (1, 15, 16, 20, 60, len(head) - 3, len(head), len(head) + 9):
+        asked = []
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def answer(after: int = after, asked: list[int] = asked, listener: socket.socket = listener) -> None:
+            while len(asked) < 2:
+                with listener.accept()[0] as connection:
+                    connection.recv(65536)
+                    asked.append(after)
+                    connection.sendall((head + whole)[: after if len(asked) == 1 else None])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert http.read_small(f"http://127.0.0.1:{listener.getsockname()[1]}/index.json") == whole
+        thread.join(10)
+        listener.close()
+        assert len(asked) == 2
+
+
+def test_redirects_are_followed_without_telling_others_our_secrets(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header")
+    wanted = epoch(f"{made}/train-000000.tar")
+    with serving(made) as there, serving(made) as here:
+        here.faults += [lead_to(there.url.replace("127.0.0.1", "localhost"))] * 1000
+        assert epoch(f"{here.url.replace('://', '://me:hush-word@')}/train-000000.tar") == wanted
+        assert there.requests
+        assert not any({"X-Token", "Authorization"} & set(sent) for sent in there.headers)
+        there.faults += [status(404)] * 9
+        with pytest.raises(StorageError, match="404") as caught:
+            epoch(f"{here.url}/train-000000.tar")
+        assert "hush" not in str(caught.value)
+
+
+def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = epoch(f"{made}/train-000000.tar")
+    with serving(made) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert epoch("http://data.invalid/train-000000.tar") == wanted
+        asked = len(proxy.requests)
+        assert asked
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with serving(made) as server:
+            assert epoch(f"{server.url}/train-000000.tar") == wanted
+        assert len(proxy.requests) == asked
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://h:99999/x.tar", "http://host:abc/x.tar", "http:///x.tar", "http://[::1/x.tar", f"http://{'a' * 64}.org/x.tar"],
+)
+def test_an_address_of_which_no_request_can_be_made_is_refused_at_once(address: str) -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        wt.Loader(address)
+
+
+def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_shards(tmp_path / "s", [7, 13, 4])
+    with serving(tmp_path / "s") as server:
+        wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
+        (tmp_path / "s" / "part-002.tar").unlink()
+        server.requests.clear()
+        assert len(wt.Loader(f"{server.url}/part-000.tar", batch_size=1)) == 7
+        assert {path for path, _ in server.requests} == {"/index.json", "/part-000.tar"}
+        with pytest.raises(StorageError, match="404"):
+            wt.Loader(f"{server.url}/part-{{000..002}}.tar")
+
+
 # --- many, and their end ---------------------------------------------------------------------------------------------
 
 
@@ -368,7 +467,9 @@ def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served)
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_secrets_are_sent_and_never_shown(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_secrets_are_sent_and_never_shown(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
     monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header\nX-Other: 1")
     with serving(made) as server:
         host = server.url.removeprefix("http://")
@@ -384,9 +485,27 @@ def test_secrets_are_sent_and_never_shown(made: Path, tmp_path: Path, monkeypatc
         assert all("sig=hush-query" in path for path, _ in server.requests)
         index = wt.pack_tars(address, str(tmp_path / "copy"))
         texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [json.dumps(index.info)]
-        server.faults += [status(403), *[status(503)] * 99]
-        for words in (["info", address.replace("000000", "999999")], ["verify", address], ["verify", address]):
+        train = ["train", address, "--out", str(tmp_path / "run"), "--epochs", "1"]
+        write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
+        wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "photos"))
+        with serving(tmp_path / "photos") as photos:
+            pictures = photos.url.replace("://", "://me:hush-word@") + "/train-000000.tar?sig=hush-query"
+            caplog.set_level(logging.DEBUG)
+            assert main(["train", pictures, "--out", str(tmp_path / "run"), "--epochs", "1", "--batch-size", "8"]) == 0
+        texts += [path.read_text("latin1") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        server.faults += [end_in_headers(60), fine(), end_in_headers(100), status(403), *[status(503)] * 99]
+        for words in (
+            ["info", address.replace("000000", "999999")],
+            ["info", address, address],
+            ["index", address],
+            ["info", address.replace("http", "ftp")],
+            train,
+            ["verify", address],
+            ["verify", address],
+        ):
             main(words)
+        texts += [record.getMessage() for record in caplog.records]
+        assert any("?..." in text or "/train-000000.tar" in text for text in texts)
         shown = capsys.readouterr()
         texts += [shown.out, shown.err]
     assert not [text for text in texts if "hush" in text]
@@ -403,8 +522,6 @@ def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
     program = next((place for place in places if os.path.exists(place)), None)
     if program is None:
         pytest.skip("nginx is not here: scripts/test.sh unpacks Debian's package where it can; else apt install nginx")
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
