@@ -157,7 +157,7 @@ FAULTS: dict[str, list[Fault]] = {
     "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
     "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
     "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
-    "ended in the headers": [fault for after in range(5, 130, 5) for fault in (fine(), end_in_headers(after))],
+    "ended in the headers": [fault for after in range(5, 130, 8) for fault in (fine(), end_in_headers(after))],
     "busy": [
         status(500),
         status(502),
