@@ -114,7 +114,8 @@ class Decoder:
     def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         """Each field as a list of bytes, None where a sample lacks it."""
         bad: list[Bad] = []
-        rows = [self._members(task, row, bad) for row in range(len(task.ids))]
+        members = _Rows.of(task)
+        rows = [self._members(members, row, bad) for row in range(len(task.ids))]
         found = {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
         return found, self._substitute(bad, task.ids, list(found.values()))
 
@@ -124,9 +125,10 @@ class Decoder:
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         bad: list[Bad] = []
+        listed = _Rows.of(task)
         for row in range(len(task.ids)):
             damaged = len(bad)
-            members = self._members(task, row, bad)
+            members = self._members(listed, row, bad)
             if len(bad) > damaged:
                 continue
             for name, field in self._fields.items():
@@ -148,10 +150,11 @@ class Decoder:
         assert self._transform is not None
         examples: list[Any] = [None] * len(task.ids)
         bad: list[Bad] = []
+        listed = _Rows.of(task)
         for row in range(len(task.ids)):
             sample: dict[str, Any] = {"__key__": task.keys[row]}
             damaged = len(bad)
-            sample |= {name: bytes(data) for name, data in self._members(task, row, bad).items()}
+            sample |= {name: bytes(data) for name, data in self._members(listed, row, bad).items()}
             if len(bad) > damaged:
                 continue
             word = key("sample", self._seed, task.epoch, int(task.ids[row]))
@@ -192,19 +195,35 @@ class Decoder:
             done.append(one._replace(donor=int(ids[donor])))
         return done
 
-    def _members(self, task: Task, row: int, bad: list[Bad]) -> dict[str, memoryview]:
+    def _members(self, task: _Rows, row: int, bad: list[Bad]) -> dict[str, memoryview]:
         """The bytes of a sample by field. One whose checksum is not the one it was packed with is added to `bad`."""
-        found: dict[str, memoryview] = {}
+        view, names, found = self.arena.view, self._names, dict[str, memoryview]()
         if row in task.lost:
             bad.append(Bad(row, "", task.lost[row]))
             return found
         for m in range(task.first[row], task.first[row + 1]):
-            offset, name = int(task.offset[m]), self._names[task.field[m]]
-            found[name] = self.arena.view[offset : offset + int(task.size[m])]
-            if len(task.crc) and crc32(found[name]) != task.crc[m]:
+            offset, name = task.offset[m], names[task.field[m]]
+            data = found[name] = view[offset : offset + task.size[m]]
+            if task.crc and crc32(data) != task.crc[m]:
                 bad.append(Bad(row, name, MISMATCH))
                 break
         return found
+
+
+class _Rows(NamedTuple):
+    """The members of a task as Python's own numbers: taking one out of an array takes as long as a checksum."""
+
+    first: list[int]
+    field: list[int]
+    offset: list[int]
+    size: list[int]
+    crc: list[int]
+    lost: dict[int, str]
+
+    @classmethod
+    def of(cls, task: Task) -> _Rows:
+        first, field, offset = task.first.tolist(), task.field.tolist(), task.offset.tolist()
+        return cls(first, field, offset, task.size.tolist(), task.crc.tolist(), task.lost)
 
 
 def _fails(bad: list[Bad]) -> bool:

@@ -199,6 +199,11 @@ class Index:
         first, stop = self.table.key_first[number : number + 2]
         return self.table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
 
+    def keys(self, ids: Ints) -> list[str]:
+        """The keys of samples."""
+        starts, stops, text = self.table.key_first[ids].tolist(), self.table.key_first[ids + 1].tolist(), self.table.keys.data
+        return [str(text[a:b], "utf-8", "surrogateescape") for a, b in zip(starts, stops, strict=True)]
+
     def shard_of(self, ids: Ints) -> Ints:
         """Number of the shard each sample lies in. int64, as `ids`."""
         return np.asarray(np.searchsorted(self.first, ids, side="right") - 1)

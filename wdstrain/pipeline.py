@@ -126,7 +126,7 @@ class Pipeline:
             given[one.row] = one.donor
         values = result.values if rows else {name: _none_of(value) for name, value in result.values.items()}
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
-        made["__key__"] = [self._index.key(i) for i in given[:rows].tolist()]
+        made["__key__"] = self._index.keys(given[:rows])
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, given, side="right") - 1
             made["__source__"] = [self._source_names[i] for i in numbers.tolist()]

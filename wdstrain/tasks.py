@@ -52,7 +52,7 @@ class Tasks:
             offset=offset[of] + table.member_offset[rows] - table.start[ids[of]],
             size=table.member_size[rows],
             crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
-            keys=tuple(self._index.key(i) for i in ids.tolist()) if self._with_keys else (),
+            keys=tuple(self._index.keys(ids)) if self._with_keys else (),
             lost=lost,
         )
 
