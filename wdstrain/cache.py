@@ -13,7 +13,6 @@ after each kill; the folder itself cannot be wrong).
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
@@ -82,6 +81,8 @@ class Cache:
                         return file
                 if not self._begin(final, shard.bytes, event):
                     return None
+            except _InUseError:
+                return None  # another looks at what is not sound; next time it is gone
             except OSError as error:
                 self.give_up(error)
                 return None
@@ -104,11 +105,11 @@ class Cache:
             file.close()
             raise
         file.close()
-        with self._alone(stopping), suppress(FileNotFoundError):  # unless it was just being made
-            with CachedFile(self, shard, os.open(path, os.O_RDONLY | os.O_CLOEXEC), final, stopping) as again:
-                taken_out = self._is_sound(again, path) or _take_out(path)
-            if not taken_out:
-                raise OSError(errno.EBUSY, f"{os.path.basename(path)} is in the way")
+        with self._alone(stopping), suppress(FileNotFoundError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            with CachedFile(self, shard, fd, final, stopping) as again:  # it may have been just being made
+                if not self._is_sound(again, path) and not _removed(fd, path):
+                    raise _InUseError
         return None
 
     def _is_sound(self, file: CachedFile, path: str) -> bool:
@@ -375,21 +376,30 @@ class CachedFile:
         return found.hexdigest()
 
 
+class _InUseError(Exception):
+    """What is in the way is being read."""
+
+
 def _take_out(path: str) -> bool:
-    """Remove a shard that nobody reads."""
+    """Remove a shard if nobody reads it and it is ours to remove."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False  # gone, or another user's
+        return False
     try:
-        if not try_lock(fd, _IN_USE):
-            return False
-        os.unlink(path)
-        return True
+        return _removed(fd, path)
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _removed(fd: int, path: str) -> bool:
+    """Remove a file that is open, unless somebody else has marked it as in use."""
+    if not try_lock(fd, _IN_USE):
+        return False
+    os.unlink(path)
+    return True
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
