@@ -15,6 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+from wdstrain import cache, forward, pipeline
+from wdstrain import http as http_
+
 Fault = Callable[["Handler", Path, int, int], bool]
 
 
@@ -231,3 +236,12 @@ def serving(root: Path, *, tls: ssl.SSLContext | None = None, **options: object)
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def small_and_quick(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Ranges and blocks that are smaller than the shards of tests, little read ahead, and pauses that are short."""
+    monkeypatch.setattr(forward, "RANGE", block)
+    monkeypatch.setattr(cache, "BLOCK", block)
+    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
+    monkeypatch.setattr(http_, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(http_, "_LONGEST_PAUSE", 0.01)

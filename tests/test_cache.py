@@ -21,8 +21,8 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from tests.servers import Handler, Served, cut, fine, serving, status
-from wdstrain import cache, forward, http, pipeline
+from tests.servers import Handler, Served, cut, fine, serving, small_and_quick, status
+from wdstrain import cache, forward
 from wdstrain.cache import Cache
 from wdstrain.errors import UsageError
 from wdstrain.indexing import Index
@@ -45,13 +45,8 @@ def served(made: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that are smaller than shards, and pauses that are short."""
-    monkeypatch.setattr(forward, "RANGE", 32 << 10)
-    monkeypatch.setattr(cache, "BLOCK", 32 << 10)
-    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
-    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_and_quick(monkeypatch, 32 << 10)
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[Any]:

@@ -34,10 +34,11 @@ from tests.servers import (
     in_chunks,
     lead_to,
     serving,
+    small_and_quick,
     stall,
     status,
 )
-from wdstrain import forward, http, pipeline
+from wdstrain import forward, http
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.http import HttpFile, redacted
@@ -60,12 +61,8 @@ def served(made: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges that are smaller than shards, and pauses that are short."""
-    monkeypatch.setattr(forward, "RANGE", 64 << 10)
-    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
-    monkeypatch.setattr(http, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(http, "_LONGEST_PAUSE", 0.01)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_and_quick(monkeypatch, 64 << 10)
 
 
 def epoch(urls: Any, **options: Any) -> list[Any]:

@@ -388,8 +388,9 @@ class _Unsaid(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if any(secret in text for secret in _SECRETS):
-            for secret in _SECRETS:
+        found = [secret for secret in tuple(_SECRETS) if secret in text]  # a copy: other threads add to it
+        if found:
+            for secret in found:
                 text = text.replace(secret, "...")
             record.msg, record.args, record.exc_info = text, (), None
         return True
