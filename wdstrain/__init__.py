@@ -8,6 +8,7 @@ for batch in wt.to_device(loader, "cuda"): ...
 
 from typing import TYPE_CHECKING, Any
 
+from wdstrain.augmentation import Augmentation
 from wdstrain.device import to_device
 from wdstrain.errors import (
     PlanError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Augmentation",
     "Example",
     "Field",
     "Index",

@@ -51,6 +51,21 @@ def random_crop(height: int, width: int, draws: Draws) -> tuple[int, int, int, i
     return middle_crop(height, width, min(max(width / height, 3 / 4), 4 / 3))
 
 
+def random_crops(height: int, width: int, draws: Draws) -> npt.NDArray[np.int64]:
+    """`random_crop` for many pictures of one size at once: int64[b, 4] for draws float64[b, 23 or more]."""
+    area = height * width * (0.08 + 0.92 * draws[:, 0 : 2 * _TRIES : 2])
+    aspect = np.exp(math.log(3 / 4) + draws[:, 1 : 2 * _TRIES : 2] * math.log(16 / 9))
+    w, h = np.rint(np.sqrt(area * aspect)).astype(np.int64), np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= width, h > 0, h <= height])
+    rows, first = np.arange(len(draws)), fits.argmax(1)
+    w, h = w[rows, first], h[rows, first]
+    top, left = (draws[:, 20] * (height - h + 1)).astype(np.int64), (draws[:, 21] * (width - w + 1)).astype(np.int64)
+    fallback = middle_crop(height, width, min(max(width / height, 3 / 4), 4 / 3))
+    drawn = np.stack([top, left, h, w], 1)
+    drawn[~np.logical_or.reduce(fits, axis=1)] = fallback
+    return drawn
+
+
 def middle_crop(height: int, width: int, aspect: float) -> tuple[int, int, int, int]:
     """(top, left, height, width) of the largest region in the middle with this ratio of width to height."""
     w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))

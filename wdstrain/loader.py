@@ -14,15 +14,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from wdstrain.bits import uniform
 from wdstrain.cache import Cache
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.fields import Field, Image, reader_of, with_classes
-from wdstrain.indexing import Index
+from wdstrain.indexing import Index, Ints
 from wdstrain.meter import Meter
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Counts, Pipeline
@@ -156,24 +159,25 @@ class Loader:
         """Batches of an epoch on this rank, the same on every rank."""
         return self.plan(0).steps
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Batches:
         start = self._start
         if start is None:  # every `for` is the next epoch, also after a `break`
             start = (0, 0) if self._position is None else (self._position[0] + (self._position[1] > 0), 0)
         return self.epoch(start[0], start=start[1])
 
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[dict[str, Any]]:
+    def epoch(self, number: int, *, start: int = 0) -> Batches:
         """Iterate over one epoch, from a step on."""
         if number < 0 or not 0 <= start < len(self):
             raise UsageError(f"epoch {number}, step {start}: both count from 0, and an epoch has {len(self)} steps.")
-        return self._batches(self.plan(number), start)
+        plan = self.plan(number)
+        return Batches(self._batches(plan, start), plan)
 
     def set_epoch(self, number: int) -> None:
         """The next `for` is this epoch; of a loaded state that lies in it, the rest."""
         if self._start is None or self._start[0] != number:
             self._start = (number, 0)
 
-    def _batches(self, plan: Order, start: int) -> Iterator[dict[str, Any]]:
+    def _batches(self, plan: Order, start: int) -> Iterator[Given]:
         if self._pipeline is None:
             self._pipeline = self._new_pipeline()
             self._end = weakref.finalize(self, _end, self._pipeline)
@@ -199,7 +203,7 @@ class Loader:
             meter.wait_seconds += given - asked
             for name, value in pipeline.costs().items():
                 setattr(meter, name, value - before[name])
-            yield batch
+            yield Given(batch, counts.ids, pipeline)
             del batch  # the caller's alone now: its memory is free as soon as he lets go of it
             meter.loop_seconds += time.perf_counter() - given
         if meter.samples + meter.padded != promised:
@@ -207,7 +211,7 @@ class Loader:
 
     def _count(self, meter: Meter, counts: Counts, promised: int) -> None:
         meter.batches += 1
-        meter.samples += counts.rows - counts.padded
+        meter.samples += len(counts.ids) - counts.padded
         meter.padded += counts.padded
         meter.add_bad(counts.bad)
         if meter.bad > self._max_bad * promised:
@@ -270,6 +274,41 @@ class Loader:
             f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} batches of {self.batch_size} "
             f"on rank {self.rank} of {self.world_size}, shuffle_buffer={self.shuffle_buffer} holds about {held:.1f} MB)"
         )
+
+
+class Given(NamedTuple):
+    """A batch, the samples in its rows (int64[b]), and where it comes from."""
+
+    batch: dict[str, Any]
+    ids: Ints
+    pipeline: Pipeline
+
+
+class Batches(Iterator[dict[str, Any]]):
+    """The batches of an epoch, and what a device wants to know of the one that was given last."""
+
+    def __init__(self, given: Iterator[Given], plan: Order) -> None:
+        self._given, self._plan = given, plan
+        self._ids: Ints | None = None
+        self._pipeline: Pipeline | None = None
+
+    def __next__(self) -> dict[str, Any]:
+        batch, self._ids, self._pipeline = next(self._given)
+        return batch
+
+    def draws(self, columns: int) -> npt.NDArray[np.float64]:
+        """Random numbers in [0, 1), float64[b, columns]: a row for each sample of the batch given last, its own in this epoch.
+
+        They are the same for any number of workers and ranks and after a resume, and unrelated to those of `fields`.
+        """
+        if self._ids is None:
+            raise UsageError("no batch was given yet, and draws belong to one. Ask for a batch first.")
+        return uniform(self._ids, columns, "device", self._plan.seed, self._plan.epoch)
+
+    def lock_pages(self) -> None:
+        """Page-lock the memory of these batches for copies to a CUDA device, once. A batch was given before."""
+        if self._pipeline is not None:
+            self._pipeline.lock_pages()
 
 
 def _promised(plan: Order, lane: int, step: int) -> int:

@@ -19,7 +19,7 @@ from wdstrain.cache import Cache
 from wdstrain.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field
-from wdstrain.indexing import Index
+from wdstrain.indexing import Index, Ints
 from wdstrain.meter import Finding
 from wdstrain.plan import Order
 from wdstrain.reader import Batch, Reader
@@ -32,9 +32,9 @@ _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
 class Counts(NamedTuple):
-    """Of one batch: its rows, how many of them are padding, and the bad samples among the others."""
+    """Of one batch: the samples in its rows (int64[b]), how many of them are padding, and the bad samples among the others."""
 
-    rows: int
+    ids: Ints
     padded: int
     bad: list[Finding]
 
@@ -136,7 +136,7 @@ class Pipeline:
         self._decode_seconds += result.seconds
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
-        return made, Counts(rows, rows - int(batch.valid.sum()), found)
+        return made, Counts(given[:rows], rows - int(batch.valid.sum()), found)
 
     def costs(self) -> dict[str, float]:
         """What the stages took since the pipeline was made, by the names of the meter."""
@@ -148,6 +148,10 @@ class Pipeline:
             "reread": self._reread,
             **vars(self._reader.tally),
         }
+
+    def lock_pages(self) -> None:
+        """Batch memory is about to be copied to a CUDA device, again and again."""
+        self._slots.lock_pages()
 
     def close(self) -> None:
         """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done."""

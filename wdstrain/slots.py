@@ -8,6 +8,7 @@ likes; once he holds more than the spare slots, further batches are copies, so t
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ import torch
 
 from wdstrain.fields import Example
 from wdstrain.memory import Memory
+from wdstrain.pinned import Locked
+
+_log = logging.getLogger("wdstrain")
 
 _ALIGN = 4096  # a page, so that columns can be page-locked and copied whole
 
@@ -59,6 +63,17 @@ class Slots:
         self.copies = 0  # batches handed out as copies
         self._free = set(range(busy + spare))  # sets: finalizers run at any time, in any thread
         self._held: set[int] = set()
+        self._lock_tried = not layout.columns
+        self._locked: Locked | None = None
+
+    def lock_pages(self) -> None:
+        """Page-lock the memory for copies to a CUDA device, once. Where the system refuses, it is told, and copies take longer."""
+        if not self._lock_tried:
+            self._lock_tried = True
+            try:
+                self._locked = Locked(self.memory)
+            except OSError as error:
+                _log.warning("%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).", error)
 
     def reset(self) -> None:
         """Take back every slot that is not in the user's hands."""

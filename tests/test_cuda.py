@@ -1,0 +1,101 @@
+"""On a CUDA device: batches arrive whole while the device works on others, from memory that is page-locked once."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import Sample, picture, write_tar
+from wdstrain.augmentation import DRAWS
+from wdstrain.memory import Memory
+from wdstrain.pinned import Locked
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
+
+FIELDS = {"image": wt.image(size=(48, 40)), "label": wt.label()}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for shard, numbers in enumerate([range(150), range(150, 300)]):
+        samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers]
+        write_tar(folder / f"p-{shard}.tar", samples)
+    return folder
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_arrive_whole_while_the_device_is_behind(pictures: Path, num_workers: int) -> None:
+    """The device is kept busy, so that memory which was given back too early would be written to before it is copied."""
+    there, here = (wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers) for _ in range(2))
+    sums, expected = [], []
+    for _ in range(3):
+        for batch in wt.to_device(there, "cuda"):
+            torch.cuda._sleep(3_000_000)
+            sums.append((batch["image"].long().sum((1, 2, 3)), batch["label"]))
+            del batch
+        expected += [(batch["image"].long().sum((1, 2, 3)), batch["label"]) for batch in here]
+    for (pixels, label), (pixels_here, label_here) in zip(sums, expected, strict=True):
+        assert torch.equal(pixels.cpu(), pixels_here)
+        assert torch.equal(label.cpu(), label_here)
+    there.close()
+    here.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batch_memory_is_page_locked_while_it_is_used(pictures: Path, num_workers: int) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
+    assert not next(iter(loader))["image"].is_pinned()
+    for _ in wt.to_device(loader, "cuda"):
+        pass
+    batches = loader.epoch(0)
+    kept = [next(batches) for _ in range(2)]
+    assert all(batch["image"].is_pinned() and batch["label"].is_pinned() for batch in kept)
+    address = kept[0]["image"].data_ptr()
+    loader.close()
+    del loader, batches, _
+    gc.collect()
+    assert kept[0]["image"].is_pinned()  # as long as it is held
+    assert kept[0]["image"].data_ptr() == address
+    del kept
+    gc.collect()
+
+
+def test_memory_can_be_locked_again_and_a_refusal_is_an_error() -> None:
+    memory = Memory(1 << 20)
+    first = Locked(memory)
+    with pytest.raises(OSError, match="could not be page-locked"):
+        Locked(memory)
+    del first
+    gc.collect()
+    assert isinstance(Locked(memory), Locked)
+
+
+def test_pictures_are_varied_on_the_device_as_in_memory() -> None:
+    bits = torch.rand(32, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+    pixels = (torch.nn.functional.interpolate(bits, (60, 80), mode="bicubic").clamp(0, 1) * 255).to(torch.uint8)
+    batch = {"image": pixels.contiguous(memory_format=torch.channels_last), "label": torch.arange(32) % 5}
+    draws = np.random.default_rng(0).random((32, DRAWS))
+    colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
+    varied = wt.Augmentation("rrc+flip", size=(48, 40), normalise="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours)
+    here = varied(batch, draws)
+    there = varied({name: value.cuda() for name, value in batch.items()}, draws)
+    assert torch.allclose(there["label"].cpu(), here["label"], atol=1e-5)
+    assert float((there["image"].cpu() - here["image"]).abs().mean()) < 3e-3
+    assert float((there["image"].cpu() - here["image"]).abs().amax()) < 0.1  # a grey turns its hue at the least difference
+
+
+def test_values_in_lists_and_dicts_are_brought_too() -> None:
+    given = [{"a": [torch.ones(2), {"b": torch.zeros(3)}], "c": "text", "d": [b"x"]}]
+    (batch,) = wt.to_device(given, "cuda")
+    assert batch["a"][0].is_cuda
+    assert batch["a"][1]["b"].is_cuda
+    assert (batch["c"], batch["d"]) == ("text", [b"x"])
