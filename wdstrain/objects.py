@@ -183,8 +183,9 @@ def _store(bucket: str, process: int) -> Any:
     from obstore.store import from_url
 
     options: Any = {"timeout": "60s", "connect_timeout": "10s"}
-    if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
-        options["allow_http"] = True  # as the endpoint that was named says
+    # an endpoint that was named says it; Google's is named in the environment or in a file, and is https where none is
+    if bucket.startswith("gs://") or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        options["allow_http"] = True
     try:
         return from_url(bucket, client_options=options)
     except Exception as error:
