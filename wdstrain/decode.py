@@ -1,8 +1,7 @@
 """Encoded images to pixels: the one place that knows image formats.
 
-`decode_image` gives RGB uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. Of JPEGs only
-the part is decoded that is asked for, where libjpeg-turbo 3 is there (`turbo`), else they go through simplejpeg (libjpeg-turbo
-too, no GIL); everything else and every JPEG they find fault with goes through Pillow, which is slower, decides what is whole,
+`decode_image` gives uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. JPEGs go through
+simplejpeg (libjpeg-turbo, no GIL), where libjpeg-turbo 3 is there (`turbo`) only the part that is asked for; everything else and every JPEG they find fault with goes through Pillow, which is slower, decides what is whole,
 and does not crash: torchvision's PNG decoder dies with SIGSEGV on a damaged file. Alpha is dropped, as torchvision and
 ImageFolder do; 16-bit greys keep their high byte; of an animation the first picture is taken.
 """
@@ -27,29 +26,23 @@ MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
 
 
-def decode_image(data: bytes | memoryview, box_of: BoxOf | None = None, out: Pixels | None = None) -> Pixels:
-    """The pixels of an encoded image, or of a part of it. uint8[height, width, 3], RGB.
+def decode_image(
+    data: bytes | memoryview, box_of: BoxOf | None = None, out: Pixels | None = None, *, blue_first: bool = False
+) -> Pixels:
+    """The pixels of an encoded image, or of a part of it. uint8[height, width, 3], RGB, or BGR if asked.
 
     box_of: (height, width) of the upright image -> (top, left, height, width) of the part; default all of it. out: memory that
     the pixels may lie in, if they have its shape; they need not.
     """
     if bytes(data[:3]) == b"\xff\xd8\xff" and not _has_exif(data):
-        found = decode_part(data, box_of or _all, MAX_PIXELS, out)
+        found = _jpeg(data, box_of, out, blue_first)
         if found is not None:
             return found
-        pixels = _jpeg(data)
-        if pixels is None:
-            pixels = _pillow(data)
-    else:
-        pixels = _pillow(data)
-    if box_of is None:
-        return pixels
-    top, left, height, width = box_of(*pixels.shape[:2])
-    return pixels[top : top + height, left : left + width]
-
-
-def _all(height: int, width: int) -> Box:
-    return 0, 0, height, width
+    pixels = _pillow(data)
+    if box_of is not None:
+        top, left, height, width = box_of(*pixels.shape[:2])
+        pixels = pixels[top : top + height, left : left + width]
+    return pixels[:, :, ::-1].copy() if blue_first else pixels
 
 
 def _has_exif(data: bytes | memoryview) -> bool:
@@ -62,14 +55,20 @@ def _has_exif(data: bytes | memoryview) -> bool:
     return False
 
 
-def _jpeg(data: bytes | memoryview) -> Pixels | None:
+def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, blue_first: bool) -> Pixels | None:
     """None where libjpeg warns of something, or for colours it does not turn into RGB: then Pillow decides."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
             return None
-        pixels: Pixels = simplejpeg.decode_jpeg(data, "RGB")
-        return pixels
+        top, left, high, wide = box = box_of(height, width) if box_of is not None else (0, 0, height, width)
+        if (high, wide) != (height, width):
+            part = decode_part(data, box, MAX_PIXELS, out, blue_first=blue_first)
+            if part is not None:
+                return part
+        buffer = out if out is not None and out.shape == (height, width, 3) else None
+        pixels: Pixels = simplejpeg.decode_jpeg(data, "BGR" if blue_first else "RGB", buffer=buffer)
+        return pixels[top : top + high, left : left + wide]
     except ValueError:
         return None
 

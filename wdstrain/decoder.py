@@ -124,6 +124,7 @@ class Decoder:
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
+        parts = [(name, field, columns.get(name)) for name, field in self._fields.items()]
         bad: list[Bad] = []
         listed = _Rows.of(task)
         for row in range(len(task.ids)):
@@ -131,14 +132,17 @@ class Decoder:
             members = self._members(listed, row, bad)
             if len(bad) > damaged:
                 continue
-            for name, field in self._fields.items():
-                found = next((one for one in field.names if one in members), None)
+            for name, field, column in parts:
+                found = None
                 try:
-                    if found is None:
+                    for found in field.names:
+                        if found in members:
+                            break
+                    else:
+                        found = None
                         raise LookupError(f"it has none of {', '.join(field.names)}")
-                    out = columns[name][row : row + 1].reshape(columns[name].shape[1:]) if name in columns else None
-                    value = field.read(found, members[found], out, draws[row])
-                    if name in loose:
+                    value = field.read(found, members[found], None if column is None else column[row, ...], draws[row])
+                    if column is None:
                         loose[name][row] = value
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
                     bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))

@@ -67,8 +67,10 @@ class Image:
             pixels = decode_image(data)
             pixels = pixels[:, ::-1] if self.augment.flip and draws[22] < 0.5 else pixels
             return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-        part = decode_image(data, lambda height, width: region(height, width, size, self.augment, draws), out)
-        return fit(part, self.augment, draws, out)
+        mirrored = self.augment.flip and draws[22] < 0.5
+        into = np.empty(out.shape, np.uint8) if mirrored else out
+        part = decode_image(data, lambda h, w: region(h, w, size, self.augment, draws), into, blue_first=bool(mirrored))
+        return fit(part, out, mirrored=bool(mirrored))
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,15 @@ class Label:
         return Example((), "int64")
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
+        assert out is not None
+        if self.column is None and (digits := bytes(data)).isdigit() and (not self.classes or int(digits) < len(self.classes)):
+            out[()] = int(digits)  # as nearly always
+            return
         value = scalar(data, self.column)
         # a text of its own is the class's number, also where classes have numbers for names; an entry of a table is what
         # the table said, so there the name comes first
         number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes))
         named = str(value) in self.classes and (self.column is not None or not number)
-        assert out is not None
         out[()] = self.classes.index(str(value)) if named else _whole(value, self.classes)
 
 

@@ -14,7 +14,6 @@ import ctypes
 import glob
 import os
 import threading
-from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +24,7 @@ import numpy.typing as npt
 Pixels = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-_DECOMPRESS, _RGB = 1, 0
+_DECOMPRESS, _RGB, _BGR = 1, 0, 1
 _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 4, 5, 6, 8  # parameters
 _BLOCKS = {0: (8, 8), 1: (16, 8), 2: (16, 16), 3: (8, 8), 4: (8, 16), 5: (32, 8), 6: (8, 32)}  # width, height by subsampling
 _KNOWN = (0, 1, 2)  # RGB, YCbCr, grey
@@ -36,33 +35,34 @@ class _Region(ctypes.Structure):
 
 
 def decode_part(
-    data: memoryview | bytes, box_of: Callable[[int, int], Box], most_pixels: int, out: Pixels | None = None
+    data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None = None, *, blue_first: bool = False
 ) -> Pixels | None:
-    """The pixels of a part of a JPEG. uint8[height, width, 3], RGB; over `out` if it has that shape and is contiguous.
+    """The pixels of a part of a JPEG. uint8[height, width, 3], RGB or BGR; over `out` if it has that shape and is contiguous.
 
-    box_of: (height, width) -> the part. None where there is no library, for a damaged picture or one of which only the
-    beginning is there, and for colours it does not turn into RGB: then another decoder decides.
+    None where there is no library, for a damaged picture or one of which only the beginning is there, and for colours it does
+    not turn into RGB: then another decoder decides.
     """
     turbo = _library()
     if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
         return None
-    found = _decode(turbo, data, box_of, most_pixels, out)
+    found = _decode(turbo, data, box, most_pixels, out, _BGR if blue_first else _RGB)
     if found is None:  # it may be left in the middle of this picture, and would take the next for the rest of it
         del _of_thread.decoder
     return found
 
 
 def _decode(
-    turbo: Any, data: memoryview | bytes, box_of: Callable[[int, int], Box], most_pixels: int, out: Pixels | None
+    turbo: Any, data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None, colours: int
 ) -> Pixels | None:
     handle, source = _handle(turbo), np.frombuffer(data, np.uint8)
-    if not handle or turbo.tj3DecompressHeader(handle, source.ctypes.data, len(source)):
+    begin = source.ctypes.data
+    if not handle or turbo.tj3DecompressHeader(handle, begin, len(source)):
         return None
     width, height = turbo.tj3Get(handle, _WIDTH), turbo.tj3Get(handle, _HEIGHT)
     block = _BLOCKS.get(turbo.tj3Get(handle, _SUBSAMPLING))
     if block is None or turbo.tj3Get(handle, _COLOURS) not in _KNOWN or width * height > most_pixels:
         return None
-    top, left, h, w = box_of(height, width)
+    top, left, h, w = box
     x, y = max(0, (left // block[0] - 1) * block[0]), max(0, top - block[1])
     right, bottom = min(width, left + w + block[0]), min(height, top + h + block[1])
     exact = (y, x, bottom, right) == (top, left, top + h, left + w)
@@ -72,7 +72,7 @@ def _decode(
         target = np.empty((bottom - y, right - x, 3), np.uint8)
     if turbo.tj3SetCroppingRegion(handle, _Region(x, y, right - x, bottom - y)):
         return None
-    if turbo.tj3Decompress8(handle, source.ctypes.data, len(source), target.ctypes.data, 0, _RGB):
+    if turbo.tj3Decompress8(handle, begin, len(source), target.ctypes.data, 0, colours):
         return None
     return target[top - y : top - y + h, left - x : left - x + w]
 
