@@ -95,6 +95,7 @@ class Decoder:
 
     def __call__(self, task: Task, *, own_process: bool = False) -> Result:
         begun = time.perf_counter()
+        self._slots.touch(task.slot * self._layout.size, self._layout.size)
         values: dict[str, Any]
         bad: list[Bad]
         if self._transform is not None:

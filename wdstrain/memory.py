@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
+
+_POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
 class Memory:
@@ -26,7 +30,15 @@ class Memory:
         self._fd, self.size = fd, size
         self.map = mmap.mmap(fd, size)
         self.view = memoryview(self.map)
+        self._touched: set[int] = set()
         weakref.finalize(self, os.close, fd)
+
+    def touch(self, start: int, size: int) -> None:
+        """This process is about to write to these bytes: map their pages at once, which takes a quarter of the time of one by one."""
+        if size and start not in self._touched and sys.platform == "linux":
+            self._touched.add(start)
+            with suppress(OSError):  # Linux before 5.14, or larger pages: they are mapped one by one
+                self.map.madvise(_POPULATE_READ, start, size)
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)

@@ -62,7 +62,7 @@ class Pipeline:
         self._index, self._plans = index, plans
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
         raw = fields is None and transform is None  # bytes are taken from the arena by this process itself
-        busy = 1 if raw else in_flight(num_workers)
+        busy = 1 if raw else in_flight(num_workers, plans(0).batch_size)
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
         layout = Layout.of(examples, plans(0).batch_size)
         self._slots = Slots(layout, busy=busy + 1, spare=_SPARE)
@@ -85,7 +85,7 @@ class Pipeline:
         if raw:
             self._workers = Inline(decoder)
         else:
-            self._workers = Processes(decoder, num_workers, context) if num_workers else Threads(decoder)
+            self._workers = Processes(decoder, num_workers, plans(0).batch_size, context) if num_workers else Threads(decoder)
         self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next

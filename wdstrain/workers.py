@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -25,12 +26,19 @@ from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import UsageError, WdstrainError
 
-PREFETCH = 2  # batches in flight per worker
+PREFETCH = 2  # messages in flight per worker
+_TOGETHER, _MOST = 100, 4  # samples of one message to a worker process, about, where batches are small; batches of one
 
 
-def in_flight(num_workers: int) -> int:
-    """Batches that are being decoded, or wait to be, at one time."""
-    return PREFETCH * (num_workers or _cores())
+def in_flight(num_workers: int, batch_size: int) -> int:
+    """Batches that are being decoded, wait to be, or came with one that was waited for, at one time."""
+    together = _together(batch_size)
+    return PREFETCH * num_workers * together + together - 1 if num_workers else PREFETCH * _cores()
+
+
+def _together(batch_size: int) -> int:
+    """Batches of one message to a worker process: a message costs as much time as several small pictures."""
+    return min(max(1, _TOGETHER // batch_size), _MOST)
 
 
 def _cores() -> int:
@@ -66,7 +74,7 @@ class Threads:
         self._drop()
         self._pool = self._pool or _pool(self.count)
         while True:
-            while len(self._futures) < in_flight(0):
+            while len(self._futures) < PREFETCH * self.count:
                 self._futures.append(self._pool.submit(self._decoder, next(tasks)))
             yield self._futures.popleft().result()
 
@@ -101,12 +109,12 @@ def check_travels(fields: object, transform: object, context: str | None) -> Non
 class Processes:
     """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
 
-    def __init__(self, decoder: Decoder, count: int, context: str | None) -> None:
+    def __init__(self, decoder: Decoder, count: int, batch_size: int, context: str | None) -> None:
         self.count = count
-        self._stream = _Stream()
+        self._stream = _Stream(PREFETCH * count, _together(batch_size))
         self._loader: DataLoader[Any] = DataLoader(
             _Remote(decoder),
-            batch_size=None,  # a task is a batch already
+            batch_size=None,  # a task is a batch already, or some
             sampler=self._stream,
             num_workers=count,
             prefetch_factor=PREFETCH,
@@ -122,7 +130,8 @@ class Processes:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
         try:
             self._iterator = self._start(tasks)
-            yield from map(pickle.loads, self._iterator)
+            for results in self._iterator:
+                yield from pickle.loads(results)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -185,16 +194,21 @@ class _Interrupts:
 
 
 class _Stream:
-    """The DataLoader's sampler: whatever stream of tasks is current."""
+    """The DataLoader's sampler: whatever stream of tasks is current, some at a time but for the first, which are waited for."""
 
     tasks: Iterator[Task]
 
-    def __iter__(self) -> Iterator[Task]:
-        return self.tasks
+    def __init__(self, alone: int, together: int) -> None:
+        self._alone, self._together = alone, together
+
+    def __iter__(self) -> Iterator[tuple[Task, ...]]:
+        tasks = self.tasks
+        for message in count():
+            yield tuple(islice(tasks, 1 if message < self._alone else self._together))
 
 
 class _Remote(Dataset[bytes]):
-    """The DataLoader's data set: `remote[task]` decodes it.
+    """The DataLoader's data set: `remote[tasks]` decodes them.
 
     Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
     """
@@ -202,13 +216,14 @@ class _Remote(Dataset[bytes]):
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def __getitem__(self, task: Task) -> bytes:
-        result = self._decoder(task, own_process=True)
+    def __getitem__(self, tasks: tuple[Task, ...]) -> bytes:
+        results = [self._decoder(task, own_process=True) for task in tasks]
         try:
-            return bytes(ForkingPickler.dumps(result))
+            return bytes(ForkingPickler.dumps(results))
         except Exception as error:  # what pickling raises depends on the object
             reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
-            return bytes(ForkingPickler.dumps(result._replace(values={}, bad=[Bad(0, "", reason)])))
+            failed = [result._replace(values={}, bad=[Bad(0, "", reason)]) for result in results]
+            return bytes(ForkingPickler.dumps(failed))
 
 
 def _as_it_is(value: Any) -> Any:
