@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import multiprocessing
 
@@ -23,15 +22,15 @@ def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
     arena = Arena(live=8 << 20, largest=200_000, buckets=8)
     held: dict[int, list[tuple[int, int]]] = {}
     most = 0
-    for step in range(4000):
-        bucket = step // 100 + int(rng.integers(4))
-        size = int(rng.integers(1, 60_000))
-        offset = arena.place(bucket, size)
-        assert 0 <= offset <= offset + size <= arena.memory.size
-        for others in held.values():
-            assert all(offset + size <= a or b <= offset for a, b in others)
-        held.setdefault(bucket, []).append((offset, offset + size))
-        if step % 100 == 99:
+    for step in range(0, 4000, 20):
+        buckets, sizes = step // 100 + rng.integers(0, 4, 20), rng.integers(1, 60_000, 20)
+        offsets = arena.place(buckets, sizes)
+        for bucket, offset, size in zip(buckets.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+            assert 0 <= offset <= offset + size <= arena.memory.size
+            for others in held.values():
+                assert all(offset + size <= a or b <= offset for a, b in others)
+            held.setdefault(bucket, []).append((offset, offset + size))
+        if step % 100 == 80:
             arena.release(step // 100)
             held.pop(step // 100, None)
         most = max(most, arena.held)
@@ -44,7 +43,7 @@ def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
 def test_an_arena_that_is_full_says_so() -> None:
     arena = Arena(live=1000, largest=100, buckets=1)
     with pytest.raises(WdstrainError, match="all that was set aside"):
-        collections.deque((arena.place(bucket, 100) for bucket in range(1000)), maxlen=0)
+        arena.place(np.arange(1000), np.full(1000, 100))
 
 
 def write(memory: Memory, at: int) -> None:

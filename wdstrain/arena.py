@@ -11,8 +11,13 @@ used first, so what is taken stays what a window really needs.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from wdstrain.errors import WdstrainError
 from wdstrain.memory import Memory
+
+Ints = npt.NDArray[np.int64]
 
 _ALIGN = 64  # a cache line
 _SLAB = 1 << 20  # bytes of a slab, at least
@@ -41,17 +46,33 @@ class Arena:
         """Bytes of the slabs in use."""
         return (self._count - len(self._free)) * self._slab
 
-    def place(self, bucket: int, size: int) -> int:
-        """The offset of `size` bytes that stay until the bucket is released."""
-        offset, end = self._open.get(bucket, (0, 0))
-        if offset + size > end:
-            if not self._free:
-                raise WdstrainError(f"the reader holds {self.held} bytes, all that was set aside. Lower shuffle_buffer.")
-            slab = self._free.pop()
-            self._taken.setdefault(bucket, []).append(slab)
-            offset, end = slab * self._slab, (slab + 1) * self._slab
-        self._open[bucket] = (offset + _round(size), end)
-        return offset
+    def place(self, buckets: Ints, sizes: Ints) -> Ints:
+        """Where samples are put: offsets of `sizes` bytes that stay until their bucket is released. int64[n] each."""
+        offsets = np.empty(len(sizes), np.int64)
+        by_bucket = np.argsort(buckets, kind="stable")
+        rounded = -(-sizes[by_bucket] // _ALIGN) * _ALIGN
+        ends = np.cumsum(rounded)
+        numbers, firsts = np.unique(buckets[by_bucket], return_index=True)
+        for bucket, first, stop in zip(numbers.tolist(), firsts.tolist(), [*firsts.tolist()[1:], len(sizes)], strict=True):
+            while first < stop:
+                begin, end = self._open.get(bucket, (0, 0))
+                before = int(ends[first - 1]) if first else 0
+                fitting = int(np.searchsorted(ends[first:stop], before + end - begin, side="right"))
+                if fitting:
+                    upto = ends[first : first + fitting]
+                    offsets[by_bucket[first : first + fitting]] = begin - before + upto - rounded[first : first + fitting]
+                    self._open[bucket] = (begin - before + int(upto[-1]), end)
+                    first += fitting
+                else:
+                    self._open[bucket] = self._new_slab(bucket)
+        return offsets
+
+    def _new_slab(self, bucket: int) -> tuple[int, int]:
+        if not self._free:
+            raise WdstrainError(f"the reader holds {self.held} bytes, all that was set aside. Lower shuffle_buffer.")
+        slab = self._free.pop()
+        self._taken.setdefault(bucket, []).append(slab)
+        return slab * self._slab, (slab + 1) * self._slab
 
     def release(self, bucket: int) -> None:
         """Everything placed in this bucket is no longer needed."""

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,11 +115,17 @@ class Decoder:
 
     def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         """Each field as a list of bytes, None where a sample lacks it."""
-        bad: list[Bad] = []
-        members = _Rows.of(task)
-        rows = [self._members(members, row, bad) for row in range(len(task.ids))]
-        found = {name: [bytes(row[name]) if name in row else None for row in rows] for name in self._names}
-        return found, self._substitute(bad, task.ids, list(found.values()))
+        found: dict[str, list[bytes | None]] = {name: [None] * len(task.ids) for name in self._names}
+        columns, view = [found[name] for name in self._names], self.arena.view
+        bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
+        of = np.repeat(np.arange(len(task.ids)), np.diff(task.first)).tolist()
+        ends, crcs = (task.offset + task.size).tolist(), task.crc.tolist() or repeat(None)
+        for row, field, start, end, crc in zip(of, task.field.tolist(), task.offset.tolist(), ends, crcs, strict=False):
+            if row not in bad:
+                data = columns[field][row] = bytes(view[start:end])
+                if crc is not None and crc32(data) != crc:
+                    bad[row] = Bad(row, self._names[field], MISMATCH)
+        return found, self._substitute(sorted(bad.values()), task.ids, list(found.values()))
 
     def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         assert self._fields is not None

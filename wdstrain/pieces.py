@@ -22,6 +22,9 @@ class Pieces:
     def filled(self, count: int) -> None:
         """So many bytes of them were filled."""
         self.left -= count
+        if not self.left:  # as a disk does it
+            self._first = len(self._views)
+            return
         while self._first < len(self._views) and count >= len(self._views[self._first]):
             count -= len(self._views[self._first])
             self._first += 1

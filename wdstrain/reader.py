@@ -74,6 +74,8 @@ class _Run:
     on_the_way: deque[_Begun] = field(default_factory=deque)
     due: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the places from due_start on
     due_start: int = 0
+    asked: tuple[Ints, Ints] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+    asked_start: int = 0  # delivery position from which on places and ids are in `asked`
 
 
 class Reader:
@@ -152,7 +154,8 @@ class Reader:
             runs = self._runs[epoch]
         plan = runs[0].plan
         spans = [plan.span(run.lane, step) for run in runs]
-        places = [plan.order(run.lane, *span) for run, span in zip(runs, spans, strict=True)]
+        asked = [self._asked(run, *span) for run, span in zip(runs, spans, strict=True)]
+        places = [of_lane[0] for of_lane in asked]
         with self._lock:
             for run, wanted in zip(runs, places, strict=True):
                 run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
@@ -166,11 +169,15 @@ class Reader:
             if step == plan.steps - 1:
                 del self._runs[epoch]
                 self._lock.notify_all()
-        ids = [plan.ids(run.lane, wanted) for run, wanted in zip(runs, places, strict=True)]
-        valid = [np.arange(*span) < plan.lane_samples(run.lane) for run, span in zip(runs, spans, strict=True)]
-        found = Batch(np.concatenate(ids), np.concatenate(offset), np.concatenate(valid), {})
-        found.lost.update((row, self._lost[int(found.ids[row])]) for row in np.flatnonzero(found.offset < 0).tolist())
-        return found
+        ids = _joined([of_lane[1] for of_lane in asked])
+        where = _joined(offset)
+        if plan.tail == "drop":
+            valid = np.ones(len(ids), bool)
+        else:
+            stops = [plan.lane_samples(run.lane) for run in runs]
+            valid = np.concatenate([np.arange(*span) < stop for span, stop in zip(spans, stops, strict=True)])
+        lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
+        return Batch(ids, where, valid, lost)
 
     def release(self, clock: int) -> None:
         """The batches up to this clock are decoded; clocks come in order."""
@@ -248,30 +255,30 @@ class Reader:
             | (starts[1:] - stops[:-1] > READ_BYTES)
         )
         count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
-        pieces, at = [], int(starts[first])
-        view = self._arena.memory.view
+        rows = first + np.flatnonzero(wanted[first:count])
         with self._lock:
-            for i in range(first, count):
-                begin, end_ = int(starts[i]), int(stops[i])
-                if not wanted[i]:
-                    continue
-                while at < begin:  # members that are no samples, or samples this resume does not need
-                    pieces.append(self._scratch[: min(begin - at, READ_BYTES)])
-                    at += len(pieces[-1])
-                offset = self._arena.place((run.epoch_clock + int(due[i])) // self._bucket, end_ - begin)
-                run.where[(run.begun + i) % self._ring] = offset
-                pieces.append(view[offset : offset + end_ - begin])
-                at = end_
+            buckets = (run.epoch_clock + due[rows]) // self._bucket
+            offsets = run.where[(run.begun + rows) % self._ring] = self._arena.place(buckets, stops[rows] - starts[rows])
+        pieces = self._pieces(starts[rows], stops[rows], offsets)
         source, next_ = self._index.shards[shard], run.begun + count
         leaving = next_ == end or int(self._index.shard_of(run.plan.ids(run.lane, np.array([next_])))[0]) != shard
         begun = time.perf_counter()
         reading = run.forward.begin(source, pieces, int(starts[first]), leaving=leaving)
         if reading.error is not None and self._salvage and not is_remote(source.path):
-            rows = first + np.flatnonzero(wanted[first:count])
             self._read_singly(run.forward, source, ids[rows], run.where, (run.begun + rows) % self._ring)
             reading = Reading()
         self.read_seconds += time.perf_counter() - begun
-        self._begin(run, reading, count, at - int(starts[first]))
+        self._begin(run, reading, count, int(stops[rows[-1]] - starts[first]))
+
+    def _pieces(self, starts: Ints, stops: Ints, offsets: Ints) -> list[memoryview]:
+        """Where the bytes of a shard go, from the first of these samples to the end of the last."""
+        view = self._arena.memory.view
+        pieces = [view[at:end] for at, end in zip(offsets.tolist(), (offsets + stops - starts).tolist(), strict=True)]
+        gaps = starts[1:] - stops[:-1]  # members that are no samples, or samples this resume does not need
+        for row in np.flatnonzero(gaps)[::-1].tolist():
+            size = int(gaps[row])
+            pieces[row + 1 : row + 1] = [self._scratch[: min(size - at, READ_BYTES)] for at in range(0, size, READ_BYTES)]
+        return pieces
 
     def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
         """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
@@ -316,6 +323,14 @@ class Reader:
             if run.read > before:
                 self._lock.notify_all()
 
+    def _asked(self, run: _Run, start: int, stop: int) -> tuple[Ints, Ints]:
+        """(places, ids) at the delivery positions [start, stop) of a lane, computed for many positions at a time."""
+        if not run.asked_start <= start <= stop <= run.asked_start + len(run.asked[0]):
+            places = run.plan.order(run.lane, start, max(stop, min(start + _PIECES, run.plan.lane_samples(run.lane))))
+            run.asked, run.asked_start = (places, run.plan.ids(run.lane, places)), start
+        places, ids = run.asked
+        return places[start - run.asked_start : stop - run.asked_start], ids[start - run.asked_start : stop - run.asked_start]
+
     def _due(self, run: _Run, start: int, stop: int) -> Ints:
         """Steps that need the places [start, stop), computed for a window of places at a time."""
         if not run.due_start <= start or stop > run.due_start + len(run.due):
@@ -323,3 +338,8 @@ class Reader:
             run.due_start = start
             run.due = run.plan.due(run.lane, start, min(start + block, run.plan.lane_places(run.lane)))
         return run.due[start - run.due_start : stop - run.due_start]
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    """What the lanes give to a batch; the caller's own."""
+    return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()

@@ -30,18 +30,22 @@ class Tasks:
     def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool) -> None:
         self._index, self._with_keys = index, with_keys
         self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
+        self._all_sent = bool(self._sent.all())
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
         table = self._index.table
         # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
-        low, counts = table.member_first[ids], table.member_first[ids + 1] - table.member_first[ids]
-        of = np.repeat(np.arange(len(ids)), counts)
-        rows = np.arange(len(of)) + np.repeat(low - np.cumsum(counts) + counts, counts)
-        kept = self._sent[table.member_field[rows]]
-        rows, of = rows[kept], of[kept]
+        low = table.member_first[ids]
+        counts = table.member_first[ids + 1] - low
         first = np.zeros(len(ids) + 1, np.int64)
-        np.cumsum(np.bincount(of, minlength=len(ids)), out=first[1:])
+        counts.cumsum(out=first[1:])
+        of = np.repeat(np.arange(len(ids)), counts)
+        rows = np.arange(len(of)) + (low - first[:-1])[of]
+        if not self._all_sent:
+            kept = self._sent[table.member_field[rows]]
+            rows, of = rows[kept], of[kept]
+            np.bincount(of, minlength=len(ids)).cumsum(out=first[1:])
         return Task(
             clock=clock,
             epoch=epoch,
@@ -49,7 +53,7 @@ class Tasks:
             ids=ids,
             first=first,
             field=table.member_field[rows],
-            offset=offset[of] + table.member_offset[rows] - table.start[ids[of]],
+            offset=table.member_offset[rows] + (offset - table.start[ids])[of],
             size=table.member_size[rows],
             crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
             keys=tuple(self._index.keys(ids)) if self._with_keys else (),
