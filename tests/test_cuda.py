@@ -99,3 +99,43 @@ def test_values_in_lists_and_dicts_are_brought_too() -> None:
     assert batch["a"][0].is_cuda
     assert batch["a"][1]["b"].is_cuda
     assert (batch["c"], batch["d"]) == ("text", [b"x"])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(pictures: Path, num_workers: int) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
+    expected = [batch["__key__"] for batch in loader.epoch(0)]
+    for step, batch in enumerate(wt.to_device(loader.epoch(0), "cuda")):
+        torch.cuda.synchronize()
+        assert batch["__key__"] == expected[step]
+        assert loader.state_dict()["step"] == (step + 1) % len(loader)
+        assert loader.report()["batches"] == step + 1
+        if step == 7:
+            break
+    state = loader.state_dict()
+    loader.close()
+    resumed = wt.Loader(pictures, FIELDS, batch_size=16)
+    resumed.load_state_dict(state)
+    assert [batch["__key__"] for batch in wt.to_device(resumed, "cuda")] == expected[8:]
+    resumed.close()
+
+
+def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
+    samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"}) for n in range(64)]
+    write_tar(tmp_path / "p.tar", samples)
+    loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), 0
+    with pytest.raises(wt.SampleError, match="s037"):
+        for _ in wt.to_device(loader, "cuda"):
+            seen += 1
+    assert seen == 4
+
+
+def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=16)
+    for _ in range(3):
+        for _ in wt.to_device(loader, "cuda"):
+            break
+    with pytest.raises(ZeroDivisionError):
+        for _ in wt.to_device(loader, "cuda"):
+            raise ZeroDivisionError
+    loader.close()

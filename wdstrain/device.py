@@ -1,23 +1,30 @@
 """Batches on a device, copied and varied beside the work on the batch before.
 
-On CUDA copies run on a stream of their own, from memory that is page-locked (`pinned`), so that a batch is copied while the
-device still computes on the one before; the loop's stream waits for the copy by an event, and `record_stream` tells torch's
-allocator that it uses the memory, or it would be reused too early. Nothing is taken ahead of the loop, so that a loader's state is
-that of the batch the loop was given. The host's batch is held until its copy is done: two batches at most are on their way.
+On CUDA copies run on a stream of their own, from memory that is page-locked (`pinned`), and are begun by a thread: while the loop
+works on a batch, the next is taken, copied and varied, so that a loop which looks at every loss does not let the device wait
+for the copy either. One batch is ahead of the loop, never more; the loader's state and report are those of the batch that the
+loop was given, not of what was taken. The loop's stream waits for a copy by an event, and `record_stream` tells torch's
+allocator that it uses the memory, or it would be reused too early. The host's batch is held until its copy is done.
+
+The first batch is taken by the loop's own thread, because it starts the worker processes, which end with who started them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import torch
 
-from wdstrain.augmentation import DRAWS, Augmentation
+from wdstrain.augmentation import DRAWS, Augmentation, Draws
+from wdstrain.batches import Batches, Taken
 from wdstrain.errors import UsageError
-from wdstrain.loader import Batches
 
 Batch = dict[str, Any]
+
+_PATIENCE = 1.0  # seconds until a batch that nobody wants any more is not waited for
 
 
 def to_device(
@@ -36,44 +43,145 @@ def to_device(
             f"an augmentation needs each sample's own random numbers, which a Loader has and {type(batches).__name__} has not. "
             f"Give the Loader itself, or loader.epoch(n)."
         )
-    return _streamed(given, where, augmentation) if where.type == "cuda" else _here(given, where, augmentation)
+    if where.type != "cuda":
+        return _here(given, where, augmentation)
+    sender = _Sender(where, augmentation)
+    return _ahead(given, sender) if isinstance(given, Batches) else _others(given, sender)
 
 
 def _here(batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None) -> Iterator[Batch]:
     for batch in batches:
-        yield _varied(_moved(batch, device), batches, augmentation)
+        moved = _moved(batch, device)
+        if augmentation is not None and isinstance(batches, Batches):
+            moved = augmentation(moved, batches.draws(DRAWS))
         del batch
+        yield moved
+        del moved
 
 
-def _streamed(batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None) -> Iterator[Batch]:
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    held: tuple[Batch, torch.cuda.Event] | None = None  # on the host until its copy is done
+class _Sent(NamedTuple):
+    """A batch on its way to the device. there: it is copied; done: it is varied too."""
+
+    batch: Batch
+    there: torch.cuda.Event
+    done: torch.cuda.Event
+
+
+class _Sender:
+    """Copies batches on a stream of its own."""
+
+    def __init__(self, device: torch.device, augmentation: Augmentation | None) -> None:
+        self._device, self._augmentation = device, augmentation
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> _Sent:
+        """Begin to copy a batch, which must be held until it is there."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            copied, there, done = _moved(batch, self._device), torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record(self._side)
+            if self._augmentation is not None and draws is not None:
+                copied = self._augmentation(copied, draws(DRAWS))
+            done.record(self._side)
+        return _Sent(copied, there, done)
+
+    def received(self, sent: _Sent) -> Batch:
+        """The batch, for the current stream to work on."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(sent.done)
+        _used_by(current, sent.batch)
+        return sent.batch
+
+
+def _others(batches: Iterator[Batch], sender: _Sender) -> Iterator[Batch]:
+    """Batches that are no loader's: they are taken when the loop asks for them."""
+    held: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
-        if held is None and isinstance(batches, Batches):
-            batches.lock_pages()
-        with torch.cuda.stream(side):
-            copied, there = _moved(batch, device), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            there.record(side)
-            varied, done = _varied(copied, batches, augmentation), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(side)
-            del copied
+        sent = sender.send(batch, None)
         if held is not None:
             held[1].synchronize()
-        held = (batch, there)
+        held = (batch, sent.there)
         del batch
-        current = torch.cuda.current_stream(device)
-        current.wait_event(done)
-        _used_by(current, varied)
-        yield varied
-        del varied
+        received = sender.received(sent)
+        del sent
+        yield received
+        del received
     if held is not None:
         held[1].synchronize()
 
 
-def _varied(batch: Batch, batches: Iterator[Batch], augmentation: Augmentation | None) -> Batch:
-    if augmentation is None or not isinstance(batches, Batches):
-        return batch
-    return augmentation(batch, batches.draws(DRAWS))
+def _ahead(batches: Batches, sender: _Sender) -> Iterator[Batch]:
+    """A loader's batches, one of them ahead."""
+    asked = batches.asked()
+    try:
+        first = batches.take()
+        batches.lock_pages()
+        sent = sender.send(first.batch, first.draws)
+    except StopIteration:
+        return
+    except BaseException:
+        batches.close()
+        raise
+    sent.there.synchronize()
+    courier = _Courier(batches, sender)
+    try:
+        found: tuple[Taken, _Sent] | None = (first._replace(batch={}), sent)
+        del first, sent
+        while found is not None:
+            received = batches.give(found[0], asked, sender.received(found[1]))
+            found = None
+            yield received
+            del received
+            asked = batches.asked()
+            found = courier.next()
+    finally:
+        courier.close()
+
+
+class _Courier:
+    """A thread that takes the next batch and sends it while the loop works on the one before."""
+
+    def __init__(self, batches: Batches, sender: _Sender) -> None:
+        self._batches, self._sender = batches, sender
+        self._room, self._stopping = threading.Semaphore(1), False
+        self._found: SimpleQueue[tuple[Taken, _Sent] | BaseException | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
+        self._thread.start()
+
+    def next(self) -> tuple[Taken, _Sent] | None:
+        """The next batch; None at the end. Raises what taking it raised."""
+        found = self._found.get()
+        if isinstance(found, BaseException):
+            self._batches.close()
+            raise found
+        self._room.release()
+        return found
+
+    def close(self) -> None:
+        """End the thread; what it took and nobody was given is taken again by another pass."""
+        self._stopping = True
+        self._room.release()
+        self._thread.join(_PATIENCE)
+        if self._thread.is_alive():
+            self._batches.abandon()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._room.acquire()
+            if self._stopping:
+                return
+            try:
+                taken = self._batches.take()
+                sent = self._sender.send(taken.batch, taken.draws)
+                sent.there.synchronize()
+            except StopIteration:
+                self._found.put(None)
+                return
+            except BaseException as error:  # the loop raises it
+                self._found.put(error)
+                return
+            self._found.put((taken._replace(batch={}), sent))
+            del taken, sent
 
 
 def _moved(value: Any, device: torch.device) -> Any:

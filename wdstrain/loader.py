@@ -10,25 +10,22 @@ import inspect
 import logging
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from wdstrain.bits import uniform
+from wdstrain.batches import Batches
 from wdstrain.cache import Cache
 from wdstrain.decoder import Transform
-from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.errors import UsageError
 from wdstrain.fields import Field, Image, reader_of, with_classes
-from wdstrain.indexing import Index, Ints
+from wdstrain.indexing import Index
 from wdstrain.meter import Meter
 from wdstrain.opening import one_split, open_index
-from wdstrain.pipeline import Counts, Pipeline
+from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
 from wdstrain.sizes import bytes_of
 from wdstrain.storage import Urls
@@ -169,57 +166,12 @@ class Loader:
         """Iterate over one epoch, from a step on."""
         if number < 0 or not 0 <= start < len(self):
             raise UsageError(f"epoch {number}, step {start}: both count from 0, and an epoch has {len(self)} steps.")
-        plan = self.plan(number)
-        return Batches(self._batches(plan, start), plan)
+        return Batches(_Host(self), self.plan(number), self.rank, start, self._max_bad)
 
     def set_epoch(self, number: int) -> None:
         """The next `for` is this epoch; of a loaded state that lies in it, the rest."""
         if self._start is None or self._start[0] != number:
             self._start = (number, 0)
-
-    def _batches(self, plan: Order, start: int) -> Iterator[Given]:
-        if self._pipeline is None:
-            self._pipeline = self._new_pipeline()
-            self._end = weakref.finalize(self, _end, self._pipeline)
-        pipeline = self._pipeline
-        self._start = None
-        pipeline.seek(plan.epoch, start)
-        meter = self._meter = Meter(epoch=plan.epoch, left_out=plan.left_out, decoders=pipeline.decoders)
-        self._position = (plan.epoch, start)
-        turn, before = pipeline.turn, pipeline.costs()
-        promised = sum(_promised(plan, lane, start) for lane in plan.lanes_of(self.rank))
-        for step in range(start, plan.steps):
-            asked = time.perf_counter()
-            if pipeline.turn != turn:
-                raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
-            try:
-                batch, counts = pipeline.next()
-                self._count(meter, counts, promised)
-            except BaseException:
-                self.close()
-                raise
-            self._position = (plan.epoch, step + 1) if step + 1 < plan.steps else (plan.epoch + 1, 0)
-            given = time.perf_counter()
-            meter.wait_seconds += given - asked
-            for name, value in pipeline.costs().items():
-                setattr(meter, name, value - before[name])
-            yield Given(batch, counts.ids, pipeline)
-            del batch  # the caller's alone now: its memory is free as soon as he lets go of it
-            meter.loop_seconds += time.perf_counter() - given
-        if meter.samples + meter.padded != promised:
-            raise WdstrainError(f"epoch {plan.epoch} promised {promised} samples and gave {meter.samples + meter.padded}.")
-
-    def _count(self, meter: Meter, counts: Counts, promised: int) -> None:
-        meter.batches += 1
-        meter.samples += len(counts.ids) - counts.padded
-        meter.padded += counts.padded
-        meter.add_bad(counts.bad)
-        if meter.bad > self._max_bad * promised:
-            raise SampleError(
-                f"{meter.bad} of the {promised} samples of epoch {meter.epoch} are bad, more than max_bad={self._max_bad} "
-                f"allows ({', '.join(f'{count} x {reason}' for reason, count in meter.bad_reasons.items())}). "
-                f"The last: {counts.bad[-1].sentence}"
-            )
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -276,45 +228,27 @@ class Loader:
         )
 
 
-class Given(NamedTuple):
-    """A batch, the samples in its rows (int64[b]), and where it comes from."""
+class _Host:
+    """What a pass over an epoch does to its loader."""
 
-    batch: dict[str, Any]
-    ids: Ints
-    pipeline: Pipeline
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
 
+    def open(self) -> Pipeline:
+        loader = self._loader
+        if loader._pipeline is None:
+            loader._pipeline = loader._new_pipeline()
+            loader._end = weakref.finalize(loader, _end, loader._pipeline)
+        return loader._pipeline
 
-class Batches(Iterator[dict[str, Any]]):
-    """The batches of an epoch, and what a device wants to know of the one that was given last."""
+    def begun(self, meter: Meter, position: tuple[int, int]) -> None:
+        self._loader._start, self._loader._meter, self._loader._position = None, meter, position
 
-    def __init__(self, given: Iterator[Given], plan: Order) -> None:
-        self._given, self._plan = given, plan
-        self._ids: Ints | None = None
-        self._pipeline: Pipeline | None = None
+    def moved(self, position: tuple[int, int]) -> None:
+        self._loader._position = position
 
-    def __next__(self) -> dict[str, Any]:
-        batch, self._ids, self._pipeline = next(self._given)
-        return batch
-
-    def draws(self, columns: int) -> npt.NDArray[np.float64]:
-        """Random numbers in [0, 1), float64[b, columns]: a row for each sample of the batch given last, its own in this epoch.
-
-        They are the same for any number of workers and ranks and after a resume, and unrelated to those of `fields`.
-        """
-        if self._ids is None:
-            raise UsageError("no batch was given yet, and draws belong to one. Ask for a batch first.")
-        return uniform(self._ids, columns, "device", self._plan.seed, self._plan.epoch)
-
-    def lock_pages(self) -> None:
-        """Page-lock the memory of these batches for copies to a CUDA device, once. A batch was given before."""
-        if self._pipeline is not None:
-            self._pipeline.lock_pages()
-
-
-def _promised(plan: Order, lane: int, step: int) -> int:
-    """Samples that a lane delivers from a step on, padding included."""
-    first, stop = plan.span(lane, step)[0], plan.span(lane, plan.steps - 1)[1]
-    return (min(stop, plan.lane_samples(lane)) if plan.tail == "keep" else stop) - first
+    def close(self) -> None:
+        self._loader.close()
 
 
 def _end(pipeline: Pipeline) -> None:

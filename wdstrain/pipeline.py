@@ -153,6 +153,11 @@ class Pipeline:
         """Batch memory is about to be copied to a CUDA device, again and again."""
         self._slots.lock_pages()
 
+    def abandon(self) -> None:
+        """End the reading, for a thread that waits for what it may never get; another seek starts it again."""
+        self._reader.stop()
+        self._at = None
+
     def close(self) -> None:
         """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done."""
         if os.getpid() != self._owner:

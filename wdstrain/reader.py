@@ -140,6 +140,7 @@ class Reader:
         if self._thread is not None:
             with self._lock:
                 self._stopping = True
+                self._error = self._error or WdstrainError("the reader was stopped")
                 self._lock.notify_all()
             self._thread.join()
             self._thread = None
@@ -150,7 +151,7 @@ class Reader:
         with self._lock:
             self._lock.wait_for(lambda: epoch in self._runs or self._error is not None)
             if epoch not in self._runs:
-                raise self._error or WdstrainError("the reader was stopped")
+                raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
         plan = runs[0].plan
         spans = [plan.span(run.lane, step) for run in runs]
@@ -164,7 +165,7 @@ class Reader:
             self._lock.wait_for(lambda: all(run.read >= run.needed for run in runs) or self._error is not None)
             self.read_seconds += time.perf_counter() - begun if self._far else 0.0
             if any(run.read < run.needed for run in runs):
-                raise self._error or WdstrainError("the reader was stopped")
+                raise self._error or WdstrainError("it was not read")
             offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
             if step == plan.steps - 1:
                 del self._runs[epoch]

@@ -1,0 +1,164 @@
+"""One pass over an epoch: batches are taken from the pipeline, and given to the loop.
+
+The two are told apart so that a batch can be on its way to a device before the loop asks for it: what is taken may be ahead, while
+position, counts and stall are those of what was given. Only whoever takes touches the pipeline, one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.bits import uniform
+from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.meter import Meter
+from wdstrain.pipeline import Counts, Pipeline
+from wdstrain.plan import Order
+
+Batch = dict[str, Any]
+Draws = npt.NDArray[np.float64]
+
+
+class Host(Protocol):
+    """The loader, as a pass over an epoch sees it."""
+
+    def open(self) -> Pipeline: ...
+    def begun(self, meter: Meter, position: tuple[int, int]) -> None: ...
+    def moved(self, position: tuple[int, int]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Taken(NamedTuple):
+    """A batch that nobody was given yet. costs: what the stages took up to it; position: where the loop is after it."""
+
+    batch: Batch
+    counts: Counts
+    costs: dict[str, float]
+    position: tuple[int, int]
+    plan: Order
+
+    def draws(self, columns: int) -> Draws:
+        """Random numbers in [0, 1), float64[b, columns]: a row for each sample, its own in this epoch."""
+        return uniform(self.counts.ids, columns, "device", self.plan.seed, self.plan.epoch)
+
+
+class Batches(Iterator[Batch]):
+    """The batches of one epoch from a step on. Nothing starts before the first is asked for."""
+
+    def __init__(self, host: Host, plan: Order, rank: int, start: int, max_bad: float) -> None:
+        self._host, self._plan, self._max_bad = host, plan, max_bad
+        self._start = self._step = start
+        self._promised = sum(_promised(plan, lane, start) for lane in plan.lanes_of(rank))
+        self._rows = 0
+        self._pipeline: Pipeline | None = None
+        self._turn = 0
+        self._before: dict[str, float] = {}
+        self._meter = Meter()
+        self._last: Taken | None = None
+        self._given_at: float | None = None
+
+    def __next__(self) -> Batch:
+        asked = self.asked()
+        try:
+            taken = self.take()
+        except StopIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+        return self.give(taken, asked)
+
+    def draws(self, columns: int) -> Draws:
+        """Random numbers in [0, 1), float64[b, columns]: a row for each sample of the batch given last, its own in this epoch.
+
+        They are the same for any number of workers and ranks and after a resume, and unrelated to those of `fields`.
+        """
+        if self._last is None:
+            raise UsageError("no batch was given yet, and draws belong to one. Ask for a batch first.")
+        return self._last.draws(columns)
+
+    # --- for who brings batches to a device ----------------------------------------------------------------------------
+
+    def asked(self) -> float:
+        """The loop asks for a batch: it is done with the one before. The time."""
+        now = time.perf_counter()
+        if self._given_at is not None:
+            self._meter.loop_seconds += now - self._given_at
+            self._given_at = None
+        return now
+
+    def take(self) -> Taken:
+        """The next batch. Raises StopIteration at the epoch's end, and what the pipeline raises."""
+        if self._step == self._plan.steps:
+            if self._rows != self._promised:
+                raise WdstrainError(f"epoch {self._plan.epoch} promised {self._promised} samples and gave {self._rows}.")
+            raise StopIteration
+        if self._pipeline is None:
+            self._begin()
+        assert self._pipeline is not None
+        if self._pipeline.turn != self._turn:
+            raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
+        batch, counts = self._pipeline.next()
+        self._rows += len(counts.ids)
+        self._step += 1
+        at = (self._plan.epoch, self._step) if self._step < self._plan.steps else (self._plan.epoch + 1, 0)
+        costs = {name: value - self._before[name] for name, value in self._pipeline.costs().items()}
+        return Taken(batch, counts, costs, at, self._plan)
+
+    def give(self, taken: Taken, asked: float, batch: Batch | None = None) -> Batch:
+        """The loop gets this batch, or what became of it, which it asked for at this time. Raises SampleError for too many bad."""
+        self._host.moved(taken.position)
+        self._count(taken.counts)
+        for name, value in taken.costs.items():
+            setattr(self._meter, name, value)
+        self._last = taken._replace(batch={})  # the memory of a batch is the loop's alone
+        self._given_at = time.perf_counter()
+        self._meter.wait_seconds += self._given_at - asked
+        return taken.batch if batch is None else batch
+
+    def lock_pages(self) -> None:
+        """Page-lock the memory of these batches for copies to a CUDA device, once. A batch was taken before."""
+        if self._pipeline is not None:
+            self._pipeline.lock_pages()
+
+    def abandon(self) -> None:
+        """Whoever waits for a batch in another thread is to wait no more."""
+        if self._pipeline is not None:
+            self._pipeline.abandon()
+
+    def close(self) -> None:
+        """Something went wrong: end what the loader started."""
+        self._host.close()
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        pipeline = self._pipeline = self._host.open()
+        pipeline.seek(self._plan.epoch, self._start)
+        self._turn, self._before = pipeline.turn, pipeline.costs()
+        self._meter = Meter(epoch=self._plan.epoch, left_out=self._plan.left_out, decoders=pipeline.decoders)
+        self._host.begun(self._meter, (self._plan.epoch, self._start))
+
+    def _count(self, counts: Counts) -> None:
+        meter = self._meter
+        meter.batches += 1
+        meter.samples += len(counts.ids) - counts.padded
+        meter.padded += counts.padded
+        meter.add_bad(counts.bad)
+        if meter.bad > self._max_bad * self._promised:
+            self.close()
+            raise SampleError(
+                f"{meter.bad} of the {self._promised} samples of epoch {meter.epoch} are bad, more than max_bad={self._max_bad} "
+                f"allows ({', '.join(f'{count} x {reason}' for reason, count in meter.bad_reasons.items())}). "
+                f"The last: {counts.bad[-1].sentence}"
+            )
+
+
+def _promised(plan: Order, lane: int, step: int) -> int:
+    """Samples that a lane delivers from a step on, padding included."""
+    first, stop = plan.span(lane, step)[0], plan.span(lane, plan.steps - 1)[1]
+    return (min(stop, plan.lane_samples(lane)) if plan.tail == "keep" else stop) - first
