@@ -123,11 +123,10 @@ def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(picture
 def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
     samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"}) for n in range(64)]
     write_tar(tmp_path / "p.tar", samples)
-    loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), 0
+    loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
-        for _ in wt.to_device(loader, "cuda"):
-            seen += 1
-    assert seen == 4
+        seen.extend(batch["__key__"][0] for batch in wt.to_device(loader, "cuda"))
+    assert seen == ["s000", "s008", "s016", "s024"]
 
 
 def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
@@ -136,6 +135,5 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
         for _ in wt.to_device(loader, "cuda"):
             break
     with pytest.raises(ZeroDivisionError):
-        for _ in wt.to_device(loader, "cuda"):
-            raise ZeroDivisionError
+        _ = [1 // 0 for _ in wt.to_device(loader, "cuda")]
     loader.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -45,8 +45,10 @@ def to_device(
         )
     if where.type != "cuda":
         return _here(given, where, augmentation)
-    sender = _Sender(where, augmentation)
-    return _ahead(given, sender) if isinstance(given, Batches) else _others(given, sender)
+    if str(where) == "cuda":  # each thread has a current device of its own
+        where = torch.device("cuda", torch.cuda.current_device())
+    sender = _CudaSender(where, augmentation)
+    return ahead(given, sender) if isinstance(given, Batches) else _others(given, sender)
 
 
 def _here(batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None) -> Iterator[Batch]:
@@ -59,42 +61,65 @@ def _here(batches: Iterator[Batch], device: torch.device, augmentation: Augmenta
         del moved
 
 
-class _Sent(NamedTuple):
+class Moment(Protocol):
+    """A point in the work of a device, as torch's events are."""
+
+    def synchronize(self) -> None: ...
+
+
+class Sent(NamedTuple):
     """A batch on its way to the device. there: it is copied; done: it is varied too."""
 
     batch: Batch
-    there: torch.cuda.Event
-    done: torch.cuda.Event
+    there: Moment
+    done: Any
 
 
-class _Sender:
+class Sender(Protocol):
+    """Brings batches to a device."""
+
+    def begin(self, batches: Batches) -> None:
+        """The first of these was taken, and all of them are to be sent."""
+        ...
+
+    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
+        """Begin to copy a batch, which must be held until it is there."""
+        ...
+
+    def received(self, sent: Sent) -> Batch:
+        """The batch, for whoever asks to work on."""
+        ...
+
+
+class _CudaSender:
     """Copies batches on a stream of its own."""
 
     def __init__(self, device: torch.device, augmentation: Augmentation | None) -> None:
         self._device, self._augmentation = device, augmentation
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> _Sent:
-        """Begin to copy a batch, which must be held until it is there."""
+    def begin(self, batches: Batches) -> None:
+        batches.lock_pages()
+
+    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
             copied, there, done = _moved(batch, self._device), torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
             there.record(self._side)
             if self._augmentation is not None and draws is not None:
                 copied = self._augmentation(copied, draws(DRAWS))
             done.record(self._side)
-        return _Sent(copied, there, done)
+        return Sent(copied, there, done)
 
-    def received(self, sent: _Sent) -> Batch:
-        """The batch, for the current stream to work on."""
+    def received(self, sent: Sent) -> Batch:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(sent.done)
         _used_by(current, sent.batch)
         return sent.batch
 
 
-def _others(batches: Iterator[Batch], sender: _Sender) -> Iterator[Batch]:
+def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
     """Batches that are no loader's: they are taken when the loop asks for them."""
-    held: tuple[Batch, torch.cuda.Event] | None = None
+    held: tuple[Batch, Moment] | None = None
     for batch in batches:
         sent = sender.send(batch, None)
         if held is not None:
@@ -109,12 +134,12 @@ def _others(batches: Iterator[Batch], sender: _Sender) -> Iterator[Batch]:
         held[1].synchronize()
 
 
-def _ahead(batches: Batches, sender: _Sender) -> Iterator[Batch]:
+def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     """A loader's batches, one of them ahead."""
     asked = batches.asked()
     try:
         first = batches.take()
-        batches.lock_pages()
+        sender.begin(batches)
         sent = sender.send(first.batch, first.draws)
     except StopIteration:
         return
@@ -124,7 +149,7 @@ def _ahead(batches: Batches, sender: _Sender) -> Iterator[Batch]:
     sent.there.synchronize()
     courier = _Courier(batches, sender)
     try:
-        found: tuple[Taken, _Sent] | None = (first._replace(batch={}), sent)
+        found: tuple[Taken, Sent] | None = (first._replace(batch={}), sent)
         del first, sent
         while found is not None:
             received = batches.give(found[0], asked, sender.received(found[1]))
@@ -140,14 +165,14 @@ def _ahead(batches: Batches, sender: _Sender) -> Iterator[Batch]:
 class _Courier:
     """A thread that takes the next batch and sends it while the loop works on the one before."""
 
-    def __init__(self, batches: Batches, sender: _Sender) -> None:
+    def __init__(self, batches: Batches, sender: Sender) -> None:
         self._batches, self._sender = batches, sender
         self._room, self._stopping = threading.Semaphore(1), False
-        self._found: SimpleQueue[tuple[Taken, _Sent] | BaseException | None] = SimpleQueue()
+        self._found: SimpleQueue[tuple[Taken, Sent] | BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
         self._thread.start()
 
-    def next(self) -> tuple[Taken, _Sent] | None:
+    def next(self) -> tuple[Taken, Sent] | None:
         """The next batch; None at the end. Raises what taking it raised."""
         found = self._found.get()
         if isinstance(found, BaseException):
