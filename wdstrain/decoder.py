@@ -129,6 +129,8 @@ class Decoder:
 
     def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         assert self._fields is not None
+        if not self._fields and not task.lost:  # everything was read into its place
+            return {}, []
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}

@@ -169,6 +169,16 @@ class NumpyArray:
         out[...] = found
         return None
 
+    def lies_as(self, head: bytes) -> bool:
+        """Whether the bytes before the numbers say that these lie as `example` does, one after another in this machine's order."""
+        if self.example is None or head[:8] != b"\x93NUMPY\x01\x00" or int.from_bytes(head[8:10], "little") + 10 != len(head):
+            return False
+        try:
+            dtype, fortran, shape = _npy_head(head)
+        except ValueError:
+            return False
+        return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
+
 
 # --- as people type them ---------------------------------------------------------------------------------------------
 
@@ -215,6 +225,11 @@ def with_classes(field: Field, labels: Sequence[IndexLabel]) -> Field:
     if isinstance(field, Labels):
         raise UsageError(f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...].")
     return field
+
+
+def is_light(field: Field) -> bool:
+    """Whether reading it takes less than sending it to another process."""
+    return isinstance(field, (Label, Number))
 
 
 def reader_of(label: IndexLabel) -> str:

@@ -18,11 +18,12 @@ import torch
 from wdstrain.cache import Cache
 from wdstrain.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
-from wdstrain.fields import Field
+from wdstrain.fields import Field, is_light
 from wdstrain.indexing import Index, Ints
+from wdstrain.landing import Landing, landed
 from wdstrain.meter import Finding
 from wdstrain.plan import Order
-from wdstrain.reader import Batch, Reader
+from wdstrain.reader import Batch, Reader, batches_begun
 from wdstrain.slots import Layout, Slots
 from wdstrain.tasks import Tasks
 from wdstrain.workers import Inline, Processes, Threads, in_flight
@@ -61,31 +62,39 @@ class Pipeline:
         self._owner = os.getpid()
         self._index, self._plans = index, plans
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
-        raw = fields is None and transform is None  # bytes are taken from the arena by this process itself
-        busy = 1 if raw else in_flight(num_workers, plans(0).batch_size)
+        plan = plans(0)
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
-        layout = Layout.of(examples, plans(0).batch_size)
-        self._slots = Slots(layout, busy=busy + 1, spare=_SPARE)
-        self._reader = Reader(index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1, salvage=replace, cache=cache)
-        wanted = None if fields is None else {name for field in fields.values() for name in field.names}
-        self._to_do = Tasks(index, wanted, with_keys=transform is not None)
+        layout = Layout.of(examples, plan.batch_size)
+        lands = landed(index, fields, layout, plan)
+        decoded = None if fields is None else {name: field for name, field in fields.items() if name not in lands}
+        # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
+        inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
+        busy = 1 if inline else in_flight(num_workers, plan.batch_size)
+        begun = batches_begun(index, plan, rank, _AHEAD_BYTES) if lands else 0
+        self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
+        landing = self._landing = Landing(index, lands.values(), self._slots, replace) if lands else None
+        self._reader = Reader(
+            index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1, salvage=replace, cache=cache, landing=landing
+        )
+        wanted = None if decoded is None else {name for field in decoded.values() for name in field.names}
+        self._to_do = Tasks(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache = replace, cache
         self._decoder = decoder = Decoder(
             names=index.fields,
-            fields=fields,
+            fields=decoded,
             transform=transform,
             takes_rng=takes_rng,
             replace=replace,
-            seed=plans(0).seed,
+            seed=plan.seed,
             arena=self._reader.memory,
             slots=self._slots.memory,
             layout=layout,
         )
         self._workers: Inline | Threads | Processes
-        if raw:
+        if inline:
             self._workers = Inline(decoder)
         else:
-            self._workers = Processes(decoder, num_workers, plans(0).batch_size, context) if num_workers else Threads(decoder)
+            self._workers = Processes(decoder, num_workers, plan.batch_size, context) if num_workers else Threads(decoder)
         self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
@@ -171,15 +180,30 @@ class Pipeline:
     def _tasks(self, epoch: int, step: int) -> Iterator[Task]:
         """Tasks from this step on, without end. Runs in the training process, as the DataLoader's sampler or for threads."""
         self._pending.clear()
+        self._reader.stop()
         self._slots.reset()
         self._reader.start(epoch, step)
         clock = 0
         while True:
             for at in range(step, self._plans(epoch).steps):
                 batch = self._pending[clock] = self._reader.collect(epoch, at)
-                yield self._to_do.make(clock, epoch, self._slots.take(), batch.ids, batch.offset, batch.lost)
+                slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
+                yield self._to_do.make(clock, epoch, slot, batch.ids, batch.offset, batch.lost)
                 clock += 1
             epoch, step = epoch + 1, 0
+
+    def _landed(self, landing: Landing, clock: int, batch: Batch) -> int:
+        """The slot into which a batch was read; what is odd in it is read once more."""
+        slot = landing.slot(clock)
+        if landing.odd or landing.lost:
+            for row, number in enumerate(batch.ids.tolist()):
+                why = landing.lost.get(number)
+                if why is None and number in landing.odd:
+                    why = landing.again(number, row, slot)
+                    self._reread += 1
+                if why is not None:
+                    batch.lost[row] = why
+        return slot
 
     def _again(self, failed: Result, batch: Batch, epoch: int) -> Result:
         """A batch after what is not as it was packed was read once more, from where it comes."""

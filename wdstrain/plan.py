@@ -213,19 +213,22 @@ class Plan:
         count = self.lane_samples(lane)
         if count == 0:
             return np.full(stop - start, self.steps - 1, np.int64)
-        if self.window == 1:
-            position = np.arange(start, stop)
-        else:
-            # a place is delivered less than one window from itself, so its position lies in [low, high)
-            low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
-            places = self.order(lane, low, high)
-            mine = (places >= start) & (places < stop)
-            position = np.empty(stop - start, np.int64)
-            position[places[mine] - start] = np.flatnonzero(mine) + low
+        position = self.positions(lane, start, stop)
         step = position // self.quota
         if self.tail == "pad" or self._lent(lane) or self._repeats(lane):  # padding repeats the last until the end
             step[position == count - 1] = self.steps - 1
         return step
+
+    def positions(self, lane: int, start: int, stop: int) -> Ints:
+        """Delivery positions of the places [start, stop) of a lane, each less than a window from its place. int64[stop - start]"""
+        if self.window == 1:
+            return np.arange(start, stop)
+        low, high = max(0, start - self.window + 1), min(self.lane_samples(lane), stop + self.window - 1)
+        places = self.order(lane, low, high)
+        mine = (places >= start) & (places < stop)
+        position = np.empty(stop - start, np.int64)
+        position[places[mine] - start] = np.flatnonzero(mine) + low
+        return position
 
     def first_place(self, lane: int, step: int) -> int:
         """The first place to read when the epoch is entered at `step`: at most one window before it."""

@@ -27,6 +27,7 @@ from wdstrain.cache import Cache
 from wdstrain.errors import WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index, Ints, Shard
+from wdstrain.landing import READ_TOGETHER, Landing, Placed
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
 from wdstrain.remote import is_remote
@@ -73,6 +74,7 @@ class _Run:
     needed: int = 0
     on_the_way: deque[_Begun] = field(default_factory=deque)
     due: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the places from due_start on
+    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the batch that is due, for what lands
     due_start: int = 0
     asked: tuple[Ints, Ints] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
     asked_start: int = 0  # delivery position from which on places and ids are in `asked`
@@ -91,21 +93,21 @@ class Reader:
         in_flight: int,
         salvage: bool = False,
         cache: Cache | None = None,
+        landing: Landing | None = None,
     ) -> None:
         """ahead: bytes read beyond what was asked for. in_flight: most batches that are collected and not yet released.
 
-        salvage: samples that a disk does not give are lost, and no error. cache: of shards on servers.
+        salvage: samples that a disk does not give are lost, and no error. cache: of shards on servers. landing: of arrays that are
+        read straight into their batch.
         """
         self._index, self._plans, self._rank = index, plans, rank
         plan, table = plans(0), index.table
-        extents = table.stop - table.start
+        extents = table.stop - table.start - (landing.bytes if landing is not None else 0)
         largest, total = int(np.max(extents)), int(np.sum(extents))
         lanes = len(plan.lanes_of(rank))
-        longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
-        mean = max(1, total // max(1, plan.samples))
-        self._ahead = max(1, min(ahead // mean // lanes, longest))
-        self._ring = min(plan.window, longest) + self._ahead + 2 * _PIECES + plan.quota
-        self._bucket = max(1, (min(plan.window, longest) + self._ahead) // (plan.quota * _BUCKETS))
+        window, self._ahead = reach(index, plan, rank, ahead)
+        self._ring = window + self._ahead + 2 * _PIECES + plan.quota
+        self._bucket = max(1, (window + self._ahead) // (plan.quota * _BUCKETS))
         buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
@@ -118,7 +120,8 @@ class Reader:
         self._error: WdstrainError | None = None
         self._stopping = False
         self._released = 0
-        self._salvage, self._cache = salvage, cache
+        self._most = READ_BYTES if landing is None else READ_TOGETHER
+        self._salvage, self._cache, self._landing = salvage, cache, landing
         self._lost: dict[int, str] = {}  # by id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
 
@@ -145,6 +148,8 @@ class Reader:
             self._thread.join()
             self._thread = None
         self._fetchers.stop()
+        if self._landing is not None:
+            self._landing.stop()
 
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
@@ -163,7 +168,7 @@ class Reader:
             self._lock.notify_all()
             begun = time.perf_counter()
             self._lock.wait_for(lambda: all(run.read >= run.needed for run in runs) or self._error is not None)
-            self.read_seconds += time.perf_counter() - begun if self._far else 0.0
+            self.read_seconds += time.perf_counter() - begun if self._far or self._landing is not None else 0.0
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
@@ -252,16 +257,25 @@ class Reader:
         together = np.flatnonzero(
             (np.diff(ids) != 1)
             | (ids[1:] >= self._index.first[shard + 1])
-            | (stops[1:] - starts[first] > READ_BYTES)
+            | (stops[1:] - starts[first] > self._most)
             | (starts[1:] - stops[:-1] > READ_BYTES)
         )
         count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
         rows = first + np.flatnonzero(wanted[first:count])
         with self._lock:
-            buckets = (run.epoch_clock + due[rows]) // self._bucket
-            offsets = run.where[(run.begun + rows) % self._ring] = self._arena.place(buckets, stops[rows] - starts[rows])
-        pieces = self._pieces(starts[rows], stops[rows], offsets)
+            clocks, sizes = run.epoch_clock + due[rows], stops[rows] - starts[rows]
+            if self._landing is not None:
+                sizes -= self._landing.bytes
+                homes = self._landing.homes(clocks)
+            offsets = run.where[(run.begun + rows) % self._ring] = self._arena.place(clocks // self._bucket, sizes)
         source, next_ = self._index.shards[shard], run.begun + count
+        if self._landing is not None:
+            of_batch = run.rows[run.begun - run.due_start + rows]
+            samples = Placed(ids[rows], starts[rows], stops[rows], offsets, homes, of_batch)
+            reading = self._landing.read(source, samples, self._arena.memory, self._settle_all)
+            self._begin(run, reading, count, int(stops[rows[-1]] - starts[first]))
+            return
+        pieces = self._pieces(starts[rows], stops[rows], offsets)
         leaving = next_ == end or int(self._index.shard_of(run.plan.ids(run.lane, np.array([next_])))[0]) != shard
         begun = time.perf_counter()
         reading = run.forward.begin(source, pieces, int(starts[first]), leaving=leaving)
@@ -337,8 +351,28 @@ class Reader:
         if not run.due_start <= start or stop > run.due_start + len(run.due):
             block = max(run.plan.window, 4 * _PIECES)
             run.due_start = start
-            run.due = run.plan.due(run.lane, start, min(start + block, run.plan.lane_places(run.lane)))
+            last = min(start + block, run.plan.lane_places(run.lane))
+            run.due = run.plan.due(run.lane, start, last)
+            if self._landing is not None:
+                run.rows = self._landing.rows(run.plan, self._rank, run.lane, start, last)
         return run.due[start - run.due_start : stop - run.due_start]
+
+
+def reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
+    """Samples of the window of a lane of this rank, and of `ahead` bytes that are shared by its lanes."""
+    longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
+    mean = max(1, int((index.table.stop - index.table.start).sum()) // max(1, plan.samples))
+    return min(plan.window, longest), max(1, min(ahead // mean // len(plan.lanes_of(rank)), longest))
+
+
+def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
+    """Most batches of which something is read, and not everything asked for, at one time.
+
+    A sample leaves about half a window from its place, so that it is a window and what is read ahead; at the end of an epoch the
+    next is begun too. The root is for the luck in it: eight times what it differs by.
+    """
+    window, ahead = reach(index, plan, rank, ahead)
+    return -(-int(1.25 * window + 2 * ahead + 8 * window**0.5 + _PIECES) // plan.quota) + 4
 
 
 def _joined(parts: list[Ints]) -> Ints:

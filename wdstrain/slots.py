@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from wdstrain.errors import WdstrainError
 from wdstrain.fields import Example
 from wdstrain.memory import Memory
 from wdstrain.pinned import Locked
@@ -61,8 +65,12 @@ class Slots:
         self.layout, self.busy, self.spare = layout, busy, spare
         self.memory = Memory(max(1, (busy + spare) * layout.size))
         self.copies = 0  # batches handed out as copies
-        self._free = set(range(busy + spare))  # sets: finalizers run at any time, in any thread
-        self._held: set[int] = set()
+        self._lock = threading.Lock()
+        self._free = list(range(busy + spare))  # a heap: those in front are used again first, the others take no memory
+        self._held: dict[int, _Ground] = {}  # slot -> what its tensors rest on
+        # what ended. It is appended at any time, in any thread: by C alone, because a Ctrl-C that comes while Python code runs
+        # for the end of an object would be swallowed
+        self._ended: deque[_Ground] = deque()
         self._lock_tried = not layout.columns
         self._locked: Locked | None = None
 
@@ -77,32 +85,51 @@ class Slots:
 
     def reset(self) -> None:
         """Take back every slot that is not in the user's hands."""
-        self._free |= set(range(self.busy + self.spare)) - self._held
+        with self._lock:
+            self._collect()
+            self._free = sorted(set(range(self.busy + self.spare)) - self._held.keys())
 
     def take(self) -> int:
         """A slot to decode a batch into."""
-        return self._free.pop()
+        with self._lock:
+            self._collect()
+            if not self._free:
+                raise WdstrainError(f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer.")
+            return heappop(self._free)
 
     def hand_out(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
         """The batch as tensors. Over the slot while there are spare ones, else a copy."""
-        if not self.layout.columns:
-            self._free.add(slot)
-            return {}
-        if len(self._held) >= self.spare:
+        with self._lock:
+            self._collect()
+            keeps = len(self._held) < self.spare and bool(self.layout.columns)
+        if not keeps:
             arrays = self.layout.arrays(self.memory.view, slot * self.layout.size, rows)
             tensors = {name: _tensor(array.copy(), self.layout.columns[name][0]) for name, array in arrays.items()}
-            self.copies += 1
-            self._free.add(slot)
+            self.copies += bool(self.layout.columns)
+            with self._lock:
+                heappush(self._free, slot)
             return tensors
         ground = (ctypes.c_char * self.layout.size).from_buffer(self.memory.map, slot * self.layout.size)
-        self._held.add(slot)
-        weakref.finalize(ground, self._give_back, slot).atexit = False
+        ground.locked = self._locked  # type: ignore[attr-defined]  # as long as its tensors live
+        held = _Ground(ground, self._ended.append)
+        held.slot = slot
+        with self._lock:
+            self._held[slot] = held
         arrays = self.layout.arrays(ground, 0, rows)
         return {name: _tensor(array, self.layout.columns[name][0]) for name, array in arrays.items()}
 
-    def _give_back(self, slot: int) -> None:
-        self._held.discard(slot)
-        self._free.add(slot)
+    def _collect(self) -> None:
+        while self._ended:
+            slot = self._ended.popleft().slot
+            del self._held[slot]
+            heappush(self._free, slot)
+
+
+class _Ground(weakref.ref[Any]):
+    """What the tensors of a batch rest on, until its end."""
+
+    __slots__ = ("slot",)
+    slot: int
 
 
 def _tensor(array: npt.NDArray[Any], example: Example) -> torch.Tensor:

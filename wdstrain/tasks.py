@@ -18,6 +18,7 @@ import torch
 from wdstrain.decoder import MISMATCH, Decoder, Result, Task
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.indexing import Index, Ints
+from wdstrain.landing import Landing
 from wdstrain.memory import Memory
 from wdstrain.storage import open_source
 
@@ -25,10 +26,10 @@ _TRIED = 100  # samples that are asked to stand in, one after another, before th
 
 
 class Tasks:
-    """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None."""
+    """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None. `landing`: what is not in the arena."""
 
-    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool) -> None:
-        self._index, self._with_keys = index, with_keys
+    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: Landing | None = None) -> None:
+        self._index, self._with_keys, self._landing = index, with_keys, landing
         self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
         self._all_sent = bool(self._sent.all())
 
@@ -46,6 +47,9 @@ class Tasks:
             kept = self._sent[table.member_field[rows]]
             rows, of = rows[kept], of[kept]
             np.bincount(of, minlength=len(ids)).cumsum(out=first[1:])
+        at = table.member_offset[rows] + (offset - table.start[ids])[of]
+        if self._landing is not None:
+            at -= self._landing.before[rows - low[of]]
         return Task(
             clock=clock,
             epoch=epoch,
@@ -53,7 +57,7 @@ class Tasks:
             ids=ids,
             first=first,
             field=table.member_field[rows],
-            offset=table.member_offset[rows] + (offset - table.start[ids])[of],
+            offset=at,
             size=table.member_size[rows],
             crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
             keys=tuple(self._index.keys(ids)) if self._with_keys else (),
@@ -91,17 +95,22 @@ class Tasks:
             task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows), {})
             with _generators_kept():
                 result = decoder.over(memory)(task, own_process=seeded)
-            if not result.bad:
+            landing = self._landing
+            lands = landing is None or not any(landing.again(number, row, failed.slot) for row in range(len(ids)))
+            if not result.bad and lands:
                 return result._replace(bad=[one._replace(donor=number) for one in failed.bad])
         return failed
 
     def _size(self, number: int) -> int:
-        return int(self._index.table.stop[number] - self._index.table.start[number])
+        whole = int(self._index.table.stop[number] - self._index.table.start[number])
+        return whole - (self._landing.bytes if self._landing is not None else 0)
 
     def _read(self, number: int, into: memoryview) -> None:
+        """Read what of a sample is in the arena."""
         shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
         with open_source(shard.path, shard.bytes) as source:
-            source.read_into([into], int(self._index.table.start[number]))
+            pieces = [into] if self._landing is None else self._landing.around(number, into)
+            source.read_into(pieces, int(self._index.table.start[number]))
 
 
 @contextmanager

@@ -1,0 +1,236 @@
+"""Arrays that are read straight into their batch are those that a copy would give, in the same order, and nothing gets past unseen."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import Sample, write_tar
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+SHAPE = (40, 40)
+FIELDS: dict[str, Any] = {"x": wt.array("x.npy", shape=SHAPE, dtype="float32"), "label": wt.label()}
+COPIED: dict[str, Any] = {"x": wt.array("x.npy"), "label": wt.label()}  # without a shape nothing lands
+
+
+def npy(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def values(number: int) -> Any:
+    return np.arange(1600, dtype=np.float32).reshape(SHAPE) + 2000 * number
+
+
+def pack(folder: Path, count: int = 90, **options: Any) -> Path:
+    samples = ({"__key__": f"n{n:04d}", "x.npy": values(n), "cls": n % 7} for n in range(count))
+    wt.pack(samples, str(folder), shuffle=False, shard_samples=17, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(tmp_path_factory.mktemp("arrays") / "set")
+
+
+def epoch(loader: wt.Loader, number: int = 0, start: int = 0) -> list[tuple[list[str], Any, list[int]]]:
+    return [(b["__key__"], b["x"].numpy().copy(), b["label"].tolist()) for b in loader.epoch(number, start=start)]
+
+
+def landing(loader: wt.Loader) -> bool:
+    assert loader._pipeline is not None
+    return loader._pipeline._landing is not None
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    rows = zip(one, other, strict=True)
+    return all(a[0] == b[0] and a[2] == b[2] and np.array_equal(a[1], b[1]) for a, b in rows)
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, None])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_lands_is_what_would_be_copied(arrays: Path, window: int | None, num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "seed": 3, "shuffle": window != 1}
+    options["shuffle_buffer"] = None if window == 1 else window
+    direct = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
+    copied = wt.Loader(arrays, COPIED, **options)
+    for number in range(3):
+        found = epoch(direct, number)
+        assert same(found, epoch(copied, number))
+        assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert landing(direct)
+    assert not landing(copied)
+    assert same(epoch(direct, 1, start=4), epoch(copied, 1)[4:])
+    direct.close()
+    copied.close()
+
+
+def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
+    for world_size, lanes in ((2, 2), (2, 4), (1, 4)):
+        for rank in range(world_size):
+            loaders = [
+                wt.Loader(arrays, fields, batch_size=8, rank=rank, world_size=world_size, lanes=lanes, shuffle_buffer=11)
+                for fields in (FIELDS, COPIED)
+            ]
+            found = [[*epoch(loader, 0), *epoch(loader, 1)] for loader in loaders]
+            assert same(*found)
+            assert landing(loaders[0])
+
+
+def test_several_arrays_land_beside_fields_that_do_not(tmp_path: Path) -> None:
+    samples = (
+        {"__key__": f"n{n:02d}", "x.npy": values(n), "txt": f"number {n}", "y.npy": np.full(2000, n, np.int32), "cls": n}
+        for n in range(40)
+    )
+    wt.pack(samples, str(tmp_path), shard_samples=15)
+    fields: dict[str, Any] = {
+        "y": wt.array("y.npy", shape=(2000,), dtype="int32"),
+        "text": wt.text(),
+        "x": wt.array("x.npy", shape=SHAPE, dtype="float32"),
+    }
+    for num_workers in (0, 2):
+        loader = wt.Loader(tmp_path, fields, batch_size=8, num_workers=num_workers)
+        count = 0
+        for batch in loader:
+            for row, key in enumerate(batch["__key__"]):
+                number = int(key[1:])
+                assert batch["text"][row] == f"number {number}"
+                assert batch["y"][row].eq(number).all()
+                assert np.array_equal(batch["x"][row], values(number))
+                count += 1
+        assert count == 40
+        assert landing(loader)
+        loader.close()
+
+
+def test_batches_that_are_kept_stay_as_they_were(arrays: Path) -> None:
+    loader = wt.Loader(arrays, FIELDS, batch_size=8)
+    kept = [batch for number in range(2) for batch in loader.epoch(number)]
+    for batch in kept:
+        for row, key in enumerate(batch["__key__"]):
+            assert np.array_equal(batch["x"][row], values(int(key[1:])))
+
+
+def test_a_loop_that_was_left_can_be_begun_anywhere(arrays: Path) -> None:
+    loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=30)
+    expected = epoch(loader, 0)
+    for at in (1, 5, 9):
+        for step, _ in enumerate(loader.epoch(0)):
+            if step == at:
+                break
+        assert same(epoch(loader, 0, start=at), expected[at:])
+
+
+def test_arrays_that_lie_otherwise_are_read_by_their_field(tmp_path: Path) -> None:
+    """The first axis fastest, and numbers of the other byte order: as many bytes, other places."""
+    samples: list[Sample] = []
+    for n in range(30):
+        array = values(n)
+        array = np.asfortranarray(array) if n == 11 else array
+        samples.append((f"n{n:02d}", {"x.npy": npy(array), "cls": b"1"}))
+    write_tar(tmp_path / "a.tar", samples)
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=5)
+    for number in range(2):
+        for keys, x, _ in epoch(loader, number):
+            assert all(np.array_equal(x[i], values(int(key[1:]))) for i, key in enumerate(keys))
+    assert landing(loader)
+    assert loader.report()["reread"] > 0
+
+
+def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
+    samples: list[Sample] = [
+        (f"n{n:02d}", {"x.npy": npy(values(n).reshape((40, 40) if n != 7 else (20, 80))), "cls": b"1"}) for n in range(20)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    with pytest.raises(wt.SampleError, match=r"'n07'.*float32\[20, 80\]"):
+        epoch(wt.Loader(tmp_path, FIELDS, batch_size=5))
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=5, on_bad="replace", max_bad=0.2)
+    found = epoch(loader)
+    assert [one["key"] for one in loader.report()["bad_samples"]] == ["n07"]
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert "n07" not in [key for keys, _, _ in found for key in keys]
+
+
+def _flip(folder: Path, shard: str, key: str, field: str) -> None:
+    """Change a byte in the middle of a field."""
+    index = wt.index(str(folder))
+    number = index.keys(np.arange(len(index))).index(key)
+    _, offset, size = next(one for one in index.members(number) if one[0] == field)
+    with open(folder / shard, "r+b") as file:
+        file.seek(offset + size // 2)
+        byte = file.read(1)
+        file.seek(offset + size // 2)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("field", ["x.npy", "cls"])
+def test_a_flipped_byte_is_a_bad_sample(tmp_path: Path, field: str) -> None:
+    folder = pack(tmp_path / "set", 40)
+    stamp = os.stat(folder / "train-000001.tar")
+    _flip(folder, "train-000001.tar", "n0020", field)
+    os.utime(folder / "train-000001.tar", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    with pytest.raises(wt.SampleError, match=r"train-000001.tar: 'n0020'.*not those that were packed"):
+        epoch(wt.Loader(folder, FIELDS, batch_size=8))
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.2)
+    found = epoch(loader)
+    assert loader.report()["bad"] == 1
+    assert loader.report()["reread"] >= 1
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert "n0020" not in [key for keys, _, _ in found for key in keys]
+
+
+def test_a_batch_of_bad_samples_alone_is_replaced(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "set", 40)
+    for key in ("n0018", "n0019"):
+        _flip(folder, "train-000001.tar", key, "x.npy")
+    loader = wt.Loader(folder, FIELDS, batch_size=2, shuffle=False, on_bad="replace", max_bad=0.5)
+    found = epoch(loader)
+    assert found[9][0] == ["n0020", "n0020"]
+    assert np.array_equal(found[9][1][1], values(20))
+    assert loader.report()["bad"] == 2
+
+
+def test_what_a_cut_shard_has_not_is_lost_and_replaced(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "set", 40)
+    index = wt.index(str(folder))
+    os.truncate(folder / "train-000001.tar", int(index.table.start[26]) + 100)  # n0026 and what follows in its shard
+    with pytest.raises(wt.WdstrainError, match=r"train-000001\.tar"):
+        epoch(wt.Loader(folder, FIELDS, batch_size=8))
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.5)
+    found = epoch(loader)
+    assert loader.report()["bad"] == 8
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+
+
+def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
+    """Padding, samples of several kinds, small arrays: the same values, by the arena."""
+    padded = wt.Loader(arrays, FIELDS, batch_size=8, tail="pad")
+    assert sum(int(batch["__valid__"].sum()) for batch in padded) == 90
+    assert not landing(padded)
+    samples: list[Sample] = [
+        (f"n{n:02d}", {"x.npy": npy(values(n)), "cls": b"1"} | ({"txt": b"more"} if n == 3 else {})) for n in range(20)
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=5)
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in epoch(loader) for i, key in enumerate(keys))
+    assert not landing(loader)
+    mixed = wt.mix({"a": arrays, "b": arrays}, FIELDS, batch_size=8)
+    batch = next(iter(mixed))
+    assert np.array_equal(batch["x"][0], values(int(batch["__key__"][0][1:])))
+    mixed.close()
+
+
+def test_batch_memory_is_used_again(arrays: Path) -> None:
+    """Of what is set aside for the worst case, no more is touched than two epochs have batches, and those in the user's hands."""
+    loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=16)
+    touched = {batch["x"].data_ptr() for number in range(9) for batch in loader.epoch(number)}
+    assert loader._pipeline is not None
+    assert len(touched) <= 2 * len(loader) + 6 < loader._pipeline._slots.busy
