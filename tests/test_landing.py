@@ -145,6 +145,21 @@ def test_arrays_that_lie_otherwise_are_read_by_their_field(tmp_path: Path) -> No
     assert loader.report()["reread"] > 0
 
 
+def test_where_the_first_array_lies_otherwise_none_lands(tmp_path: Path) -> None:
+    samples: list[Sample] = [(f"n{n:02d}", {"x.npy": npy(values(n).astype(">f4")), "cls": b"1"}) for n in range(20)]
+    write_tar(tmp_path / "a.tar", samples)
+    fields = {**FIELDS, "x": wt.array("x.npy", shape=SHAPE, dtype="float32")}
+    loader = wt.Loader(tmp_path, fields, batch_size=5)
+    with pytest.raises(wt.SampleError, match=r">f4\[40, 40\]"):
+        epoch(loader)
+    fortran: list[Sample] = [(key, {"x.npy": npy(np.asfortranarray(values(n)))}) for n, (key, _) in enumerate(samples)]
+    write_tar(tmp_path / "f" / "a.tar", fortran)
+    loader = wt.Loader(tmp_path / "f", {"x": FIELDS["x"]}, batch_size=5)
+    for batch in loader:
+        assert all(np.array_equal(x, values(int(key[1:]))) for key, x in zip(batch["__key__"], batch["x"], strict=True))
+    assert not landing(loader)
+
+
 def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
     samples: list[Sample] = [
         (f"n{n:02d}", {"x.npy": npy(values(n).reshape((40, 40) if n != 7 else (20, 80))), "cls": b"1"}) for n in range(20)

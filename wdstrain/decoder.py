@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,16 +114,23 @@ class Decoder:
 
     def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
         """Each field as a list of bytes, None where a sample lacks it."""
-        found: dict[str, list[bytes | None]] = {name: [None] * len(task.ids) for name in self._names}
-        columns, view = [found[name] for name in self._names], self.arena.view
+        view, rows = self.arena.view, len(task.ids)
+        ends = (task.offset + task.size).tolist()
+        data = [bytes(view[start:end]) for start, end in zip(task.offset.tolist(), ends, strict=True)]
         bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
-        of = np.repeat(np.arange(len(task.ids)), np.diff(task.first)).tolist()
-        ends, crcs = (task.offset + task.size).tolist(), task.crc.tolist() or repeat(None)
-        for row, field, start, end, crc in zip(of, task.field.tolist(), task.offset.tolist(), ends, crcs, strict=False):
-            if row not in bad:
-                data = columns[field][row] = bytes(view[start:end])
-                if crc is not None and crc32(data) != crc:
-                    bad[row] = Bad(row, self._names[field], MISMATCH)
+        of = np.repeat(np.arange(rows), np.diff(task.first))
+        if len(task.crc):
+            for m in [m for m, (one, crc) in enumerate(zip(data, task.crc.tolist(), strict=True)) if crc32(one) != crc]:
+                row = int(of[m])
+                bad[row] = bad.get(row, Bad(row, self._names[task.field[m]], MISMATCH))
+        found: dict[str, list[bytes | None]] = {}
+        for number, name in enumerate(self._names):
+            mine = np.flatnonzero(task.field == number)
+            column: list[bytes | None] = [data[m] for m in mine.tolist()]
+            if len(mine) != rows:  # some lack it
+                there = dict(zip(of[mine].tolist(), column, strict=True))
+                column = [there.get(row) for row in range(rows)]
+            found[name] = column
         return found, self._substitute(sorted(bad.values()), task.ids, list(found.values()))
 
     def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:

@@ -74,7 +74,24 @@ def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, pla
         head = int(sizes[0, members[0]]) - row
         if head > 0 and members[0] not in [one.member for one in made.values()]:
             made[name] = Landed(field, present[0], members[0], head, row, layout.columns[name][1])
+    if not _lie_so(index, list(made.values())):
+        return {}
     return dict(sorted(made.items(), key=lambda item: item[1].member))
+
+
+def _lie_so(index: Index, what: list[Landed]) -> bool:
+    """Whether the arrays of the first sample lie as they are wanted: where they do not, those of the others will not either."""
+    table = index.table
+    try:
+        with LocalFile(index.shards[0].path) as source:
+            for one in what:
+                head = bytearray(one.head)
+                source.read_into([memoryview(head)], int(table.member_offset[one.member]))
+                if not one.field.lies_as(bytes(head)):
+                    return False
+    except WdstrainError:  # the reader will meet it too, and tells it or goes round it
+        return False
+    return True
 
 
 class Placed(NamedTuple):
