@@ -20,34 +20,40 @@ What was measured last; ratios carry over to other machines, samples/s do not.
 
     2 cores, no GPU, local disk, page cache warm, Python 3.11, torch 2.15, 2026-11-20; webdataset 1.0.2, LitData 0.2.76,
     MosaicML 0.13.0, FFCV 1.0.2, DALI 2.4.0, PyTables 3.11.1; 1 500 photographs, three times each
-    R1  ours 3401 (3325 to 3427), threads 2940; decode alone 3731, whole pictures by simplejpeg and v2 2759; FFCV 2276,
-        DALI 1813, LitData 1710, ImageFolder 1321, with torchvision 1620, MosaicML 1580, webdataset 1140, with torchvision
-        1329. Of FFCV 1.49 (1.43 to 1.55): met; of decoding alone 0.91 (0.90 to 0.92): MISSED
-    R2  ours 17037 (16358 to 17736), threads 11137; decode alone 27160, simplejpeg 34829; FFCV 16192, DALI 12470, LitData
-        7949, webdataset 5197, with torchvision 6953, ImageFolder 6592, MosaicML 5346. Of FFCV 1.05 (0.99 to 1.11): MISSED;
-        3.28 times webdataset: met. First epoch 4.8 times FFCV (5.5 s of compiling) and 3.5 times webdataset: met
-    R3  ours 57167 (48531 to 58505), threads 47116; readinto 517995, into 128 MB 322540; FFCV 352346, LitData 11296,
-        webdataset 11070, MosaicML 10728, PyTables 6223 (5541 to 12365). Of readinto 0.11, of FFCV 0.16, 9.2 times
-        PyTables: MISSED, all three
-    R4  ours 165380 (156425 to 168326); readinto 3562565; webdataset 22902, without processes 22594. 7.2 times: MISSED
-    R5  first batch 0.16 s, 0.33 s with processes; resume 0.52 s, 0.56 s; import 0.07 s: met
-    R6  two workers 1.66 times one; the training process 0.16 (0.13 to 0.23) of a core: met
-    R7  63 MB beyond buffer and slots in R2, below them in R3: met; epochs 8 to 10 by 2 to 4: 1.00 to 1.05: met
+    R1  ours 3138 (2424 to 3276), threads 2774; decode alone 3529, whole pictures by simplejpeg and v2 2579; FFCV 1877,
+        DALI 1715, LitData 1277, ImageFolder 1126, with torchvision 1294, MosaicML 1323, webdataset 1068, with torchvision
+        1097. Of FFCV 1.67 (1.14 to 2.09): met; of decoding alone 0.89 (0.82 to 0.92), in another run 0.91 (0.87 to 0.95):
+        MISSED
+    R2  ours 21270 (19355 to 22051), threads 14017; decode alone 29033, simplejpeg 34531; FFCV 16599, DALI 13751, LitData
+        6944, webdataset 5554, with torchvision 6757, ImageFolder 6539, MosaicML 5147. Of FFCV 1.28 (1.18 to 1.33), 3.83
+        times webdataset: met. First epoch 4.6 times FFCV (5.9 s of compiling) and 3.7 times webdataset: met
+    R3  ours 136797 (95278 to 145143), threads 114908; readinto 483901, into 128 MB 287336; FFCV 330908, LitData 9434,
+        webdataset 11034, MosaicML 10125, PyTables 6642 (5415 to 11400). 20.6 times PyTables: met; of readinto 0.28, of FFCV
+        0.41: MISSED
+    R4  ours 230974 (221205 to 239777); readinto 2870131; webdataset 26409, without processes 21338. 8.75 times: MISSED
+    R5  first batch 0.17 s, 0.21 s with processes; resume 0.46 s, 0.54 s; import 0.09 s: met
+    R6  two workers 1.91 times one; the training process 0.13 (0.12 to 0.13) of a core: met. On 16 cores (and no peers; Python
+        3.12, torch 2.11) with a commit of the same day: 964, 1635, 3558, 7374, 11898 samples/s for 1, 2, 4, 8, 16 workers,
+        12.34 times one, and 0.15 of a core: met; decode alone there 12929 (12624 to 17028)
+    R7  73 MB beyond buffer and slots in R2, 56 and 62 in R3: met; epochs 8 to 10 by 2 to 4: 1.00 to 1.02: met
 
-R3 to R7 were measured while the machine had other work (load 3 to 5, of which 1 to 2 are ours).
+Other contenders' processes sleep beside each turn (load 2 to 4, of which 1 to 2 are ours).
 
-Where the time goes, microseconds of one core for a sample. R1: 536 of decoding in 588. R2: 74 of decoding in 117: 54 are
-libjpeg's, 10 its calls through ctypes and what looks at the picture first, 4 to 7 turning it around; 16 more are checksum, label
-and rows, 16 the training process, the rest handing over. R3: 4.7 of plain reading are 8.5 in the reader (preadv into 128 MB,
-2 of Python); 7 are checksum and copy while all is in the processor's cache; the rest is memory, handing over batches of 32, and
-waiting for the interpreter's lock. FFCV copies once, from a mapped file, and compares no checksum. R4: 3.3 in the reader, 2.6
-in the decoder, 0.8 for keys, most of it under that lock.
+Where the time goes, microseconds of one core for a sample. R1: 526 of decoding in the workers, 4.5 of the system, 17 in the training
+process, half of which is reading, in 559. R2: 79 in the workers, where decoding alone takes 66; 9 in the loop's thread, 3.5 in the
+reader, 4 in the threads of queues, before batches travelled together. R3: 14 in all: 6 of preadv, 2.5 comparing, 2 reader, 3 the
+loop's thread; but a third of the time of two cores is waiting for the interpreter's lock, which is given away at each checksum:
+without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
+1.7 in the reader, 2.1 in the decoder, 2.1 in planning a batch and handing it over.
 
-Ideas tried on a copy of the package, speed by that of the same minute: lists in place of numpy scalars in the decoder, and keys
-taken for a batch at once: R4 1.21; with these, arrays decoded by the training process itself: R3 threads 1.43; whole pictures
-by simplejpeg into the slot: R2 1.08 with processes, 1.1 to 1.5 with threads. Failed: the lists alone for R3 with processes 0.98;
-turning a picture of 128x128 by numpy 54 us, by np.take 28 (torch 6.4, cv2 2.2). What misled: turns that count what was ready
-before gave webdataset four times its speed in R4 (88793, in short epochs: its shuffle buffer was full).
+Ideas and what they brought, by the speed of the same minute. Whole pictures by simplejpeg into their row, a picture turned around by
+decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04. Batches of 32 in threes to a worker: R2 1.1. Samples placed
+and planned many at a time: R4 1.5. Arrays read into their batch: R3 1.9 (arrays copied from the arena by the training process
+itself would be 1.4). Failed: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take
+28 (torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
+reading thread 0.8, chunks of 1 MB instead of 4 0.85. Huge pages for shared memory: the system's settings forbid them. What misled:
+turns that count what was ready before gave webdataset four times its speed in R4; measuring a field in a process that has
+torch's two threads beside others gave 40 us more for each picture that is turned around.
 """
 
 from __future__ import annotations
