@@ -134,7 +134,8 @@ class Bench:
         """Class folders of cuts of the photographs, 128 x 128, about 7 KB; the first of them as arrays in arrays/x.npy."""
         wanted, rows = (3000, 3200) if self.quick else (20_000, 12_800)
         photos = sorted(self.photos.rglob("*.jpg"))[: 200 if self.quick else 1500]
-        arrays = np.lib.format.open_memmap(self._folder("arrays") / "x.npy", "w+", np.uint8, (rows, 128, 128, 3))
+        npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
+        arrays = npy.open_memmap(self._folder("arrays") / "x.npy", "w+", np.uint8, (rows, 128, 128, 3))
         each = -(-max(wanted, rows) // len(photos))
         with multiprocessing.get_context("fork").Pool(CORES) as pool:
             made = pool.imap(partial(_cuts, each), photos)

@@ -191,7 +191,7 @@ class Augmentation:
         """Each picture with the one before it in the batch; labels by the share that is left of it."""
         height, width = pixels.shape[1:3]
         cut = draws[:, _WHICH] < 0.5 if self._mixup and self._cutmix else np.full(len(draws), bool(self._cutmix))
-        keep = np.empty(len(draws))
+        keep: Draws = np.empty(len(draws))
         for rows, alpha in ((cut, self._cutmix), (~cut, self._mixup)):
             if rows.any():
                 keep[rows] = np.interp(draws[rows, _SHARE], *beta_quantiles(alpha))

@@ -300,8 +300,9 @@ def _npy(data: memoryview) -> Array:
 def _npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     """(dtype, whether the first axis runs fastest, shape); reading it takes longer than copying 48 KB."""
     stream = io.BytesIO(head)
-    np.lib.format.read_magic(stream)
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
+    npy.read_magic(stream)
+    shape, fortran, dtype = npy.read_array_header_1_0(stream)
     return dtype, fortran, shape
 
 

@@ -178,7 +178,7 @@ class Reader:
         ids = _joined([of_lane[1] for of_lane in asked])
         where = _joined(offset)
         if plan.tail == "drop":
-            valid = np.ones(len(ids), bool)
+            valid: npt.NDArray[np.bool_] = np.ones(len(ids), bool)
         else:
             stops = [plan.lane_samples(run.lane) for run in runs]
             valid = np.concatenate([np.arange(*span) < stop for span, stop in zip(spans, stops, strict=True)])
