@@ -194,3 +194,10 @@ def test_what_cannot_be_varied_is_a_sentence(pictures: Path) -> None:
         varied({"image": _pictures(2), "label": torch.zeros(2)}, _draws(2))
     with pytest.raises(wt.UsageError, match="no batch was given yet"):
         wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).draws(3)
+
+
+def test_an_empty_batch_is_of_the_kind_of_the_others() -> None:
+    varied = wt.Augmentation("rrc", size=(24, 20), mixup=0.2, classes=5, dtype=torch.bfloat16)
+    made = varied({"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}, _draws(4)[:0])
+    assert (made["image"].shape, made["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
+    assert (made["label"].shape, made["label"].dtype) == ((0, 5), torch.float32)

@@ -142,3 +142,24 @@ def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(pictures: Pat
     assert 0 < steps < 12
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> None:
+    """While the next batch is being taken in the other thread."""
+    samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n % 9 else b"no picture", "cls": b"1"}) for n in range(90)]
+    write_tar(tmp_path / "p.tar", samples)
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_bad="replace", max_bad=0.03)
+    with pytest.raises(wt.SampleError, match="more than max_bad=0.03 allows"):
+        list(ahead(iter(loader), _Copies()))
+    assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
+    assert loader._pipeline is None
+
+
+def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> None:
+    loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=2)
+    batches = ahead(iter(loader), _Copies())
+    next(batches)
+    loader.close()
+    with pytest.raises(wt.WdstrainError):
+        list(batches)

@@ -332,3 +332,19 @@ def test_every_thread_decodes_for_itself() -> None:
         for _ in range(20):
             found = list(pool.map(lambda one: decode_image(one, lambda h, w: (10, 10, 50, 60)), data))
             assert all(map(np.array_equal, found, wanted))
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_part_of_a_picture_that_has_the_size_of_the_batch(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not resized from the memory it is resized into: with a byte behind its end, and without libjpeg-turbo 3."""
+    data, field = photo(64, 64) + (b"x" if library else b""), wt.image(size=64, augment="rrc+flip")
+    whole = decode_image(data)
+    if not library:
+        monkeypatch.setattr(turbo, "_library", lambda: None)
+    for number in range(300):
+        draws = np.random.default_rng(number).random(DRAWS)
+        out, expected = np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64, 3), np.uint8)
+        field.read("jpg", memoryview(data), out, draws)
+        top, left, height, width = region(64, 64, (64, 64), Augment(rrc=True), draws)
+        fit(whole[top : top + height, left : left + width].copy(), expected)
+        assert np.array_equal(out, expected[:, ::-1] if draws[22] < 0.5 else expected), number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import Sample, write_tar
+from tests.conftest import Sample, picture, write_tar
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -243,9 +244,124 @@ def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
     mixed.close()
 
 
-def test_batch_memory_is_used_again(arrays: Path) -> None:
-    """Of what is set aside for the worst case, no more is touched than two epochs have batches, and those in the user's hands."""
+# --- what a review found ---------------------------------------------------------------------------------------------
+
+
+def test_two_fields_may_read_the_same_array(arrays: Path) -> None:
+    fields = {"x": FIELDS["x"], "again": wt.array("x.npy", shape=SHAPE, dtype="float32"), "loose": wt.array("x.npy")}
+    loader = wt.Loader(arrays, fields, batch_size=8)
+    for batch in loader:
+        for name in fields:
+            assert all(np.array_equal(x, values(int(key[1:]))) for key, x in zip(batch["__key__"], batch[name], strict=True))
+
+
+@pytest.mark.parametrize("start", [0, 2, 3])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, packed: bool) -> None:
+    """Gaps: members that are no samples, and samples that a resume does not need."""
+    if packed:
+        folder = pack(tmp_path / "set", 60)
+        index = wt.index(str(folder))
+        os.truncate(folder / "train-000001.tar", int(index.table.start[28]) + 100)
+    else:
+        folder = tmp_path
+        samples: list[Sample] = []
+        for n in range(60):
+            samples += [(f"n{n:04d}", {"x.npy": npy(values(n)), "cls": b"%d" % (n % 7)})]
+            samples += [(f".hidden{n}", {"x": bytes(700)})] if n % 5 == 0 else []
+        write_tar(folder / "a.tar", samples)
+        index = wt.index(str(folder))
+        os.truncate(folder / "a.tar", int(index.table.start[48]) + 100)
+    found = {}
+    for name, fields in (("direct", FIELDS), ("copied", COPIED)):
+        loader = wt.Loader(index, fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9)
+        found[name] = [epoch(loader, 1, start), loader.report()["bad"]]
+        loader.close()
+    assert same(found["direct"][0], found["copied"][0])
+    assert found["direct"][1] == found["copied"][1]
+
+
+def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wdstrain import landing as module
+
+    folder = pack(tmp_path / "set", 40)
+    original = module.Landing._all
+
+    def once(self: Any, source: Any, pieces: Any, count: int, part: Any) -> None:
+        original(self, source, pieces, count, part)
+        if 20 in part.ids and not damaged:
+            damaged.append(True)
+            row = part.ids.tolist().index(20)
+            after = pieces[(row + 1) * count - 1]  # the arena's part behind the array: the header and value of cls
+            after[len(bytes(after).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding
+
+    damaged: list[bool] = []
+    monkeypatch.setattr(module.Landing, "_all", once)
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace")
+    found = epoch(loader)
+    assert damaged
+    assert loader.report()["reread"] == 1
+    assert loader.report()["bad"] == 0
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "options"),
+    [(3000, 1, {"shuffle": False}), (3000, 8, {"shuffle_buffer": 24_000}), (3000, 8, {"shuffle_buffer": 2990})],
+)
+def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
+    tmp_path: Path, count: int, batch_size: int, options: dict[str, Any]
+) -> None:
+    samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(1024, n, np.int32)} for n in range(count))
+    wt.pack(samples, str(tmp_path), shuffle=False)
+    loader = wt.Loader(tmp_path, {"x": wt.array("x.npy", shape=(1024,), dtype="int32")}, batch_size=batch_size, **options)
+    for number in range(4):
+        for step, batch in enumerate(loader.epoch(number)):
+            assert batch["x"][0, 0] == batch["x"][0, -1] == int(batch["__key__"][0][1:])
+            if step % 97 == 0:  # the reader is as far ahead as it may be
+                reader = loader._pipeline._reader  # type: ignore[union-attr]
+                with reader._lock:
+                    reader._lock.wait_for(lambda r=reader: _is_ahead(r), timeout=0.05)  # type: ignore[misc]
+    loader.close()
+
+
+def _is_ahead(reader: Any) -> bool:
+    runs = [run for runs in reader._runs.values() for run in runs]
+    return all(run.begun - run.needed >= reader._ahead or run.begun == run.plan.lane_places(run.lane) for run in runs)
+
+
+def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
     loader = wt.Loader(arrays, FIELDS, batch_size=8, shuffle_buffer=16)
-    touched = {batch["x"].data_ptr() for number in range(9) for batch in loader.epoch(number)}
-    assert loader._pipeline is not None
-    assert len(touched) <= 2 * len(loader) + 6 < loader._pipeline._slots.busy
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(30):
+        for _ in loader.epoch(number):
+            break
+    loader.close()
+    del loader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_shard_that_is_gone_is_replaced_while_it_is_gone(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "set", 60)
+    loader = wt.Loader(folder, FIELDS, batch_size=5, shuffle_buffer=10, on_bad="replace", max_bad=0.9)
+    (folder / "train-000001.tar").rename(tmp_path / "away.tar")
+    found = epoch(loader)
+    assert loader.report()["bad"] == 17
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    (tmp_path / "away.tar").rename(folder / "train-000001.tar")
+    for number in (1, 2, 3):  # what of the next epochs was read ahead is lost, what is read from now on is not
+        epoch(loader, number)
+    assert loader.report()["bad"] == 0
+    loader.close()
+
+
+def test_an_array_beside_a_large_picture_is_copied(tmp_path: Path) -> None:
+    samples: list[Sample] = [(f"n{n:02d}", {"x.npy": npy(np.full(1024, n, np.int32)), "png": picture(n)}) for n in range(20)]
+    write_tar(tmp_path / "a.tar", samples)
+    fields = {"x": wt.array("x.npy", shape=(1024,), dtype="int32"), "image": wt.image(size=96)}
+    loader = wt.Loader(tmp_path, fields, batch_size=5)
+    assert all(int(x[0]) == int(key[1:]) for batch in loader for key, x in zip(batch["__key__"], batch["x"], strict=True))
+    assert not landing(loader)

@@ -113,13 +113,16 @@ class Augmentation:
                 f"batch[{self._image!r}] is {_kind(pictures)}, and uint8[b, 3, h, w] is varied. Read it with wt.image(size=...)."
             )
         made = dict(batch)
-        if not len(pictures):
-            return made | {self._image: pictures.to(self._dtype)}
+        if not len(pictures):  # of a rank for which nothing is left
+            size = self._size or (int(pictures.shape[2]), int(pictures.shape[3]))
+            if self._mixup or self._cutmix:
+                made[self._label] = self._shares_of(batch)
+            return made | {self._image: pictures.new_zeros((0, 3, *size), dtype=self._dtype)}
         varied = self._coloured(self._cut(pictures, draws), draws)
         if self._mixup or self._cutmix:
             varied, made[self._label] = self._mixed(varied, self._shares_of(batch), draws)
         if self._normalise is not None:
-            mean, std = (_on(np.array(one), varied).view(1, 1, 1, 3) for one in self._normalise)
+            mean, std = (_on(np.array(one, np.float32), varied).view(1, 1, 1, 3) for one in self._normalise)
             varied = (varied - mean) / std
         made[self._image] = varied.to(self._dtype).permute(0, 3, 1, 2)
         return made

@@ -64,13 +64,12 @@ class Batches(Iterator[Batch]):
     def __next__(self) -> Batch:
         asked = self.asked()
         try:
-            taken = self.take()
+            return self.give(self.take(), asked)
         except StopIteration:
             raise
         except BaseException:
             self.close()
             raise
-        return self.give(taken, asked)
 
     def draws(self, columns: int) -> Draws:
         """Random numbers in [0, 1), float64[b, columns]: a row for each sample of the batch given last, its own in this epoch.
@@ -150,7 +149,6 @@ class Batches(Iterator[Batch]):
         meter.padded += counts.padded
         meter.add_bad(counts.bad)
         if meter.bad > self._max_bad * self._promised:
-            self.close()
             raise SampleError(
                 f"{meter.bad} of the {self._promised} samples of epoch {meter.epoch} are bad, more than max_bad={self._max_bad} "
                 f"allows ({', '.join(f'{count} x {reason}' for reason, count in meter.bad_reasons.items())}). "

@@ -66,7 +66,8 @@ def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, bl
             part = decode_part(data, box, MAX_PIXELS, out, blue_first=blue_first)
             if part is not None:
                 return part
-        buffer = out if out is not None and out.shape == (height, width, 3) else None
+        whole = (high, wide) == (height, width)  # a part must not lie in what it will be resized into
+        buffer = out if whole and out is not None and out.shape == (height, width, 3) else None
         pixels: Pixels = simplejpeg.decode_jpeg(data, "BGR" if blue_first else "RGB", buffer=buffer)
         return pixels[top : top + high, left : left + wide]
     except ValueError:

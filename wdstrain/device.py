@@ -99,7 +99,8 @@ class _CudaSender:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, batches: Batches) -> None:
-        batches.lock_pages()
+        with torch.cuda.device(self._device):
+            batches.lock_pages()
 
     def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
@@ -120,36 +121,32 @@ class _CudaSender:
 def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
     """Batches that are no loader's: they are taken when the loop asks for them."""
     held: tuple[Batch, Moment] | None = None
-    for batch in batches:
-        sent = sender.send(batch, None)
+    try:
+        for batch in batches:
+            sent = sender.send(batch, None)
+            if held is not None:
+                held[1].synchronize()
+            held = (batch, sent.there)
+            del batch
+            received = sender.received(sent)
+            del sent
+            yield received
+            del received
+    finally:
         if held is not None:
             held[1].synchronize()
-        held = (batch, sent.there)
-        del batch
-        received = sender.received(sent)
-        del sent
-        yield received
-        del received
-    if held is not None:
-        held[1].synchronize()
 
 
 def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     """A loader's batches, one of them ahead."""
-    asked = batches.asked()
+    asked, courier = batches.asked(), None
     try:
         first = batches.take()
         sender.begin(batches)
         sent = sender.send(first.batch, first.draws)
-    except StopIteration:
-        return
-    except BaseException:
-        batches.close()
-        raise
-    sent.there.synchronize()
-    courier = _Courier(batches, sender)
-    try:
+        sent.there.synchronize()
         found: tuple[Taken, Sent] | None = (first._replace(batch={}), sent)
+        courier = _Courier(batches, sender)
         del first, sent
         while found is not None:
             received = batches.give(found[0], asked, sender.received(found[1]))
@@ -158,8 +155,18 @@ def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
             del received
             asked = batches.asked()
             found = courier.next()
+    except StopIteration:  # there was no batch at all
+        return
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if courier is not None:
+            courier.close()
+        batches.close()
+        raise
     finally:
-        courier.close()
+        if courier is not None:
+            courier.close()
 
 
 class _Courier:
@@ -176,7 +183,6 @@ class _Courier:
         """The next batch; None at the end. Raises what taking it raised."""
         found = self._found.get()
         if isinstance(found, BaseException):
-            self._batches.close()
             raise found
         self._room.release()
         return found

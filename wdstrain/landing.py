@@ -72,9 +72,11 @@ def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, pla
         if len(members) != 1 or row < _LEAST or (sizes[:, members[0]] != sizes[0, members[0]]).any():
             continue
         head = int(sizes[0, members[0]]) - row
-        if head > 0 and members[0] not in [one.member for one in made.values()]:
+        shared = any(present[0] in other.names for key, other in fields.items() if key != name)
+        if head > 0 and not shared:  # what another field reads has to be in the arena
             made[name] = Landed(field, present[0], members[0], head, row, layout.columns[name][1])
-    if not _lie_so(index, list(made.values())):
+    # slots are held for a window: with a large column that does not land, that would be much memory for little
+    if 2 * layout.rows * sum(one.row for one in made.values()) < layout.size or not _lie_so(index, list(made.values())):
         return {}
     return dict(sorted(made.items(), key=lambda item: item[1].member))
 
@@ -106,7 +108,7 @@ class Placed(NamedTuple):
 
 
 class Landing:
-    """Reads samples whose arrays land. `odd` and `lost` hold ids; they are added to by its threads."""
+    """Reads samples whose arrays land, by threads of its own."""
 
     def __init__(self, index: Index, what: Iterable[Landed], slots: Slots, salvage: bool) -> None:
         self._index, self._what, self._slots, self._salvage = index, list(what), slots, salvage
@@ -114,8 +116,10 @@ class Landing:
         # of a sample's members, by their place: bytes that lie before them in the shard and not in the arena. int64[members]
         count = int(index.table.member_first[1])
         self.before = sum((np.arange(count) > one.member) * one.row for one in self._what) + np.zeros(count, np.int64)
-        self.odd: set[int] = set()
-        self.lost: dict[int, str] = {}
+        # by home and row, until their batch is asked for; the threads add to them
+        self._odd: set[tuple[int, int]] = set()
+        self._lost: dict[tuple[int, int], str] = {}
+        self._open: set[LocalFile] = set()
         self._slot_at: dict[int, int] = {}  # clock -> slot
         self._heads: dict[tuple[int, bytes], bool] = {}
         self._hands: ThreadPoolExecutor | None = None
@@ -135,9 +139,21 @@ class Landing:
         assert isinstance(plan, Plan)
         return plan.positions(lane, start, stop) % plan.quota + plan.lanes_of(rank).index(lane) * plan.quota
 
-    def slot(self, clock: int) -> int:
-        """The slot of a batch, all of which is read; it is the caller's now."""
-        return self._slot_at.pop(clock)
+    def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
+        """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
+        slot = self._slot_at.pop(clock)
+        lost, count = dict[int, str](), 0
+        if self._odd or self._lost:
+            home = slot * self._slots.layout.size
+            for row, number in enumerate(ids.tolist()):
+                why = self._lost.pop((home, row), None)
+                if why is None and (home, row) in self._odd:
+                    self._odd.discard((home, row))
+                    why = self.again(number, row, slot)
+                    count += 1
+                if why is not None:
+                    lost[row] = why
+        return slot, lost, count
 
     def read(self, shard: Shard, samples: Placed, arena: Memory, told: Callable[[], None]) -> Reading:
         """Begin to read samples that follow one another in a shard. told: called, from any thread, when all are there."""
@@ -151,8 +167,13 @@ class Landing:
         try:
             source = LocalFile(shard.path)
         except WdstrainError as error:
-            reading.missing, reading.error = 0, error
+            reading.missing = 0
+            if self._salvage:
+                self._lose(samples, range(len(samples.ids)), error)
+            else:
+                reading.error = error
             return reading
+        self._open.add(source)
 
         def work(part: Placed) -> None:
             error: WdstrainError | None = None
@@ -167,6 +188,7 @@ class Landing:
                 reading.missing -= 1
                 last = not reading.missing
             if last:
+                self._open.discard(source)
                 source.close()
                 told()
 
@@ -181,7 +203,11 @@ class Landing:
         if self._hands is not None:
             self._hands.shutdown(wait=True, cancel_futures=True)
             self._hands = None
+        while self._open:  # of what was not begun any more
+            self._open.pop().close()
         self._slot_at.clear()
+        self._odd.clear()
+        self._lost.clear()
 
     def again(self, number: int, row: int, slot: int) -> str | None:
         """Read an odd sample once more and let its fields read it, into this row. What is wrong with it, if that is no help."""
@@ -246,6 +272,7 @@ class Landing:
 
     def _all(self, source: LocalFile, pieces: list[memoryview], count: int, part: Placed) -> None:
         """Read all samples at once, and what is between them for nobody."""
+        pieces = pieces.copy()
         gaps = part.starts[1:] - part.stops[:-1]  # members that are no samples, or samples this resume does not need
         for i in np.flatnonzero(gaps)[::-1].tolist():
             skipped = range(0, int(gaps[i]), _CHUNK)
@@ -257,8 +284,12 @@ class Landing:
             source.read_into(pieces, int(part.starts[i]))
             return True
         except WdstrainError as error:
-            self.lost[int(part.ids[i])] = f"it cannot be read ({str(error).rstrip('.')})"
+            self._lose(part, [i], error)
             return False
+
+    def _lose(self, part: Placed, which: Iterable[int], error: WdstrainError) -> None:
+        for i in which:
+            self._lost[int(part.homes[i]), int(part.rows[i])] = f"it cannot be read ({str(error).rstrip('.')})"
 
     def _compare(self, part: Placed, whole: list[int], heads: list[list[memoryview]], rows: list[list[memoryview]]) -> None:
         """What is not as its index and its field say is odd."""
@@ -271,7 +302,7 @@ class Landing:
                 if known is None:
                     known = self._heads[one.member, head] = one.field.lies_as(head)
                 if not known or (crcs is not None and crc32(of_rows[i], crc32(head)) != crcs[i]):
-                    self.odd.add(int(part.ids[i]))
+                    self._odd.add((int(part.homes[i]), int(part.rows[i])))
 
 
 def _views(memory: memoryview, starts: Ints, ends: Ints) -> list[memoryview]:

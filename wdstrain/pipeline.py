@@ -9,6 +9,7 @@ workers are forked, so that no thread of ours exists at that time.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Pipeline:
     ) -> None:
         """sources: the first id of each source of a mixture, in order; batches then say where each sample is from."""
         self._owner = os.getpid()
+        self._using = threading.RLock()  # a batch is taken in one thread, and all may be closed in another
         self._index, self._plans = index, plans
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
         plan = plans(0)
@@ -114,6 +116,10 @@ class Pipeline:
 
     def next(self) -> tuple[dict[str, Any], Counts]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
+        with self._using:
+            return self._next()
+
+    def _next(self) -> tuple[dict[str, Any], Counts]:
         if self._results is None or self._at is None:
             raise WdstrainError("the pipeline was closed")
         result = next(self._results)
@@ -165,15 +171,17 @@ class Pipeline:
     def abandon(self) -> None:
         """End the reading, for a thread that waits for what it may never get; another seek starts it again."""
         self._reader.stop()
-        self._at = None
+        with self._using:
+            self._at = None
 
     def close(self) -> None:
         """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done."""
         if os.getpid() != self._owner:
             return
-        self._results = self._at = None
-        self._reader.stop()
-        self._workers.close()
+        self._reader.stop()  # whoever waits for a batch in another thread waits no more
+        with self._using:
+            self._results = self._at = None
+            self._workers.close()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -193,16 +201,10 @@ class Pipeline:
             epoch, step = epoch + 1, 0
 
     def _landed(self, landing: Landing, clock: int, batch: Batch) -> int:
-        """The slot into which a batch was read; what is odd in it is read once more."""
-        slot = landing.slot(clock)
-        if landing.odd or landing.lost:
-            for row, number in enumerate(batch.ids.tolist()):
-                why = landing.lost.get(number)
-                if why is None and number in landing.odd:
-                    why = landing.again(number, row, slot)
-                    self._reread += 1
-                if why is not None:
-                    batch.lost[row] = why
+        """The slot into which a batch was read."""
+        slot, lost, again = landing.slot(clock, batch.ids)
+        batch.lost.update(lost)
+        self._reread += again
         return slot
 
     def _again(self, failed: Result, batch: Batch, epoch: int) -> Result:
@@ -212,6 +214,9 @@ class Pipeline:
         for number in set(self._index.shard_of(damaged).tolist()):
             if self._cache is not None:
                 self._cache.forget(self._index.shards[number])
+        if self._landing is not None:  # others may have taken the place of what landed in the rows of bad samples
+            for row in {one.row for one in failed.bad} - batch.lost.keys():
+                self._landing.again(int(batch.ids[row]), row, failed.slot)
         task = self._to_do.make(failed.clock, epoch, failed.slot, batch.ids, batch.offset, batch.lost)
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 

@@ -366,13 +366,14 @@ def reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
 
 
 def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
-    """Most batches of which something is read, and not everything asked for, at one time.
+    """Most batches of which something is read, and not everything asked for, at one time: for memory that is only set aside.
 
-    A sample leaves about half a window from its place, so that it is a window and what is read ahead; at the end of an epoch the
-    next is begun too. The root is for the luck in it: eight times what it differs by.
+    A sample leaves less than a window from its place, on average half of one; so at an epoch's end there is half a window and what
+    is read ahead of it, and as much again and the other half of the next. No more than two epochs are ever begun.
     """
+    longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
-    return -(-int(1.25 * window + 2 * ahead + 8 * window**0.5 + _PIECES) // plan.quota) + 4
+    return -(-min(2 * longest, 2 * (window + ahead + _PIECES) + int(8 * window**0.5)) // plan.quota) + 4
 
 
 def _joined(parts: list[Ints]) -> Ints:

@@ -124,14 +124,14 @@ class Processes:
             multiprocessing_context=context,
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
-        self._iterator: Iterator[bytes] | None = None
+        self._iterator: Iterator[list[bytes]] | None = None
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
         try:
             self._iterator = self._start(tasks)
             for results in self._iterator:
-                yield from pickle.loads(results)
+                yield from map(pickle.loads, results)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -140,7 +140,7 @@ class Processes:
                 f"lower num_workers or batch_size; dmesg tells."
             ) from error
 
-    def _start(self, tasks: Iterator[Task]) -> Iterator[bytes]:
+    def _start(self, tasks: Iterator[Task]) -> Iterator[list[bytes]]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
         others = set(multiprocessing.active_children())
         waiting = _Interrupts()
@@ -207,7 +207,7 @@ class _Stream:
             yield tuple(islice(tasks, 1 if message < self._alone else self._together))
 
 
-class _Remote(Dataset[bytes]):
+class _Remote(Dataset[list[bytes]]):
     """The DataLoader's data set: `remote[tasks]` decodes them.
 
     Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
@@ -216,14 +216,16 @@ class _Remote(Dataset[bytes]):
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def __getitem__(self, tasks: tuple[Task, ...]) -> bytes:
-        results = [self._decoder(task, own_process=True) for task in tasks]
-        try:
-            return bytes(ForkingPickler.dumps(results))
-        except Exception as error:  # what pickling raises depends on the object
-            reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
-            failed = [result._replace(values={}, bad=[Bad(0, "", reason)]) for result in results]
-            return bytes(ForkingPickler.dumps(failed))
+    def __getitem__(self, tasks: tuple[Task, ...]) -> list[bytes]:
+        return [_pickled(self._decoder(task, own_process=True)) for task in tasks]
+
+
+def _pickled(result: Result) -> bytes:
+    try:
+        return bytes(ForkingPickler.dumps(result))
+    except Exception as error:  # what pickling raises depends on the object
+        reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
+        return bytes(ForkingPickler.dumps(result._replace(values={}, bad=[Bad(0, "", reason)])))
 
 
 def _as_it_is(value: Any) -> Any:
