@@ -101,10 +101,6 @@ class Augmentation:
         self._mixup, self._cutmix, self._classes = mixup, cutmix, classes
         self._dtype, self._image, self._label = dtype, image, label
 
-    @property
-    def image(self) -> str:
-        return self._image
-
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         """A batch with its pictures varied. draws: float64[b, DRAWS] in [0, 1), a row for each sample."""
         pictures = batch.get(self._image)

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import UsageError
 from wdstrain.fields import Field, image, label, number
 from wdstrain.indexing import Index, Label
-
-# mean and standard deviation of ImageNet's pixels, which the field's pretrained models expect
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
@@ -123,6 +121,5 @@ def _some(classes: tuple[str, ...]) -> str:
 
 def normalised(pixels: Tensor) -> Tensor:
     """uint8 [b, 3, h, w] to float32, by ImageNet's mean and standard deviation."""
-    mean = torch.tensor(_MEAN, device=pixels.device).view(3, 1, 1) * 255
-    std = torch.tensor(_STD, device=pixels.device).view(3, 1, 1) * 255
+    mean, std = (torch.tensor(one, device=pixels.device).view(3, 1, 1) * 255 for one in IMAGENET)
     return (pixels.float() - mean) / std
