@@ -20,4 +20,6 @@ fi
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet . || fail "The formatter would change files. Run: .venv/bin/python -m ruff format"
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+# a process per core, and one thread of torch's in each: two that share two cores wait for each other more than they work
+export OMP_NUM_THREADS=1
+exec "$python" -m pytest --numprocesses auto --dist worksteal "$@"

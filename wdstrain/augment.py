@@ -13,14 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 
+from wdstrain import policies
 from wdstrain.errors import UsageError
 
 Pixels = npt.NDArray[np.uint8]
 Draws = npt.NDArray[np.float64]
 
-DRAWS = 23  # numbers in [0, 1) for one sample: ten tries of area and aspect, a place in two axes, a flip
+_OF_CROP = 23  # ten tries of area and aspect, a place in two axes, a flip
+DRAWS = _OF_CROP + policies.DRAWS  # numbers in [0, 1) for one sample
 _TRIES = 10
+_POLICIES = {"trivialaugment": policies.trivial_augment, "randaugment": policies.rand_augment}
 _resize = torch.ops.aten._upsample_bilinear2d_aa.out  # what torch.nn.functional.interpolate calls
 
 
@@ -30,14 +34,25 @@ class Augment:
 
     rrc: bool = False  # random resized crop
     flip: bool = False  # left-right, half of the time
+    policy: str = ""  # trivialaugment or randaugment
 
     @classmethod
     def parse(cls, text: str | None) -> Augment:
         words = [] if text in (None, "", "none") else str(text).split("+")
+        drawn = [word for word in words if word in _POLICIES]
         for word in words:
-            if word not in ("rrc", "flip"):
-                raise UsageError(f"augment={text!r}: {word!r} is not known. Use rrc, flip, both with a + between, or none.")
-        return cls(rrc="rrc" in words, flip="flip" in words)
+            if word not in ("rrc", "flip", *_POLICIES):
+                raise UsageError(
+                    f"augment={text!r}: {word!r} is not known. Use rrc, flip, {' or '.join(_POLICIES)}, with + between, or none."
+                )
+        if len(drawn) > 1:
+            raise UsageError(f"augment={text!r}: {' and '.join(drawn)} are two ways to do one thing. Use one of them.")
+        return cls(rrc="rrc" in words, flip="flip" in words, policy=drawn[0] if drawn else "")
+
+    def change(self, pixels: Pixels, draws: Draws) -> None:
+        """Change the colours or the shape of a picture by the policy, in its place. pixels: uint8[h, w, 3]; draws: a sample's own."""
+        if self.policy:
+            pixels[...] = np.asarray(_POLICIES[self.policy](Image.fromarray(pixels), draws[_OF_CROP:]))
 
 
 def random_crop(height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:

@@ -84,6 +84,8 @@ class Augmentation:
         label: str = "label",
     ) -> None:
         self._augment = Augment.parse(what)
+        if self._augment.policy:
+            raise UsageError(f"Augmentation({what!r}): {self._augment.policy} is done by the decoders. Give it to wt.image.")
         self._size = _pair(size)
         if self._augment.rrc and self._size is None:
             raise UsageError(f"Augmentation({what!r}) cuts regions and needs a size. Give for example size=224.")

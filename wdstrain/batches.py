@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from wdstrain.bits import uniform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.indexing import Ints
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import Order
@@ -79,6 +80,13 @@ class Batches(Iterator[Batch]):
         if self._last is None:
             raise UsageError("no batch was given yet, and draws belong to one. Ask for a batch first.")
         return self._last.draws(columns)
+
+    @property
+    def ids(self) -> Ints:
+        """Numbers of the samples in the rows of the batch given last, int64[b]; one that stands in for a bad one has its own."""
+        if self._last is None:
+            raise UsageError("no batch was given yet. Ask for one first.")
+        return self._last.counts.ids
 
     # --- for who brings batches to a device ----------------------------------------------------------------------------
 

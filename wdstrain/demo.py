@@ -18,10 +18,11 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.packing.convert import convert
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.options import Options
-from wdstrain.training.loop import Config, Tell, train
+from wdstrain.training.doors import train
+from wdstrain.training.loop import Tell
 from wdstrain.verifying import verify
 
-_CONFIG = Config(model="small", epochs=12, batch_size=32, lr=4e-3, image_size=16)
+_OPTIONS: dict[str, Any] = {"model": "small", "epochs": 8, "batch_size": 32, "lr": 4e-3, "image_size": 16}
 
 
 def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
@@ -37,9 +38,9 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     if not checked.ok:
         raise WdstrainError(f"the shards were damaged right after they were written: {checked.findings[0]}")
     tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
-    tell.line(f"4. training {_CONFIG.model} for {_CONFIG.epochs} epochs: {out}")
+    tell.line(f"4. training {_OPTIONS['model']} for {_OPTIONS['epochs']} epochs: {out}")
     begun = time.monotonic()
-    outcome = train(shards, _CONFIG, out, overwrite=True, tell=tell)
+    outcome = train(shards, out, overwrite=True, tell=tell, **_OPTIONS)
     seconds = time.monotonic() - begun
     trained = sum(epoch["samples"] for epoch in outcome.epochs)
     waited = sum(epoch["stall"] * epoch["seconds"] for epoch in outcome.epochs)

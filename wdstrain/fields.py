@@ -40,7 +40,7 @@ class Field(Protocol):
     """A part of an example.
 
     names: tar fields to look for, in order of preference. example: what `read` writes into `out`, or None if values differ
-    in shape; then `out` is None and `read` returns the value. draws: float64[23] in [0, 1), this sample's own random
+    in shape; then `out` is None and `read` returns the value. draws: float64[27] in [0, 1), this sample's own random
     numbers in this epoch. Raise any exception for data that cannot be used; its text becomes the reason.
     """
 
@@ -66,11 +66,16 @@ class Image:
         if out is None or size is None:
             pixels = decode_image(data)
             pixels = pixels[:, ::-1] if self.augment.flip and draws[22] < 0.5 else pixels
+            if self.augment.policy:
+                pixels = np.ascontiguousarray(pixels)
+                self.augment.change(pixels, draws)
             return np.ascontiguousarray(pixels.transpose(2, 0, 1))
         mirrored = self.augment.flip and draws[22] < 0.5
         into = np.empty(out.shape, np.uint8) if mirrored else out
         part = decode_image(data, lambda h, w: region(h, w, size, self.augment, draws), into, blue_first=bool(mirrored))
-        return fit(part, out, mirrored=bool(mirrored))
+        fit(part, out, mirrored=bool(mirrored))
+        self.augment.change(out, draws)
+        return None
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,8 @@ class NumpyArray:
 def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | None = None, augment: str | None = None) -> Image:
     """An image as uint8 RGB: a batch tensor [b, 3, h, w] (channels_last), or a list of [3, h, w] without `size`.
 
-    size: a side, or (height, width). augment: "rrc" (random resized crop), "flip", "rrc+flip"; without rrc the largest
+    size: a side, or (height, width). augment: "rrc" (random resized crop), "flip", "trivialaugment" or "randaugment" (changes of colour and
+    shape), or some of them as in "rrc+flip+trivialaugment"; without rrc the largest
     region in the middle with the asked shape is resized. EXIF orientation is applied.
     """
     sides = (size, size) if isinstance(size, int) else size

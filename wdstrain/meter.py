@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+_NO_STALL = 0.1  # share of the time that may be spent waiting before the input is what holds it back
 _KEPT = 100  # bad samples that are listed one by one; all are counted
 
 
@@ -64,15 +67,39 @@ class Meter:
     @property
     def verdict(self) -> str:
         """What held the epoch back, in a sentence."""
+        return self.verdict_of("loop", self.loop_seconds)
+
+    def verdict_of(self, consumer: str, busy_seconds: float) -> str:
+        """The same where it is known what takes the batches, such as "GPU", and for how long it was busy with them.
+
+        Of a stage that holds the others back it says what its share of the time was, and what more of it would give: a stage alone
+        can do as many samples a second as its busy seconds say, and the slowest of all is what the whole does.
+        """
         if not self.batches:
             return "nothing was delivered yet"
-        if self.stall < 0.1:
-            return f"the loop itself is the limit: it waited for data {self.stall:.1%} of the time"
-        decode = self.decode_seconds / self.decoders
-        stage = "decoding" if decode > self.read_seconds else "reading"
         total = self.wait_seconds + self.loop_seconds
-        share = max(decode, self.read_seconds) / total
-        return f"input bound: {stage} ({share:.0%} of the time); the loop waited for data {self.stall:.1%} of the time"
+        if self.stall < _NO_STALL:
+            return f"{consumer} bound: it was busy {busy_seconds / max(1e-9, total):.0%} of the time and waited for data {self.stall:.1%}"
+        decode, read, samples = self.decode_seconds / self.decoders, self.read_seconds, self.samples
+        waited = f"the {consumer} waited for data {self.stall:.1%} of the time"
+        if max(read, decode) < total / 2:
+            busy = f"though reading and decoding were busy only {max(read, decode) / total:.0%} of it"
+            return f"input bound: {waited}, {busy}. The processors are shared with it, or batches are very small"
+        if read >= decode:
+            speed = self.bytes / max(1e-9, read) / 1e6
+            return (
+                f"input bound: read {min(1.0, read / total):.0%}, storage gives {speed:.0f} MB/s; {waited}. "
+                f"A disk that is nearer (cache_dir) or smaller samples would help"
+            )
+        shares = f"input bound: decode {min(1.0, decode / total):.0%}; {waited}"
+        # samples per second, if nothing else held it back: of the loop, of the storage, and of one decoder
+        others = min(samples / max(1e-9, self.loop_seconds), samples / max(1e-9, read))
+        each = samples / max(1e-9, self.decode_seconds)
+        more = min(math.ceil(others / each) - self.decoders, max(0, (os.cpu_count() or 1) - self.decoders))
+        if more < 1:
+            return f"{shares}. All {os.cpu_count()} cores are taken; smaller pictures (convert --resize) would help"
+        rate = min(others, (self.decoders + more) * each)
+        return f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
 
     def report(self) -> dict[str, Any]:
         bad = [one._asdict() for one in self.bad_samples]

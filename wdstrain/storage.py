@@ -11,10 +11,11 @@ import glob
 import os
 import re
 import uuid
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from braceexpand import braceexpand
@@ -233,15 +234,22 @@ def sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def write_whole(path: str, data: bytes) -> None:
-    """Write a small file atomically: temporary name, fsync, rename."""
+@contextmanager
+def put_whole(path: str) -> Iterator[BinaryIO]:
+    """A file to write, which has its name when all of it is written and flushed; after an error it is not there."""
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            yield file
         publish(temporary, path)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a small file atomically: temporary name, fsync, rename."""
+    with put_whole(path) as file:
+        file.write(data)

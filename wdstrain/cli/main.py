@@ -15,11 +15,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import NoReturn
 
 from wdstrain import __version__
 from wdstrain.cli.convert import add_convert
+from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.console import Teller, say, show
 from wdstrain.errors import WdstrainError
@@ -87,41 +88,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if done.ok else 1
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.loop import Config, train
-
-    config = Config(**{field.name: getattr(arguments, field.name) for field in fields(Config)})
-    with Teller() as teller:
-        done = train(arguments.urls, config, arguments.out, val=arguments.val, overwrite=arguments.overwrite, tell=teller)
-    last = done.epochs[-1]
-    rows = [
-        ("epochs", str(len(done.epochs))),
-        ("samples/s", f"{last['samples_per_second']:.0f}"),
-        ("stall", f"{last['stall']:.1%}"),
-    ]
-    rows += [("validation", done.task.text(done.val))] if done.val else []
-    rows += [("verdict", last["verdict"]), ("run is in", done.folder)]
-    result(arguments, {"out": done.folder, "epochs": done.epochs, "best": done.best}, rows)
-    return 0
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.loop import evaluate
-
-    with Teller() as teller:
-        task, metrics = evaluate(
-            arguments.checkpoint,
-            arguments.urls,
-            num_workers=arguments.num_workers,
-            device=arguments.device,
-            cache_dir=arguments.cache_dir,
-            cache_limit=arguments.cache_limit,
-            tell=teller,
-        )
-    result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", task.text(metrics))])
-    return 0
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     from wdstrain.serving import Server
 
@@ -175,35 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (index, info, check):
         urls(one)
 
-    train = verb(verbs, "train", _train, "train a model on shards", "train shards/photos --out runs/photos --epochs 10")
-    urls(train)
-    train.add_argument(
-        "--val", nargs="+", metavar="URL", help="shards to validate on (default: the split val, if there is one)"
-    )
-    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
-    train.add_argument("--model", default="small", help="small, or a torchvision model such as resnet18 (default: %(default)s)")
-    train.add_argument("--label", metavar="NAME", help="which label to learn, where the shards have several")
-    train.add_argument("--epochs", type=int, default=10, metavar="N", help="default: %(default)s")
-    train.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    train.add_argument("--lr", type=float, default=2e-3, metavar="X", help="peak learning rate (default: %(default)s)")
-    train.add_argument("--weight-decay", type=float, default=0.05, metavar="X", help="default: %(default)s")
-    train.add_argument("--image-size", type=int, default=64, metavar="N", help="side of the pictures (default: %(default)s)")
-    train.add_argument("--augment", metavar="A", help="none, flip, rrc or rrc+flip (default: none)")
-    train.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
-    train.set_defaults(
-        interrupted="Epochs that were finished are in the run's folder; train cannot go on from them yet, --overwrite starts anew."
-    )
-    evaluate = verb(
-        verbs, "evaluate", _evaluate, "score a checkpoint", "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
-    )
-    evaluate.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-    urls(evaluate)
-    for one in (train, evaluate):
-        one.add_argument("--num-workers", type=int, default=0, metavar="N", help="decoding processes; 0: threads (default: 0)")
-        one.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
-        one.add_argument("--cache-dir", metavar="DIR", help="keep shards of servers here while they stream (default: do not)")
-        one.add_argument("--cache-limit", metavar="SIZE", help="most bytes in it, such as 200GB (default: no limit)")
+    add_training(verbs)
 
     serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
     serve.add_argument("folder", metavar="DIR", help="folder to serve; nothing outside of it is, and no hidden file")

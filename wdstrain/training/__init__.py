@@ -1,7 +1,12 @@
-"""Training torchvision models on shards.
+"""Training torchvision models, or the user's own, on shards.
 
-task.py     what is to be learnt, from the labels in the index: loss, metrics, fields of a batch
-models.py   a model by name
-run.py      the folder of a run: configuration, metrics, checkpoints
-loop.py     epochs of training and validation
+configuration.py  every choice, from flags, files or Python      task.py      what is learnt, from the labels of the index
+models.py         a model by name; weights, the last layer       metrics.py   how good outputs are
+recipe.py         optimisers, learning rate, averages            counting.py  samples of each class
+loop.py           epochs of training and validation              stages.py    where the seconds of a step go
+world.py          the processes of a run                         interruption.py  being asked to stop
+run.py            the folder of a run                            checkpoints.py   whole or not at all
+keeping.py        what a run leaves behind                       board.py     TensorBoard's events
+gallery.py        a few predictions as pictures                  report.py    the page
+doors.py          train and evaluate                             predicting.py    predictions to a table
 """

@@ -1,29 +1,40 @@
-"""Epochs of training and validation over loaders.
+"""Epochs of training and validation: forward, loss, backward, step, as in every PyTorch script.
 
-The loop is the plain one of every PyTorch script: forward, loss, backward, step. What it adds is that it knows how long it
-waited for data, and says so.
+All that a run is at a moment is its weights, the optimiser's state and a position, the epoch and the step in it. Order and pictures are
+functions of the position, so is the learning rate, and so are the random numbers of the model's own (dropout): torch is seeded
+anew at every step. So a run that goes on from a checkpoint does what it would have done, bit for bit where the arithmetic is
+deterministic. A checkpoint is only taken between two steps of the optimiser.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from wdstrain.augmentation import Augmentation
+from wdstrain.bits import key
 from wdstrain.device import to_device
-from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.indexing import Index
+from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.loader import Loader
-from wdstrain.opening import one_split, open_index
-from wdstrain.storage import Urls
-from wdstrain.training.models import build, try_out
-from wdstrain.training.run import Run, read_checkpoint
+from wdstrain.meter import Meter
+from wdstrain.training.configuration import Config
+from wdstrain.training.gallery import Gallery
+from wdstrain.training.interruption import Interruption, Stopped
+from wdstrain.training.metrics import Scores, better, short
+from wdstrain.training.models import train_mode
+from wdstrain.training.recipe import Average, Schedule, arithmetic, make_optimiser, set_rate
+from wdstrain.training.stages import STAGES, Stages
 from wdstrain.training.task import Task, normalised
+from wdstrain.training.world import GO_ON, SAVE, STOP, World
+
+_SHOWN = 0.5  # seconds between looks at the loss, for which a GPU is waited for
 
 
 class Tell(Protocol):
@@ -33,235 +44,421 @@ class Tell(Protocol):
     def line(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """How to train. `lr` is the peak of a one-cycle schedule (Smith and Topin, 2017) for AdamW."""
+class Keep(Protocol):
+    """Who keeps what a run comes to."""
 
-    model: str = "small"
-    epochs: int = 10
-    batch_size: int = 64
-    lr: float = 2e-3
-    weight_decay: float = 0.05
-    image_size: int = 64
-    augment: str | None = None
-    label: str | None = None
-    num_workers: int = 0
-    seed: int = 0
-    device: str = "auto"
-    cache_dir: str | None = None
-    cache_limit: str | None = None
+    def record(self, line: dict[str, Any]) -> None:
+        """What the last second or so was: position, loss, rates."""
+        ...
 
-    def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "image_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} is below 1.")
-        if not 0 < self.lr < math.inf:
-            raise UsageError(f"lr={self.lr} is no number above 0.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"weight_decay={self.weight_decay} is no number from 0 on.")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed={self.seed} is not between 0 and 2**63.")
+    def epoch(self, metrics: dict[str, Any], details: dict[str, Any]) -> None:
+        """An epoch has ended."""
+        ...
+
+    def save(self, state: dict[str, Any], step: int, *, best: bool) -> None:
+        """Write a checkpoint."""
+        ...
 
 
 @dataclass
-class Outcome:
-    """What a run came to. `epochs`: the metrics of each; `val`: those of validation at the end."""
+class Progress:
+    """Where a run is. `sums`: of the epoch so far, by name; `seconds`: by stage."""
 
-    folder: str
-    task: Task
-    epochs: list[dict[str, Any]] = field(default_factory=list)
+    epoch: int = 0
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
     best: dict[str, float] | None = None
+    since_best: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+
+class Training:
+    """A run from where it is to its end."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        loader: Loader,
+        val_loader: Loader | None,
+        config: Config,
+        *,
+        world: World,
+        device: torch.device,
+        weights: list[Tensor | None],
+        keep: Keep,
+        tell: Tell,
+    ) -> None:
+        """weights: of the classes of each head."""
+        self.model, self.task, self.loader, self.val_loader, self.config = model, task, loader, val_loader, config
+        self._world, self._device, self._keep, self._tell = world, device, keep, tell
+        self._weights = weights
+        self.optimiser = make_optimiser(model, config)
+        self.average = Average(model, config.ema) if config.ema else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+        self.updates = math.ceil(len(loader) / config.accumulate)  # steps of the optimiser in an epoch
+        self._rate = Schedule(config, self.updates)
+        self._layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        spread = world.spread(model, device)
+        self._net: Any = torch.compile(spread) if config.compile else spread
+        self._augmentation = _mixing(task, config)
+        self._names = _sums_of(task)
+        self.at = Progress()
+        self._sums = self._no_sums()
+        self._saved_at = self._begun = time.monotonic()
+        self._failed: StorageError | None = None
 
     @property
-    def val(self) -> dict[str, float]:
-        return self.epochs[-1].get("val", {}) if self.epochs else {}
+    def scored(self) -> nn.Module:
+        """The weights that are validated: the average, if there is one."""
+        return self.average.model if self.average is not None else self.model
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def fit(self, interruption: Interruption) -> None:
+        """Train until all epochs are done, or until somebody asks to stop: then a checkpoint is written and Stopped raised."""
+        try:
+            while self.at.epoch < self.config.epochs and not self._is_over():
+                self._train(interruption)
+                details = self._validate(interruption) if self.val_loader is not None else {}
+                self._finish_epoch(details)
+        except Stopped:
+            self.save()
+            raise
+        if self._failed is not None:
+            raise self._failed
+
+    def _is_over(self) -> bool:
+        return 0 < self.config.patience <= self.at.since_best
+
+    def _train(self, interruption: Interruption) -> None:
+        """The rest of an epoch."""
+        at, steps, config = self.at, len(self.loader), self.config
+        if at.step == steps:  # all but the validation was done before
+            return
+        train_mode(self.model)
+        batches = to_device(self.loader.epoch(at.epoch, start=at.step), self._device, self._augmentation)
+        stages, shown, recorded, before = Stages(self._device), time.monotonic(), time.monotonic(), self._sums.tolist()
+        text, window = "", dict.fromkeys(STAGES, 0.0)
+        while at.step < steps:
+            update = at.epoch * self.updates + at.step // config.accumulate
+            group = min(config.accumulate, steps - at.step)
+            set_rate(self.optimiser, config.lr * self._rate(update))
+            torch.manual_seed(key("step", config.seed, at.epoch, at.step, self._world.rank))
+            self.optimiser.zero_grad(set_to_none=True)
+            for turn in range(group):
+                batch = self._next(batches, interruption)
+                stages.lap("data")
+                alone = nullcontext() if turn == group - 1 or self._world.size == 1 else self._net.no_sync()
+                with alone:
+                    self._learn(batch, group)
+                del batch
+                stages.lap("compute")
+            self._update(update)
+            stages.lap("optimiser")
+            at.step += group
+            now = time.monotonic()
+            if now - shown >= _SHOWN or at.step == steps:
+                shown, seconds = now, stages.window()
+                at.seconds = {name: at.seconds[name] + seconds[name] for name in STAGES}
+                window = {name: window[name] + seconds[name] for name in STAGES}
+                sums = self._looked_at()
+                text = self._text(sums)
+                if now - recorded >= 1.0 + (now - self._begun) / 300 or at.step == steps:
+                    self._record(before, sums, window)
+                    recorded, before, window = now, list(sums.values()), dict.fromkeys(STAGES, 0.0)
+            self._tell.step(self._title, at.step, steps, text)
+            if at.step < steps:
+                self._obey(interruption)
+        next(batches, None)  # the epoch's own end, where what was promised and what was given are compared
+
+    def _next(self, batches: Iterator[dict[str, Any]], interruption: Interruption) -> dict[str, Any]:
+        if self._world.size > 1:  # all must stop at the same step
+            return next(batches)
+        with interruption.waiting():
+            return next(batches)
+
+    def _learn(self, batch: Mapping[str, Any], group: int) -> None:
+        """Forward and backward of one batch, whose gradient is one of `group`."""
+        task, targets = self.task, self.task.targets(batch)
+        pixels = normalised(batch["image"]).contiguous(memory_format=self._layout)
+        with arithmetic(self.config, self._device):
+            outputs = self._net(pixels)
+        losses = torch.zeros(len(pixels), device=self._device)
+        smoothing = self.config.label_smoothing
+        for head, own, target, weights in zip(task.heads, task.split(outputs), targets, self._weights, strict=True):
+            losses = losses + head.losses(own, target, smoothing=smoothing, weights=weights)
+        self.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            self._sums += torch.stack(_counted(task, outputs.detach(), targets, losses.detach()))
+
+    def _update(self, update: int) -> None:
+        if self.config.clip:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.average is not None:
+            self.average.update(self.model, update)
+
+    def _obey(self, interruption: Interruption) -> None:
+        """Do between two steps what the clock, the count of steps or a signal asks for."""
+        at, config = self.at, self.config
+        every, minutes = config.checkpoint_every, config.checkpoint_minutes
+        # a count that all processes have needs no exchange; it is met where the optimiser's step ends, so by accumulated steps
+        due = bool(every) and at.step // every > (at.step - config.accumulate) // every
+        late = bool(minutes) and self._world.leads and time.monotonic() - self._saved_at > 60 * minutes
+        wish = self._world.agreed(STOP if interruption.number else SAVE if late else GO_ON)
+        if wish == STOP:
+            raise Stopped(interruption.number or 15)
+        if due or wish == SAVE:
+            self.save()
+
+    def _validate(self, interruption: Interruption) -> dict[str, Any]:
+        """Metrics of the validation data into the history's next line; returns details."""
+        assert self.val_loader is not None
+        self._world.shared_buffers(self.model)
+
+        def stop() -> None:
+            if self._world.agreed(STOP if interruption.number else GO_ON) == STOP:
+                raise Stopped(interruption.number or 15)
+
+        metrics, details = score(
+            self.scored, self.val_loader, self.task, self.config, self._device, self._world, "validating", self._tell, stop=stop
+        )
+        self._val = metrics
+        return details
+
+    def _finish_epoch(self, details: dict[str, Any]) -> None:
+        at = self.at
+        metrics = self._metrics()
+        val = metrics.get("val")
+        best = val is None or better(self.task, val, at.best)
+        at.best, at.since_best = (val, 0) if best else (at.best, at.since_best + 1)
+        at.history.append(metrics)
+        self._keep.epoch(metrics, details)
+        self._tell.line(f"{self._title}: {_sentence(metrics, self.task)}")
+        at.epoch, at.step, at.seconds, self._sums = at.epoch + 1, 0, dict.fromkeys(STAGES, 0.0), self._no_sums()
+        self.save(best=best)
+
+    # --- what is known of it -----------------------------------------------------------------------------------------
+
+    @property
+    def _title(self) -> str:
+        return f"epoch {self.at.epoch + 1}/{self.config.epochs}"
+
+    def _total(self) -> dict[str, float]:
+        """Sums of the epoch so far, of all processes."""
+        sums = self._sums.clone()
+        sums[-1] += self.loader.report()["bad"]
+        return dict(zip(self._names, self._world.reduce(sums).tolist(), strict=True))
+
+    def _no_sums(self) -> Tensor:
+        return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+
+    def _looked_at(self) -> dict[str, float]:
+        """Sums of the epoch so far on this process. Raises WdstrainError if the loss is no number any more."""
+        sums = dict(zip(self._names, self._sums.tolist(), strict=True))
+        if not math.isfinite(sums["loss"]):
+            raise WdstrainError(
+                f"the loss is not a number any more at step {self.at.step} of {self._title}. Lower --lr (now {self.config.lr}) or "
+                f"set --clip; checkpoints before it are whole."
+            )
+        return sums
+
+    def _text(self, sums: Mapping[str, float]) -> str:
+        seconds, samples = sum(self.at.seconds.values()), sums["samples"]
+        right = [value for name, value in sums.items() if name.startswith("right ")]
+        accuracy = f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
+        stall = self.at.seconds["data"] / max(1e-9, seconds)
+        return f"loss {sums['loss'] / samples:.4f}{accuracy}, stall {stall:.1%}"
+
+    def _record(self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]) -> None:
+        new = {name: value - old for (name, value), old in zip(sums.items(), before, strict=True)}
+        seconds = sum(window.values())
+        line = {
+            "epoch": self.at.epoch,
+            "step": self.at.step,
+            "loss": new["loss"] / max(1.0, new["samples"]),
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "samples_per_second": new["samples"] * self._world.size / max(1e-9, seconds),
+            **{f"{name}_seconds": round(value, 6) for name, value in window.items()},
+        }
+        self._keep.record(line)
+
+    def _metrics(self) -> dict[str, Any]:
+        """The line of an epoch. Seconds, stall and verdict are those of the first process."""
+        at = self.at
+        sums = self._total()
+        samples, seconds = sums["samples"], sum(at.seconds.values())
+        plan, report = self.loader.plan(at.epoch), self.loader.report()
+        metrics: dict[str, Any] = {
+            "epoch": at.epoch,
+            "loss": sums["loss"] / samples,
+            "samples": int(samples),
+            "left_out": plan.left_out,
+            "bad": int(sums["bad"]),
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "seconds": seconds,
+            **{f"{name}_seconds": value for name, value in at.seconds.items()},
+            "samples_per_second": samples / max(1e-9, seconds),
+            "stall": at.seconds["data"] / max(1e-9, seconds),
+            "verdict": self._verdict(report),
+        }
+        several = len(self.task.heads) > 1
+        for name, value in sums.items():
+            what, _, label = name.partition(" ")
+            if what in ("right", "target"):
+                plain = {"right": "accuracy", "target": "target_mean"}[what]
+                metrics[f"{label}/{plain}" if several else plain] = value / samples
+        if self.val_loader is not None:
+            val = metrics["val"] = dict(self._val)
+            for head in self.task.heads:
+                prefix = f"{head.name}/" if several else ""
+                if head.kind == "number":  # the error of always predicting the training data's mean
+                    mean = metrics[f"{prefix}target_mean"]
+                    val[f"{prefix}mse_of_mean"] = val[f"{prefix}square"] - 2 * mean * val[f"{prefix}mean"] + mean**2
+        return metrics
+
+    def _verdict(self, report: Mapping[str, Any]) -> str:
+        meter = Meter(**{name: report[name] for name in Meter.__dataclass_fields__})
+        meter.wait_seconds, meter.loop_seconds = (
+            self.at.seconds["data"],
+            sum(self.at.seconds.values()) - self.at.seconds["data"],
+        )
+        compute = self.at.seconds["compute"] + self.at.seconds["optimiser"]
+        return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", compute)
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def save(self, *, best: bool = False) -> None:
+        """Write a checkpoint of now. One that cannot be written is told, and is an error if it is the last."""
+        at, total = self.at, self._total()
+        self._saved_at = time.monotonic()
+        if not self._world.leads:
+            return
+        if not math.isfinite(total["loss"]):
+            self._looked_at()
+        epoch, step = (at.epoch, at.step) if at.step < len(self.loader) else (at.epoch + 1, 0)
+        own = {"raw": self.model.state_dict()} if self.average is not None else {}
+        state = {
+            "model": self.scored.state_dict(),
+            **own,
+            "optimiser": self.optimiser.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "position": {"epoch": at.epoch, "step": at.step},
+            "sums": total,
+            "seconds": at.seconds,
+            "history": at.history,
+            "best": at.best,
+            "since_best": at.since_best,
+            "loader": {**self.loader.state_dict(), "epoch": epoch, "step": step},
+            "val": self.val_loader.index.fingerprint if self.val_loader is not None else None,
+            "config": vars(self.config),
+            "task": self.task.state(),
+        }
+        try:
+            self._keep.save(state, at.epoch * len(self.loader) + at.step, best=best)
+            self._failed = None
+        except StorageError as error:
+            self._failed = error
+            self._tell.line(f"{error} Training goes on.")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Be where a checkpoint was written. Raises UsageError naming what is otherwise here."""
+        differing = Config.of(state["config"]).differing(self.config)
+        if state["task"] != self.task.state():
+            differing.append(f"what is learnt was {Task.from_state(state['task'])}, is {self.task}")
+        val = self.val_loader.index.fingerprint if self.val_loader is not None else None
+        if state["val"] != val:
+            differing.append("the validation data are others")
+        if differing:
+            raise UsageError(
+                f"the checkpoint is of another run: {'; '.join(differing)}. Use the same values, or another --out."
+            )
+        self.loader.load_state_dict(state["loader"])
+        try:
+            self.model.load_state_dict(state.get("raw", state["model"]))
+            if self.average is not None:
+                self.average.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
+        except (RuntimeError, ValueError) as error:
+            what = " ".join(str(error).split())[:300]
+            raise UsageError(f"the checkpoint is of another model: {what}. Use the same model, or another --out.") from error
+        self.scaler.load_state_dict(state["scaler"])
+        at = self.at = Progress(**state["position"])
+        at.history, at.best, at.since_best = list(state["history"]), state["best"], state["since_best"]
+        at.seconds = dict(state["seconds"])
+        if self._world.leads:  # what all had counted together
+            self._sums = torch.tensor([state["sums"][name] for name in self._names], dtype=torch.float64, device=self._device)
 
 
-def train(
-    urls: Urls, config: Config, out: str, *, val: Urls | None = None, overwrite: bool = False, tell: Tell | None = None
-) -> Outcome:
-    """Train on the shards of `urls`, validate on `val` after each epoch, and keep the run in the folder `out`.
-
-    An address that holds the splits train and val serves for both. Raises UsageError and ShardError before anything is
-    written where shards, labels and configuration do not fit.
-    """
-    tell = tell or _Nobody()
-    train_index, val_index = _sources(urls, val)
-    task = Task.of(train_index, config.label)
-    if val_index is not None:
-        task.check(val_index)
-    device = _device(config.device)
-    torch.manual_seed(config.seed)
-    model = try_out(build(config.model, task.outputs, config.image_size), config.model, config.image_size).to(device)
-    fields = task.fields(config.image_size, config.augment)
-    loader = Loader(train_index, fields, batch_size=config.batch_size, seed=config.seed, **_own(config))
-    val_loader = _val_loader(val_index, task, config) if val_index is not None else None
-    optimiser = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, config.lr, total_steps=config.epochs * len(loader))
-    data = {"train": [s.shown for s in train_index.shards], "val": [s.shown for s in val_index.shards] if val_index else []}
-    run = Run(out, {**asdict(config), **data}, overwrite=overwrite)
-    outcome = Outcome(out, task)
-    try:
-        for epoch in range(config.epochs):
-            title = f"epoch {epoch + 1}/{config.epochs}"
-            metrics = {"epoch": epoch, **_train_epoch(model, loader, task, optimiser, schedule, device, title, tell)}
-            if val_loader is not None:
-                metrics["val"] = evaluate_model(model, val_loader, task, device, "validating", tell)
-                if not task.is_class:
-                    metrics["val"]["mse_of_mean"] = _mse_of_mean(metrics["val"], metrics["target_mean"])
-            outcome.epochs.append(metrics)
-            run.log(metrics)
-            state = {
-                "model": model.state_dict(),
-                "optimiser": optimiser.state_dict(),
-                "schedule": schedule.state_dict(),
-                "loader": loader.state_dict(),
-                "config": asdict(config),
-                "task": task.state(),
-                "epoch": epoch,
-            }
-            run.save("last", state)
-            if val_loader is None or task.better(metrics["val"], outcome.best):
-                outcome.best = metrics.get("val")
-                run.save("best", state)
-            tell.line(f"{title}: {_sentence(metrics, task)}")
-    finally:
-        loader.close()
-        if val_loader is not None:
-            val_loader.close()
-    return outcome
-
-
-def evaluate(
-    checkpoint: str,
-    urls: Urls,
+def score(
+    model: nn.Module,
+    loader: Loader,
+    task: Task,
+    config: Config,
+    device: torch.device,
+    world: World,
+    title: str,
+    tell: Tell,
     *,
-    num_workers: int = 0,
-    device: str = "auto",
-    cache_dir: str | None = None,
-    cache_limit: str | None = None,
-    tell: Tell | None = None,
-) -> tuple[Task, dict[str, float]]:
-    """The metrics of a checkpoint on the shards of `urls`; every sample counts once."""
-    state = read_checkpoint(checkpoint)
-    here = {"num_workers": num_workers, "device": device, "cache_dir": cache_dir, "cache_limit": cache_limit}
-    config = Config(**{**state["config"], **here})
-    task, where = Task.from_state(state["task"]), _device(device)
-    index = one_split(open_index(urls), urls)
-    task.check(index)
-    loader = _val_loader(index, task, config)
-    model = build(config.model, task.outputs, config.image_size)
-    model.load_state_dict(state["model"])
-    try:
-        return task, evaluate_model(model.to(where), loader, task, where, "evaluating", tell or _Nobody())
-    finally:
-        loader.close()
+    stop: Any = lambda: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """(metrics, details) of one pass over a loader, all processes together; each sample counts once.
 
-
-def evaluate_model(
-    model: nn.Module, loader: Loader, task: Task, device: torch.device, title: str, tell: Tell
-) -> dict[str, float]:
-    """Metrics over one pass of a loader, the mean over samples each."""
+    details: confusion matrices by head, and a gallery of the worst and of random predictions.
+    """
     model.eval()
-    sums: dict[str, float] = {}
-    count = 0
+    scores, gallery = Scores(task, device), Gallery(task)
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
     with torch.inference_mode():
-        for step, batch in enumerate(to_device(loader, device)):
-            outputs = model(normalised(batch["image"])).float()
-            for name, value in task.score(outputs, batch["target"]).items():
-                sums[name] = sums.get(name, 0.0) + value
-            if not task.is_class:
-                sums["square"] = sums.get("square", 0.0) + float((batch["target"] ** 2).sum())
-            count += len(batch["__key__"])
+        for step, batch in enumerate(to_device(loader.epoch(0), device)):
+            targets = task.targets(batch)
+            if len(batch["__key__"]):  # the last batch of a process may hold none
+                with arithmetic(config, device):
+                    outputs = model(normalised(batch["image"]).contiguous(memory_format=layout)).float()
+                losses = task.losses(outputs, targets)
+                scores.update(outputs, targets, losses)
+                gallery.add(batch, outputs, targets, losses)
             tell.step(title, step + 1, len(loader))
-    return {name: value / count for name, value in sums.items()} | {"samples": float(count)}
+            stop()
+    metrics, details = scores.compute(world.reduce)
+    return metrics, {"heads": details, "gallery": Gallery.merged(world.gather(gallery.best()))}
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _train_epoch(
-    model: nn.Module,
-    loader: Loader,
-    task: Task,
-    optimiser: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    device: torch.device,
-    title: str,
-    tell: Tell,
-) -> dict[str, Any]:
-    model.train()
-    begun, losses, targets, count = time.perf_counter(), 0.0, 0.0, 0
-    for step, batch in enumerate(to_device(loader, device)):
-        loss = task.loss(model(normalised(batch["image"])), batch["target"])
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        schedule.step()
-        rows = len(batch["__key__"])
-        losses, targets, count = losses + loss.item() * rows, targets + float(batch["target"].sum()), count + rows
-        if losses != losses:
-            raise WdstrainError(
-                f"the loss is not a number after step {step} of {title}. Lower --lr (now {optimiser.defaults['lr']})."
-            )
-        report = loader.report()
-        tell.step(title, step + 1, len(loader), f"loss {losses / count:.4f}, stall {report['stall']:.1%}")
-    report = loader.report()
-    seconds = time.perf_counter() - begun
-    return {
-        "loss": losses / count,
-        "samples": count,
-        "left_out": report["left_out"],
-        "seconds": seconds,
-        "samples_per_second": count / seconds,
-        "stall": report["stall"],
-        "verdict": report["verdict"],
-        **({} if task.is_class else {"target_mean": targets / count}),
-    }
+def _sums_of(task: Task) -> list[str]:
+    """What is summed over an epoch of training; the bad samples are counted by the loader, and are none of a batch's."""
+    own = [f"{'target' if head.kind == 'number' else 'right'} {head.name}" for head in task.heads if head.kind != "multi"]
+    return ["loss", "samples", *own, "bad"]
 
 
-def _sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
-    index = open_index(urls)
-    if val is None and {"train", "val"} <= set(index.splits):
-        numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
-        return index.pick(numbers["train"]), index.pick(numbers["val"])
-    return one_split(index, urls), one_split(open_index(val), val) if val is not None else None
+def _counted(task: Task, outputs: Tensor, targets: list[Tensor], losses: Tensor) -> list[Tensor]:
+    """A batch's share of each of those sums."""
+    found = [losses.double().sum(), torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)]
+    for head, own, target in zip(task.heads, task.split(outputs), targets, strict=True):
+        if head.kind == "number":
+            found.append(target.double().sum())
+        elif head.kind != "multi":
+            said = own.argmax(1) if head.kind == "class" else (own[:, 0] > 0).long()
+            found.append((said == (target.argmax(1) if target.ndim == 2 else target)).double().sum())
+    return [*found, torch.zeros_like(found[0])]
 
 
-def _val_loader(index: Index, task: Task, config: Config) -> Loader:
-    fields = task.fields(config.image_size)
-    return Loader(index, fields, batch_size=config.batch_size, shuffle=False, tail="keep", **_own(config))
-
-
-def _own(config: Config) -> dict[str, Any]:
-    """A run is one process: it takes all samples, also where the environment speaks of ranks."""
-    cache = {"cache_dir": config.cache_dir, "cache_limit": config.cache_limit}
-    return {"num_workers": config.num_workers, "rank": 0, "world_size": 1, **cache}
-
-
-def _mse_of_mean(val: Mapping[str, float], mean: float) -> float:
-    """The error of always predicting the training data's mean."""
-    return val["square"] - 2 * mean * val["mean"] + mean**2
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
-        ) from error
-    return device
+def _mixing(task: Task, config: Config) -> Augmentation | None:
+    if not config.mixup and not config.cutmix:
+        return None
+    if len(task.heads) > 1 or task.heads[0].kind not in ("class", "binary"):
+        raise UsageError(f"mixup={config.mixup}, cutmix={config.cutmix}: they mix classes of one label, and this is {task}.")
+    head = task.heads[0]
+    return Augmentation(
+        normalise="imagenet", mixup=config.mixup, cutmix=config.cutmix, classes=len(head.classes), label=f"target {head.name}"
+    )
 
 
 def _sentence(metrics: Mapping[str, Any], task: Task) -> str:
-    val = f"val {task.short(metrics['val'])}, " if "val" in metrics else ""
+    val = f"val {short(task, metrics['val'])}, " if "val" in metrics else ""
     return f"loss {metrics['loss']:.3f}, {val}{metrics['samples_per_second']:.0f} samples/s, stall {metrics['stall']:.1%}"
-
-
-class _Nobody:
-    def step(self, title: str, done: int, total: int, text: str = "") -> None: ...
-    def line(self, text: str) -> None: ...

@@ -1,72 +1,102 @@
-"""The folder of a run: config.toml, metrics.jsonl, checkpoints/last.pt and best.pt.
+"""The folder of a run: config.toml, metrics.jsonl, steps.jsonl, checkpoints/, tensorboard/, report.html.
 
-Checkpoints are written whole or not at all, and hold plain values and tensors only, so that they are read with
-`weights_only` and nothing is ever unpickled from one.
+`metrics.jsonl` has a line for each epoch, `steps.jsonl` one for each second or so. A run that goes on first takes out of both what
+is after its checkpoint, so that they read as those of a run that was never stopped. One process at a time has a folder.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-import torch
-
+from wdstrain import locks
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage import write_whole
 
+CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
+    "config.toml",
+    "metrics.jsonl",
+    "steps.jsonl",
+    "report.html",
+    "tensorboard",
+    "checkpoints",
+)
+_LOCK = ".lock"
+_OURS = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS, _LOCK)
+
 
 class Run:
-    """A run in `folder`, which must be empty or absent unless `overwrite`."""
+    """A run in `folder`: a new one, or with `resume` what lies there already. `config` are the lines of its config.toml."""
 
-    def __init__(self, folder: str, config: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.folder = folder
+    def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
+        self.folder, self._fd = folder, -1
         try:
             os.makedirs(folder, exist_ok=True)
-            if os.listdir(folder) and not overwrite:
-                raise UsageError(f"{folder} holds a run or other files. Choose another --out, or add --overwrite.")
-            os.makedirs(os.path.join(folder, "checkpoints"), exist_ok=True)
+            self._lock()
+            there = [name for name in os.listdir(folder) if name != _LOCK]
+            if there and not overwrite and not resume:
+                raise UsageError(
+                    f"{folder} holds a run or other files. Choose another --out, go on with --resume, or add --overwrite."
+                )
+            if overwrite:
+                self._clear(there)
+            os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
         except OSError as error:
+            self.close()
             raise StorageError(f"{folder} cannot be written: {error.strerror}. Choose another --out.") from error
-        lines = [f"{name} = {_toml(value)}" for name, value in config.items() if value is not None]
-        write_whole(os.path.join(folder, "config.toml"), ("\n".join(lines) + "\n").encode())
-        write_whole(self._metrics, b"")
+        except BaseException:
+            self.close()
+            raise
+        write_whole(self.path(CONFIG), config.encode())
 
-    @property
-    def _metrics(self) -> str:
-        return os.path.join(self.folder, "metrics.jsonl")
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
 
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append a line of metrics."""
-        with open(self._metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+    def log(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl or steps.jsonl."""
+        try:
+            with open(self.path(name), "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self.path(name)} cannot be written: {error.strerror}.") from error
 
-    def save(self, name: str, state: Mapping[str, Any]) -> str:
-        """Write a checkpoint; returns its path."""
-        buffer, path = io.BytesIO(), os.path.join(self.folder, "checkpoints", f"{name}.pt")
-        torch.save(dict(state), buffer)
-        write_whole(path, buffer.getvalue())
-        return path
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl or steps.jsonl; what a kill left half written is none."""
+        found = []
+        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8") as file:
+            for line in file:
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def rewind(self, epochs: Sequence[Mapping[str, Any]], is_before: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Leave in metrics.jsonl these lines, and in steps.jsonl those that are before the checkpoint."""
+        write_whole(self.path(METRICS), _text(epochs))
+        write_whole(self.path(STEPS), _text([line for line in self.lines(STEPS) if is_before(line)]))
+
+    def close(self) -> None:
+        """Let another process have the folder."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _lock(self) -> None:
+        self._fd = os.open(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        if locks.available and not locks.try_lock(self._fd, 0):
+            raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
+
+    def _clear(self, there: Sequence[str]) -> None:
+        """Take away what a run has left, and nothing else."""
+        for name in set(there) & set(_OURS):
+            if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
+                shutil.rmtree(self.path(name))
+            else:
+                os.unlink(self.path(name))
 
 
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint as it was saved. Raises UsageError for a file that is missing or is none of ours."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as RUN/checkpoints/best.pt"
-        ) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise UsageError(f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt") from error
-    if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
-        raise UsageError(f"{path} is a checkpoint of something else: it lacks model, config or task.")
-    return state
-
-
-def _toml(value: Any) -> str:
-    """A value as TOML writes it; JSON's strings, numbers, booleans and arrays are TOML's."""
-    return json.dumps(value)
+def _text(lines: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()

@@ -1,0 +1,169 @@
+"""The verbs of training: train, evaluate, predict, export. Their options are made from the fields of `Config`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import MISSING
+from typing import Any
+
+from wdstrain.cli.words import result, urls, verb
+from wdstrain.console import Teller, say
+from wdstrain.errors import UsageError
+from wdstrain.training.configuration import OPTIONS, Config, kinds, read_config
+
+_LATER = ("batch_size", "num_workers", "device", "amp", "on_bad", "cache_dir", "cache_limit")  # of evaluate and predict
+
+
+def add_training(verbs: Any) -> None:
+    """Add the verbs of training to those of the command line."""
+    train = verb(verbs, "train", _train, "train a model on shards", "train shards/photos --out runs/photos --epochs 10")
+    train.add_argument("urls", nargs="*", metavar="URL", help="folder, index.json, tar, glob or brace pattern of shards")
+    train.add_argument(
+        "--val", nargs="+", metavar="URL", help="shards to validate on (default: the split val, if there is one)"
+    )
+    train.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in the folder, with its options; start if there is none",
+    )
+    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
+    train.add_argument("--config", metavar="FILE", help="options in a .toml or .yaml file; flags win over it")
+    for name in OPTIONS:
+        _add_option(train, name)
+    train.set_defaults(interrupted="Run it again with --resume to go on from the last checkpoint.")
+
+    evaluate = verb(
+        verbs, "evaluate", _evaluate, "score a checkpoint", "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
+    )
+    predict = verb(
+        verbs,
+        "predict",
+        _predict,
+        "what a checkpoint says of pictures, as a table",
+        "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
+    )
+    for one in (evaluate, predict):
+        one.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
+    urls(evaluate)
+    predict.add_argument("urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards")
+    predict.add_argument("-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture")
+    predict.add_argument("--probabilities", action="store_true", help="a column for each class, too")
+    for one in (evaluate, predict):
+        for name in _LATER[: 5 if one is predict else None]:
+            if name != "on_bad" or one is evaluate:
+                _add_option(one, name)
+    for name in _LATER[5:]:
+        _add_option(predict, name)
+
+    export = verb(
+        verbs, "export", _export, "a trained model for other programs", "export runs/photos/checkpoints/best.pt photos.onnx"
+    )
+    export.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
+    export.add_argument("out", metavar="FILE", help="ends in .pt (state dict), .ts (TorchScript), .pt2 (torch.export) or .onnx")
+
+
+def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
+    """An option as its field says it is. What nobody gave is absent afterwards, so that a file can say it."""
+    option, (kind, _) = OPTIONS[name], kinds()[name]
+    flag, text = f"--{name.replace('_', '-')}", option.metadata["text"]
+    default = "" if option.default in (None, False) or option.default is MISSING else f" (default: {option.default})"
+    words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{default}".replace("%", "%%")}
+    if kind is bool:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **words)
+    elif choices := option.metadata["choices"]:
+        parser.add_argument(flag, choices=choices, **words)
+    else:
+        parser.add_argument(flag, type=kind, metavar=option.metadata["metavar"] or None, **words)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in OPTIONS if hasattr(arguments, name)}
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.doors import train
+    from wdstrain.training.interruption import Stopped
+    from wdstrain.training.metrics import text
+    from wdstrain.training.run import CONFIG
+
+    options: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    saved = os.path.join(arguments.out, CONFIG)
+    for path in [saved] if arguments.resume and os.path.exists(saved) else []:
+        options, data = read_config(path)
+    if arguments.config:
+        more, where = read_config(arguments.config)
+        options, data = {**options, **more}, {**data, **where}
+    options |= _given(arguments)
+    addresses = arguments.urls or data.get("train")
+    if not addresses:
+        raise UsageError("no shards to train on were named. Give their address, or a --config file whose [data] has train.")
+    val = arguments.val or (None if arguments.urls else data.get("val"))
+    Config.of(options)  # before anything is imported and opened
+    with Teller() as teller:
+        try:
+            done = train(
+                addresses,
+                arguments.out,
+                val=val,
+                resume=arguments.resume,
+                overwrite=arguments.overwrite,
+                tell=teller,
+                **options,
+            )
+        except Stopped as stopped:
+            teller.close()
+            say(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
+            return stopped.status
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    last = done.epochs[-1]
+    rows = [
+        ("epochs", str(len(done.epochs))),
+        ("samples/s", f"{last['samples_per_second']:.0f}"),
+        ("stall", f"{last['stall']:.1%}"),
+    ]
+    rows += [("bad samples", str(last["bad"]))] if last["bad"] else []
+    rows += [("validation", text(done.task, done.val))] if done.val else []
+    rows += [("verdict", last["verdict"]), ("run is in", done.folder), ("report", os.path.join(done.folder, "report.html"))]
+    result(arguments, {"out": done.folder, "epochs": done.epochs, "best": done.best}, rows)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.doors import evaluate
+    from wdstrain.training.metrics import text
+
+    with Teller() as teller:
+        task, metrics = evaluate(arguments.checkpoint, arguments.urls, tell=teller, **_given(arguments))
+    if not int(os.environ.get("RANK", "0")):
+        result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", text(task, metrics))])
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.predicting import predict
+
+    addresses = arguments.urls[0] if len(arguments.urls) == 1 else arguments.urls
+    with Teller() as teller:
+        done = predict(
+            arguments.checkpoint,
+            addresses,
+            arguments.out,
+            probabilities=arguments.probabilities,
+            tell=teller,
+            **_given(arguments),
+        )
+    rows = [("rows", str(done.rows)), ("of bad pictures", str(done.bad)), ("table", arguments.out)]
+    result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
+    return 1 if done.bad else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from wdstrain.training.exporting import export
+
+    written = export(arguments.checkpoint, arguments.out)
+    result(arguments, {"written": written}, [("written", path) for path in written])
+    return 0

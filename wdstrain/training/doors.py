@@ -1,0 +1,293 @@
+"""What is called from Python and from the shell: train, evaluate. They put the parts of a run together, and take them apart again.
+
+Everything that can be wrong is found before the folder of the run is touched: addresses, labels, classes, options, the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from wdstrain.errors import UsageError
+from wdstrain.fields import Field
+from wdstrain.indexing import Index
+from wdstrain.loader import Loader
+from wdstrain.opening import one_split, open_index
+from wdstrain.remote import is_remote, redacted
+from wdstrain.storage import Urls
+from wdstrain.training.checkpoints import read_checkpoint, read_last
+from wdstrain.training.configuration import Config
+from wdstrain.training.counting import class_weights
+from wdstrain.training.interruption import Interruption
+from wdstrain.training.keeping import Keeper
+from wdstrain.training.loop import Tell, Training, score
+from wdstrain.training.models import Maker, begin_with, build, freeze, made_by, try_out
+from wdstrain.training.run import CHECKPOINTS, Run
+from wdstrain.training.task import Task, picture_of
+from wdstrain.training.world import World
+
+
+@dataclass
+class Outcome:
+    """What a run came to. `epochs`: the metrics of each; `best`: those of validation at its best; `model`: as it is at the end."""
+
+    folder: str
+    task: Task
+    model: nn.Module
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+
+    @property
+    def val(self) -> dict[str, float]:
+        """Metrics of validation at the end."""
+        return self.epochs[-1].get("val", {}) if self.epochs else {}
+
+    def __repr__(self) -> str:
+        last = {name: round(value, 4) for name, value in self.val.items()}
+        return f"Outcome({self.folder!r}, {len(self.epochs)} epochs, val={last})"
+
+
+def train(
+    urls: Urls,
+    out: str | os.PathLike[str],
+    *,
+    val: Urls | None = None,
+    model: str | Maker = "small",
+    image: Field | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    tell: Tell | None = None,
+    **options: Any,
+) -> Outcome:
+    """Train a model on the shards of `urls`, validate it on `val` after each epoch, and keep the run in the folder `out`.
+
+    urls       of the training shards; one that holds the splits train and val serves for both
+    model      small, a torchvision model by name, module:function, or a function that makes a model of so many outputs
+    image      what becomes of the pictures, instead of wt.image(size=image_size, augment=augment); values that are no
+               uint8 are not normalised. Validation uses it too
+    resume     go on from the last checkpoint in `out`; start if there is none. On a processor, with deterministic=True, the
+               weights come to the same bits as those of a run that was never stopped
+    overwrite  replace an earlier run in `out`
+    tell       who is told how it goes on: an object with step(title, done, total, text) and line(text)
+    options    those of `wdstrain train --help`, with _ for -: epochs, batch_size, lr, label, augment, ...
+
+    Under torchrun every process calls this, and all share each batch; the first writes. Raises UsageError and ShardError before
+    anything is written where shards, labels and options do not fit, and Stopped after a signal, with a checkpoint written.
+    """
+    maker, name = (None, model) if isinstance(model, str) else (model, _name_of(model))
+    config, folder, world, tell = Config.of({**options, "model": name}), os.fspath(out), World(), tell or Silence()
+    if not world.leads:
+        tell = Silence()
+    train_index, val_index = sources(urls, val)
+    task = Task.of(train_index, config.label)
+    if val_index is not None:
+        task.check(val_index)
+    device = device_of(config.device, world)
+    torch.manual_seed(config.seed)
+    picture = image or picture_of(config.image_size, config.augment)
+    made = _model(config, task, maker, picture)
+    state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
+    if config.weights and state is None:
+        begin_with(made, config.weights)
+    if config.freeze:
+        freeze(made)
+    loader = _loader(train_index, task, picture, config, world)
+    val_loader = _val_loader(val_index, task, image or picture_of(config.image_size), config, world) if val_index else None
+    with ExitStack() as stack:
+        stack.callback(loader.close)
+        if val_loader is not None:
+            stack.callback(val_loader.close)
+        stack.enter_context(_determinism(config, device))
+        stack.enter_context(world.joined(device))
+        interruption = stack.enter_context(Interruption().watched())
+        made = made.to(device, memory_format=torch.channels_last) if config.channels_last else made.to(device)  # type: ignore[call-overload]
+        weights = [class_weights(train_index, head, config.class_weights, device) for head in task.heads]
+        keeper = Keeper(task)
+        training = Training(
+            made, task, loader, val_loader, config, world=world, device=device, weights=weights, keep=keeper, tell=tell
+        )
+        if state is not None:
+            for why in refused:
+                tell.line(f"{why} The one before it is taken.")
+            training.load(state)
+            at = training.at
+            tell.line(f"going on from epoch {at.epoch + 1}, step {at.step} of {len(loader)}")
+        if world.leads:
+            run = Run(folder, config.toml(_data(urls, val)), overwrite=overwrite, resume=resume)
+            stack.callback(run.close)
+            stack.callback(keeper.close)
+            indexes = {"train": train_index, **({"val": val_index} if val_index is not None else {})}
+            keeper.begin(run, config, training.at, indexes, len(loader))
+        training.fit(interruption)
+    return Outcome(folder, task, training.scored, training.at.history, training.at.best)
+
+
+def evaluate(
+    checkpoint: str | os.PathLike[str],
+    urls: Urls,
+    *,
+    model: Maker | None = None,
+    image: Field | None = None,
+    tell: Tell | None = None,
+    **options: Any,
+) -> tuple[Task, dict[str, float]]:
+    """(task, metrics) of a checkpoint on the shards of `urls`; every sample counts once, also where torchrun started several processes.
+
+    model, image: as they were given to `train`, where it was not given names. options: batch_size, num_workers, device, amp,
+    on_bad, cache_dir, cache_limit.
+    """
+    world, tell = World(), tell or Silence()
+    if not world.leads:
+        tell = Silence()
+    opened = Opened.of(checkpoint, model=model, options=options)
+    index = one_split(open_index(urls), urls)
+    opened.task.check(index)
+    config, task, device = opened.config, opened.task, device_of(opened.config.device, world)
+    loader = _val_loader(index, task, image or picture_of(config.image_size), config, world)
+    with ExitStack() as stack:
+        stack.callback(loader.close)
+        stack.enter_context(world.joined(device))
+        metrics, _ = score(opened.model.to(device), loader, task, config, device, world, "evaluating", tell)
+    return task, metrics
+
+
+@dataclass
+class Opened:
+    """A checkpoint that was read: its model with its weights, what it learnt, and how."""
+
+    model: nn.Module
+    task: Task
+    config: Config
+    state: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, path: str | os.PathLike[str], *, model: Maker | None = None, options: Mapping[str, Any] | None = None
+    ) -> Opened:
+        """Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model."""
+        state = read_checkpoint(os.fspath(path))
+        config = Config.of({**state["config"], **(options or {})})
+        task = Task.from_state(state["task"])
+        if model is None and config.model.startswith("<"):
+            raise UsageError(f"{path} is of a model that a function made ({config.model}). Give it as model=.")
+        made = made_by(model, "model", task.outputs) if model else build(config.model, task.outputs, config.image_size)
+        try:
+            made.load_state_dict(state["model"])
+        except RuntimeError as error:
+            what = " ".join(str(error).split())[:300]
+            raise UsageError(f"the weights of {path} are of another model than {config.model}: {what}") from error
+        return cls(made.eval(), task, config, state)
+
+
+def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
+    """The shards to train on and those to validate on."""
+    index = open_index(urls)
+    if val is None and {"train", "val"} <= set(index.splits):
+        numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
+        return index.pick(numbers["train"]), index.pick(numbers["val"])
+    return one_split(index, urls), one_split(open_index(val), val) if val is not None else None
+
+
+def device_of(name: str, world: World) -> torch.device:
+    """The device of this process. Raises UsageError for one that is not here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device("cuda", world.local) if name == "cuda" else torch.device(name)
+        torch.zeros(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
+        ) from error
+    return device
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _model(config: Config, task: Task, maker: Maker | None, picture: Field) -> nn.Module:
+    made = made_by(maker, config.model, task.outputs) if maker else build(config.model, task.outputs, config.image_size)
+    example = picture.example
+    if example is None:
+        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
+    shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
+    return try_out(made, config.model, shape, task.outputs)
+
+
+def _loader(index: Index, task: Task, picture: Field, config: Config, world: World) -> Loader:
+    return Loader(
+        index,
+        task.fields(picture),
+        seed=config.seed,
+        shuffle_buffer=config.shuffle_buffer,
+        lanes=config.lanes,
+        **_own(config, world),
+    )
+
+
+def _val_loader(index: Index, task: Task, picture: Field, config: Config, world: World) -> Loader:
+    return Loader(index, task.fields(picture), shuffle=False, tail="keep", **_own(config, world))
+
+
+def _own(config: Config, world: World) -> dict[str, Any]:
+    """What both loaders have. A batch is of all processes together."""
+    if config.batch_size % world.size:
+        raise UsageError(
+            f"batch_size={config.batch_size} cannot be shared by {world.size} processes. Use a multiple of {world.size}."
+        )
+    return {
+        "batch_size": config.batch_size // world.size,
+        "num_workers": config.num_workers,
+        "rank": world.rank,
+        "world_size": world.size,
+        "on_bad": config.on_bad,
+        "cache_dir": config.cache_dir,
+        "cache_limit": config.cache_limit,
+    }
+
+
+def _determinism(config: Config, device: torch.device) -> Any:
+    """Deterministic arithmetic for as long as the run takes."""
+    stack = ExitStack()
+    if config.deterministic:
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        was, tuned = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        stack.callback(torch.use_deterministic_algorithms, was)
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", tuned)
+    return stack
+
+
+def _data(urls: Urls, val: Urls | None) -> dict[str, Any]:
+    """Addresses as config.toml keeps them: those of this machine from its root, so that a run goes on from any folder."""
+    return {"train": _plain(urls), "val": _plain(val) if val is not None else None}
+
+
+def _plain(urls: Urls) -> str | list[str]:
+    if isinstance(urls, (str, os.PathLike)):
+        text = os.fspath(urls)
+        return redacted(text) if is_remote(text) else text if "://" in text else os.path.abspath(text)
+    return [str(_plain(one)) for one in urls]
+
+
+def _name_of(maker: Callable[..., Any]) -> str:
+    """module:function where it can be found by that again, else a name that cannot."""
+    module, name = getattr(maker, "__module__", None), getattr(maker, "__qualname__", type(maker).__name__)
+    return f"{module}:{name}" if module not in (None, "__main__") and name.isidentifier() else f"<{name}>"
+
+
+class Silence:
+    """Is told how work goes on, and says nothing."""
+
+    def step(self, title: str, done: int, total: int, text: str = "") -> None: ...
+    def line(self, text: str) -> None: ...

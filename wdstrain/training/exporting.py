@@ -1,0 +1,116 @@
+"""A trained model for other programs: weights alone, TorchScript, torch.export, or ONNX.
+
+But for weights alone, what is exported takes pictures as they are, [b, 3, h, w] in 0 to 255, and normalises them itself: that step
+is what is forgotten or done twice when a model moves elsewhere. What its outputs mean stands in a JSON file beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.augmentation import IMAGENET
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.storage import put_whole, write_whole
+from wdstrain.training.doors import Opened
+from wdstrain.training.models import Maker
+
+Write = Callable[[nn.Module, Tensor, str], None]
+
+
+class Normalising(nn.Module):
+    """A model before which pictures of 0 to 255 are normalised. float or uint8 [b, 3, h, w] to [b, outputs]"""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.mean, self.std = (nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255) for values in IMAGENET)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        outputs: Tensor = self.model((pixels.float() - self.mean) / self.std)
+        return outputs
+
+
+def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | None = None) -> list[str]:
+    """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
+
+    .pt     the state dict        .ts   TorchScript
+    .pt2    torch.export          .onnx ONNX (pip install onnx onnxscript)
+    """
+    path = os.fspath(out)
+    kind = os.path.splitext(path)[1].lower()
+    if kind not in _KINDS:
+        raise UsageError(f"{path}: its ending says of what kind it is to be: {', '.join(_KINDS)}.")
+    opened = Opened.of(checkpoint, model=model, options={"device": "cpu"})
+    size = opened.config.image_size
+    example = torch.rand(2, 3, size, size) * 255
+    try:
+        _KINDS[kind](opened.model, example, path)
+    except (OSError, UsageError, StorageError):
+        raise
+    except Exception as error:  # what a model holds that cannot be exported, each exporter says in its own way
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(f"the model {opened.config.model} cannot be exported as {kind}: {first.strip()}") from error
+    about = {
+        "model": opened.config.model,
+        "input": [None, 3, size, size],
+        "normalised": "by the caller: ImageNet's mean and deviation" if kind == ".pt" else "by the model: give 0 to 255",
+        "outputs": [
+            {"label": head.name, "kind": head.kind, "columns": head.outputs, "classes": list(head.classes)}
+            for head in opened.task.heads
+        ],
+    }
+    beside = f"{os.path.splitext(path)[0]}.json"
+    write_whole(beside, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+    return [path, beside]
+
+
+def _state(model: nn.Module, example: Tensor, path: str) -> None:
+    with put_whole(path) as file:
+        torch.save(model.state_dict(), file)
+
+
+def _torchscript(model: nn.Module, example: Tensor, path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that torch.export is what it likes better
+        traced = torch.jit.trace(Normalising(model).eval(), example)  # type: ignore[no-untyped-call]
+    with put_whole(path) as file:
+        torch.jit.save(traced, file)
+
+
+def _program(model: nn.Module, example: Tensor, path: str) -> None:
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(Normalising(model).eval(), (example,), dynamic_shapes=({0: batch},))
+    with put_whole(path) as file:
+        torch.export.save(program, file)
+
+
+def _onnx(model: nn.Module, example: Tensor, path: str) -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}")
+    batch = torch.export.Dim("batch", min=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            Normalising(model).eval(),
+            (example,),
+            input_names=["pictures"],
+            output_names=["outputs"],
+            dynamic_shapes=({0: batch},),
+            dynamo=True,
+            verbose=False,
+        )
+    if program is None:
+        raise UsageError("this version of torch makes no ONNX program. Use .pt2 or .ts.")
+    with put_whole(path) as file:
+        file.write(program.model_proto.SerializeToString())
+
+
+_KINDS: dict[str, Write] = {".pt": _state, ".ts": _torchscript, ".pt2": _program, ".onnx": _onnx}

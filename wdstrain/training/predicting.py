@@ -1,0 +1,205 @@
+"""Predictions of a checkpoint, a row per picture: of shards, or of a plain folder of pictures.
+
+Rows come in the order of the shards, or of the sorted paths. A picture that cannot be read has its row all the same, with what is
+wrong with it, so a table has as many rows as there are pictures.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wdstrain.augment import DRAWS
+from wdstrain.device import to_device
+from wdstrain.fields import Field
+from wdstrain.indexing import Index
+from wdstrain.loader import Loader
+from wdstrain.opening import one_split, open_index
+from wdstrain.packing.folder import list_folder
+from wdstrain.storage import Urls, put_whole
+from wdstrain.training.doors import Opened, Silence, device_of
+from wdstrain.training.gallery import true_of
+from wdstrain.training.loop import Tell
+from wdstrain.training.models import Maker
+from wdstrain.training.recipe import arithmetic
+from wdstrain.training.task import Head, normalised, picture_of
+from wdstrain.training.world import World
+
+_TARS = (".tar", ".json")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What came of it: rows in all, and those of pictures that could not be read."""
+
+    rows: int
+    bad: int
+
+
+def predict(
+    checkpoint: str | os.PathLike[str],
+    urls: Urls,
+    out: str | os.PathLike[str],
+    *,
+    model: Maker | None = None,
+    image: Field | None = None,
+    probabilities: bool = False,
+    tell: Tell | None = None,
+    **options: Any,
+) -> Predicted:
+    """Write predictions of a checkpoint to the CSV file `out`: a row per picture of shards, or of a folder of pictures.
+
+    Columns: key; for each label what is said, how probable it is (of classes), and where the shards have it what is true; error.
+    probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir, cache_limit.
+    """
+    opened, tell = Opened.of(checkpoint, model=model, options=options), tell or Silence()
+    device = device_of(opened.config.device, World())
+    field = image or picture_of(opened.config.image_size)
+    opened.model.to(device)
+    if _is_pictures(urls):
+        found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
+    else:
+        index = one_split(open_index(urls), urls)
+        names = {one.name for one in index.labels}
+        known = [head for head in opened.task.heads if head.name in names]
+        if len(known) == len(opened.task.heads):
+            opened.task.check(index)
+        else:
+            known = []
+        found = _of_shards(index, opened, field, device, known, tell)
+    rows = bad = 0
+    with put_whole(os.fspath(out)) as file, closing(found):
+        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(
+            ["key", *(name for head in opened.task.heads for name in _columns(head, probabilities, head in known)), "error"]
+        )
+        for key, outputs, targets, error in found:
+            row = [key]
+            for i, head in enumerate(opened.task.heads):
+                target = targets[i] if head in known and targets else None
+                row += _cells(head, outputs[i] if outputs is not None else None, target, probabilities, head in known)
+            writer.writerow([*row, error])
+            rows, bad = rows + 1, bad + bool(error)
+        text.detach()
+    return Predicted(rows, bad)
+
+
+Row = tuple[str, Sequence[Tensor] | None, Sequence[Tensor], str]  # key, outputs and targets by head, what is wrong
+
+
+def _of_shards(
+    index: Index, opened: Opened, field: Field, device: torch.device, known: Sequence[Head], tell: Tell
+) -> Generator[Row, None, None]:
+    config, task = opened.config, opened.task
+    fields = {"image": field, **({name: one for name, one in task.fields(field).items() if name != "image"} if known else {})}
+    loader = Loader(
+        index,
+        fields,
+        batch_size=config.batch_size,
+        num_workers=config.num_workers,
+        shuffle=False,
+        tail="keep",
+        rank=0,
+        world_size=1,
+        on_bad="replace",
+        max_bad=1.0,
+        cache_dir=config.cache_dir,
+        cache_limit=config.cache_limit,
+    )
+    number = 0
+    with closing(loader), torch.inference_mode():
+        batches = loader.epoch(0)
+        for step, batch in enumerate(to_device(batches, device)):
+            outputs = _outputs(opened, batch["image"], device)
+            split = [own.cpu() for own in task.split(outputs)]
+            targets = [one.cpu() for one in task.targets(batch)] if known else []
+            given = batches.ids.tolist()
+            reasons = {one["key"]: one["reason"] for one in loader.report()["bad_samples"]}
+            for row, which in enumerate(given):
+                key = index.key(number)
+                if which != number:  # in file order a row is its own sample's, unless another stands in for it
+                    yield key, None, [], reasons.get(key, "it cannot be read")
+                else:
+                    yield key, [own[row] for own in split], [one[row] for one in targets], ""
+                number += 1
+            tell.step("predicting", step + 1, len(loader))
+
+
+def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, tell: Tell) -> Generator[Row, None, None]:
+    paths = sorted(str(item.parts[0][1]) for item in list_folder(folder, flat=True).items)
+    size = opened.config.batch_size
+
+    def read(path: str) -> tuple[Tensor | None, str]:
+        example = field.example
+        assert example is not None
+        out = np.empty(example.shape, example.dtype)
+        try:
+            with open(path, "rb") as file:
+                field.read(os.path.splitext(path)[1][1:].lower(), memoryview(file.read()), out, np.full(DRAWS, 0.5))
+        except Exception as error:  # whatever a decoder says of it is what is wrong with it
+            return None, str(error) or type(error).__name__
+        pixels = torch.from_numpy(out)
+        return pixels.permute(2, 0, 1) if example.channels_last else pixels, ""
+
+    with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool, torch.inference_mode():
+        for first in range(0, len(paths), size):
+            some = paths[first : first + size]
+            pictures = list(pool.map(read, some))
+            whole = [pixels for pixels, _ in pictures if pixels is not None]
+            outputs = _outputs(opened, torch.stack(whole).to(device), device).cpu() if whole else torch.zeros(0, 1)
+            rows = iter(torch.split(outputs, 1))
+            for path, (pixels, error) in zip(some, pictures, strict=True):
+                split = [own[0] for own in opened.task.split(next(rows))] if pixels is not None else None
+                yield os.path.relpath(path, folder), split, [], error
+            tell.step("predicting", first // size + 1, -(-len(paths) // size))
+
+
+def _outputs(opened: Opened, pixels: Tensor, device: torch.device) -> Tensor:
+    with arithmetic(opened.config, device):
+        found: Tensor = opened.model(normalised(pixels))
+    return found.float()
+
+
+def _columns(head: Head, probabilities: bool, known: bool) -> list[str]:
+    names = [head.name]
+    if head.kind in ("class", "binary"):
+        names.append(f"{head.name} probability")
+    if probabilities and head.kind != "number":
+        names += [f"{head.name}={name}" for name in head.classes]
+    return [*names, f"{head.name} true"] if known else names
+
+
+def _cells(head: Head, outputs: Tensor | None, target: Tensor | None, probabilities: bool, known: bool) -> list[str]:
+    if outputs is None:
+        return [""] * len(_columns(head, probabilities, known))
+    if head.kind == "number":
+        cells = [f"{float(outputs[0]):.6g}"]
+    else:
+        shares = head.probabilities(outputs[None])[0].tolist()
+        if head.kind == "multi":
+            cells = ["|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)]
+        else:
+            best = max(range(len(shares)), key=shares.__getitem__)
+            cells = [head.classes[best], f"{shares[best]:.6f}"]
+        if probabilities:
+            cells += [f"{share:.6f}" for share in shares]
+    return [*cells, true_of(head, target) if target is not None else ""] if known else cells
+
+
+def _is_pictures(urls: Urls) -> bool:
+    """Whether an address is that of a folder of pictures, and not of shards."""
+    if not isinstance(urls, (str, os.PathLike)):
+        return False
+    path = os.fspath(urls)
+    return os.path.isdir(path) and not any(name.endswith(_TARS) for name in os.listdir(path))
