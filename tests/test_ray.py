@@ -48,6 +48,7 @@ cluster.shutdown()
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")
     write_class_folder(tmp_path / "bad", {"a": 3}, "jpg")

@@ -6,6 +6,7 @@ loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="r
 for batch in wt.to_device(loader, "cuda"): ...
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.augmentation import Augmentation
@@ -31,6 +32,9 @@ from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
+    from wdstrain.training.doors import evaluate, train
+    from wdstrain.training.exporting import export
+    from wdstrain.training.predicting import predict
 
 __version__ = "0.1.0"
 
@@ -53,6 +57,8 @@ __all__ = [
     "Verification",
     "WdstrainError",
     "array",
+    "evaluate",
+    "export",
     "gopen",
     "image",
     "index",
@@ -67,18 +73,27 @@ __all__ = [
     "pack_table",
     "pack_tars",
     "pack_torchvision",
+    "predict",
     "stream",
     "text",
     "to_device",
     "to_example",
+    "train",
     "verify",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The packing functions are imported when they are first used: who trains does not need them."""
-    if name.startswith("pack") and name in __all__:
-        from wdstrain.packing import doors
+_LATER = {
+    "train": "training.doors",
+    "evaluate": "training.doors",
+    "predict": "training.predicting",
+    "export": "training.exporting",
+}
 
-        return getattr(doors, name)
+
+def __getattr__(name: str) -> Any:
+    """What packs and what trains is imported when it is first used: who writes his own loop needs neither."""
+    module = "packing.doors" if name.startswith("pack") else _LATER.get(name)
+    if module is not None and name in __all__:
+        return getattr(import_module(f"wdstrain.{module}"), name)
     raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")

@@ -7,6 +7,7 @@ sheared, what comes in from outside is black.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -76,7 +77,7 @@ _CHANGES: dict[str, Change] = {
     "contrast": _enhanced(ImageEnhance.Contrast),
     "sharpness": _enhanced(ImageEnhance.Sharpness),
     "posterize": lambda image, m: ImageOps.posterize(image, int(m)),
-    "solarize": lambda image, m: ImageOps.solarize(image, int(m)),
+    "solarize": lambda image, m: ImageOps.solarize(image, math.ceil(m)),
     "autocontrast": lambda image, _: ImageOps.autocontrast(image),
     "equalize": lambda image, _: ImageOps.equalize(image),
 }
