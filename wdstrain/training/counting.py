@@ -14,14 +14,20 @@ from torch import Tensor
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import scalar
 from wdstrain.indexing import Index
+from wdstrain.remote import is_remote
 from wdstrain.storage import open_source
 from wdstrain.training.task import Head
 
-_MOST = 10_000  # labels that are read
+_MOST, _MOST_FAR = 10_000, 500  # labels that are read: of shards on a disk, and of those on a server, each by a request
 
 
 def class_counts(index: Index, head: Head) -> dict[str, int]:
     """Samples by class; of a large set that does not say it, of an even part of it."""
+    return counts_said(index, head) or _read(index, head)
+
+
+def counts_said(index: Index, head: Head) -> dict[str, int]:
+    """Samples by class as the index has them; nothing if it does not say."""
     said = index.info.get("samples", {})
     said = {split: said[split] for split in index.splits if split in said} if isinstance(said, dict) else {}
     sums: Counter[str] = Counter()
@@ -29,7 +35,7 @@ def class_counts(index: Index, head: Head) -> dict[str, int]:
         sums.update(counts if isinstance(counts, dict) else {})
     if head.target.column is None and sums and set(sums) <= set(head.classes) and sums.total() == len(index):
         return {name: sums.get(name, 0) for name in head.classes}
-    return _read(index, head)
+    return {}
 
 
 def class_weights(index: Index, head: Head, asked: str, device: torch.device) -> Tensor | None:
@@ -47,7 +53,8 @@ def _read(index: Index, head: Head) -> dict[str, int]:
     if head.target.field not in index.fields:
         return dict.fromkeys(head.classes, 0)
     field, table = index.fields.index(head.target.field), index.table
-    ids = np.linspace(0, len(index) - 1, min(len(index), _MOST)).astype(np.int64)
+    most = _MOST_FAR if any(is_remote(shard.path) for shard in index.shards) else _MOST
+    ids = np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
     shards = index.shard_of(ids)
     for number in np.unique(shards).tolist():
         shard = index.shards[number]

@@ -79,9 +79,8 @@ def _state(model: nn.Module, example: Tensor, path: str) -> None:
 def _torchscript(model: nn.Module, example: Tensor, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that torch.export is what it likes better
-        traced = torch.jit.trace(Normalising(model).eval(), example)  # type: ignore[no-untyped-call]
-    with put_whole(path) as file:
-        torch.jit.save(traced, file)
+        with put_whole(path) as file:
+            torch.jit.save(torch.jit.trace(Normalising(model).eval(), example), file)  # type: ignore[no-untyped-call]
 
 
 def _program(model: nn.Module, example: Tensor, path: str) -> None:

@@ -10,7 +10,7 @@ from wdstrain.training.board import Board
 from wdstrain.training.checkpoints import Checkpoints
 from wdstrain.training.configuration import Config
 from wdstrain.training.loop import Progress
-from wdstrain.training.report import write_report
+from wdstrain.training.report import Data, write_report
 from wdstrain.training.run import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, Run
 from wdstrain.training.task import Task
 
@@ -28,7 +28,7 @@ class Keeper:
         self._checkpoints = Checkpoints(run.path(CHECKPOINTS), config.keep)
         self._board = Board(run.path(BOARD), at.epoch * steps + at.step)
         self._run, self._config, self._steps, self._history = run, config, steps, list(at.history)
-        self._indexes = indexes
+        self._data = {name: Data.of(index, self._task) for name, index in indexes.items()}
 
     def record(self, line: dict[str, Any]) -> None:
         if self._run is not None:
@@ -41,7 +41,7 @@ class Keeper:
             self._history.append(metrics)
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
             write_report(
-                self._run.path(REPORT), self._task, self._config, self._history, self._run.lines(STEPS), details, self._indexes
+                self._run.path(REPORT), self._task, self._config, self._history, self._run.lines(STEPS), details, self._data
             )
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from wdstrain import charts
 from wdstrain.charts import Line
-from wdstrain.errors import WdstrainError
 from wdstrain.indexing import Index
+from wdstrain.remote import is_remote
 from wdstrain.storage import write_whole
 from wdstrain.training.configuration import Config
-from wdstrain.training.counting import class_counts
+from wdstrain.training.counting import class_counts, counts_said
 from wdstrain.training.gallery import Shown
 from wdstrain.training.metrics import FIRST, text
 from wdstrain.training.stages import STAGES
@@ -28,6 +29,21 @@ _PAIRS = 20
 _NAMES = {"data": "waiting for data", "compute": "forward and backward", "optimiser": "optimiser", "other": "other"}
 
 
+@dataclass(frozen=True)
+class Data:
+    """Shards that were trained on or validated on, and by head how many samples there are of each class, where that is known."""
+
+    index: Index
+    counts: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, index: Index, task: Task) -> Data:
+        """Labels of shards on a server are not read for a picture of them."""
+        far = any(is_remote(shard.path) for shard in index.shards)
+        count = counts_said if far else class_counts
+        return cls(index, {head.name: count(index, head) for head in task.heads if head.kind != "number"})
+
+
 def write_report(
     path: str,
     task: Task,
@@ -35,7 +51,7 @@ def write_report(
     history: Sequence[Mapping[str, Any]],
     steps: Sequence[Mapping[str, Any]],
     details: Mapping[str, Any],
-    indexes: Mapping[str, Index],
+    data: Mapping[str, Data],
 ) -> None:
     """Write the page. history: metrics of each epoch; steps: the lines of steps.jsonl; details: of the last validation."""
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
@@ -46,7 +62,7 @@ def write_report(
             _gallery("Worst predictions", details["gallery"]["worst"]),
             _gallery("Predictions at random", details["gallery"]["random"]),
         ]
-    parts += ['<div class="cards">', *(_data(name, index, task) for name, index in indexes.items()), "</div>"]
+    parts += ['<div class="cards">', *(_data(name, one, task) for name, one in data.items()), "</div>"]
     parts.append(_card("How", charts.table({name: value for name, value in vars(config).items() if value not in (None, "")})))
     write_whole(path, charts.page(f"{title} - wdstrain", "".join(parts)).encode("utf-8", "replace"))
 
@@ -142,18 +158,16 @@ def _gallery(title: str, samples: Sequence[Shown]) -> str:
     return _card(title, f'{note}<div class="shown">{"".join(figures)}</div>') if figures else ""
 
 
-def _data(name: str, index: Index, task: Task) -> str:
+def _data(name: str, data: Data, task: Task) -> str:
+    index = data.index
     size = sum(shard.bytes for shard in index.shards)
     rows = {"samples": len(index), "shards": len(index.shards), "MB": f"{size / 1e6:.1f}", "fields": ", ".join(index.fields)}
     shown = charts.table(rows)
     for head in task.heads:
         if head.kind != "number":
-            try:
-                counts = class_counts(index, head)
-            except WdstrainError:  # a picture of the data is no reason to end a run
-                continue
+            counts = data.counts.get(head.name, {})
             most = dict(sorted(counts.items(), key=lambda one: -one[1])[:_CLASSES]) if len(counts) > _CLASSES else counts
-            shown += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(most)
+            shown += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(most) if most else ""
     return _card(f"Data: {name}", shown)
 
 

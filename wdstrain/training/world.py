@@ -8,6 +8,7 @@ beside the step's work, over the processors, and a GPU never waits for it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -51,7 +52,9 @@ class World:
             yield self
         except (RuntimeError, dist.DistBackendError) as error:
             if self.size > 1 and any(word in str(error) for word in _LOST):
-                first = str(error).strip().splitlines()[0][:200]
+                first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[
+                    :200
+                ]  # without torch's own file and line
                 raise WdstrainError(
                     f"rank {self.rank} of {self.size}: another process of this job is gone ({first}). "
                     f"What it said stands above. Start the job again with --resume to go on from the last checkpoint."
