@@ -215,6 +215,7 @@ body{margin:0;background:var(--back);color:var(--text);font:14px/1.45 system-ui,
 main{max-width:1120px;margin:0 auto;padding:20px}h1{font-size:22px;margin:0 0 4px}h2{font-size:15px;margin:0 0 8px}
 p{margin:0 0 10px}.soft,.none{color:var(--soft)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:14px 0}
+.cards>.card,.card{box-sizing:border-box}.card+.card{margin-top:14px}.cards>.card+.card{margin-top:0}
 .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px;overflow:auto;min-width:0}
 .facts{display:flex;flex-wrap:wrap;gap:10px 28px;margin:12px 0}.facts div b{display:block;font-size:19px}
 .facts div{color:var(--soft)}.facts b{color:var(--text)}
@@ -222,7 +223,7 @@ svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11p
 .legend span{margin-right:14px;color:var(--soft)}.legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}th{text-align:left;font-weight:500;padding:2px 10px 2px 0;vertical-align:top}
 td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-child{text-align:right;width:5em;padding-left:10px}.bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
-.bar{width:70%}.matrix td{text-align:center;min-width:34px;padding:5px;border:1px solid var(--line)}
+.bar{width:70%}.matrix th{vertical-align:middle}.matrix td{text-align:center;min-width:34px;padding:5px;border:1px solid var(--line)}
 .matrix tr:first-child th{padding:2px 4px;font-size:12px;text-align:center;max-width:110px;overflow:hidden;text-overflow:ellipsis}
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}.shown img{width:100%;height:auto;border-radius:4px}.small{image-rendering:pixelated}

@@ -105,11 +105,10 @@ def _curves(task: Task, history: Sequence[Mapping[str, Any]], steps: Sequence[Ma
     for head in task.heads:
         name = FIRST[head.kind]
         full = f"{head.name}/{name}" if several else name
-        own = [of_val(full)] if any(val) else []
+        own = [Line("training", epochs, [line[full] for line in history], dots=True)] if full in history[-1] else []
+        own += [of_val(full)] if any(val) else []
         if head.kind == "number" and any(val):
             own.append(of_val(full.replace("mse", "mse_of_mean"))._replace(name="predicting the mean", dots=False))
-        if full in history[-1]:
-            own.append(Line("training", epochs, [line[full] for line in history], dots=True))
         if own:
             found.append(_card(f"{head.name}: {name}", charts.lines(own, across="epoch", share=head.kind != "number")))
     spent = {_NAMES[stage]: [line[f"{stage}_seconds"] for line in steps] for stage in STAGES}
