@@ -96,6 +96,7 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     loader = DataLoader(train, config.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True)
     val_loader = DataLoader(val, config.batch_size, num_workers=workers)
     model = build(config.model, case.classes or 1, size)
+    scale = (0.0, 1.0) if case.classes else (float(np.mean(train.angles)), float(np.std(train.angles)))
     optimiser, rate = make_optimiser(model, config), Schedule(config, len(loader))
     step, seconds = 0, 0.0
     for _ in range(config.epochs):
@@ -103,7 +104,11 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
         begun = time.perf_counter()
         for pixels, target in loader:
             set_rate(optimiser, config.lr * rate(step))
-            loss = loss_of(case, model(normalised(pixels)), target, config.label_smoothing)
+            outputs = model(normalised(pixels))
+            if case.classes:
+                loss = nn.functional.cross_entropy(outputs, target, label_smoothing=config.label_smoothing)
+            else:
+                loss = nn.functional.mse_loss(outputs[:, 0], (target - scale[0]) / scale[1])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -114,15 +119,9 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     with torch.inference_mode():
         for pixels, target in val_loader:
             outputs = model(normalised(pixels))
-            right = (outputs.argmax(1) == target) if case.classes else (outputs[:, 0] - target) ** 2
+            right = (outputs.argmax(1) == target) if case.classes else (outputs[:, 0] * scale[1] + scale[0] - target) ** 2
             total += float(right.double().sum())
     return total / len(val), seconds, step * config.batch_size / seconds
-
-
-def loss_of(case: Case, outputs: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    if case.classes:
-        return nn.functional.cross_entropy(outputs, target, label_smoothing=smoothing)
-    return nn.functional.mse_loss(outputs[:, 0], target)
 
 
 # --- the cases -------------------------------------------------------------------------------------------------------
@@ -183,6 +182,10 @@ class Frames(Dataset[Any]):
             rows = [(data / row["center"], float(row["steering"])) for row in csv.DictReader(file)]
         self._rows = [row for row in rows if row[0].stem in {os.path.basename(key) for key in keys}]
         self._transform = transform
+
+    @property
+    def angles(self) -> list[float]:
+        return [angle for _, angle in self._rows]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -7,6 +7,7 @@ What a GPU does with it is in test_cuda.py.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,19 @@ def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> 
     loader.close()
     with pytest.raises(wt.WdstrainError):
         list(batches)
+
+
+def test_what_a_copy_takes_is_in_the_report(pictures: Path) -> None:
+    """Of the batches that the loop was given, not of the one ahead."""
+
+    class Far(_Copies):
+        def send(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> Sent:
+            begun = time.perf_counter()
+            while time.perf_counter() < begun + 0.02:
+                pass
+            return super().send(batch, draws)
+
+    loader = wt.Loader(pictures, FIELDS, batch_size=20)
+    for step, _ in enumerate(ahead(loader.epoch(0), Far())):
+        assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
+    loader.close()

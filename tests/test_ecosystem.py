@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import write_shards
+from tests.conftest import ROOT, write_class_folder, write_shards
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -110,3 +113,14 @@ def test_a_cell_can_be_interrupted_and_run_again(
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize("name", ["lightning", "keras"])
+def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed: pip install {name}")
+    write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
+    wt.pack_folder(str(tmp_path / "photos"), str(tmp_path / "shards"), split={"train": 0.8, "val": 0.2})
+    words = [str(ROOT / "scripts" / f"example_{name}.py"), *(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val"))]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"accuracy \d+\.\d\d%; \w+ bound", done.stdout), done.stdout

@@ -19,7 +19,7 @@ from tests.conftest import write_class_folder
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.training import checkpoints
-from wdstrain.training.checkpoints import read_checkpoint
+from wdstrain.training.checkpoints import read_checkpoint, read_last
 from wdstrain.training.doors import Outcome, train
 
 # everything that has a state of its own: dropout, momentum, an average, mixed pictures, accumulated gradients, batch norms
@@ -91,6 +91,15 @@ def same(out: Path, undisturbed: Path) -> None:
     assert not [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
 
 
+def position(out: Path) -> dict[str, int]:
+    """Where a run would go on."""
+    state, refused = read_last(str(out / "checkpoints"))
+    assert state is not None
+    assert not refused
+    found: dict[str, int] = state["position"]
+    return found
+
+
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
     timed = ("seconds", "samples_per_second", "stall", "verdict")
     return {name: value for name, value in line.items() if not name.endswith(timed)}
@@ -121,7 +130,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
     process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
     process.kill()
     process.communicate()
-    before = read_checkpoint(str(out / "checkpoints" / "last.pt"))["position"]
+    before = position(out)
     # and again, in the middle of the write of the next checkpoint: all of it is written, and it has no name yet
     code = (
         "import os, signal, sys, wdstrain.training.checkpoints as c\n"
@@ -133,7 +142,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
-    assert read_checkpoint(str(out / "checkpoints" / "last.pt"))["position"] == before
+    assert position(out) == before
     assert main(["train", "--resume", "--out", str(out)]) == 0  # its options are in its folder
     same(out, undisturbed)
 

@@ -116,8 +116,12 @@ class Batches(Iterator[Batch]):
         costs = {name: value - self._before[name] for name, value in self._pipeline.costs().items()}
         return Taken(batch, counts, costs, at, self._plan)
 
-    def give(self, taken: Taken, asked: float, batch: Batch | None = None) -> Batch:
-        """The loop gets this batch, or what became of it, which it asked for at this time. Raises SampleError for too many bad."""
+    def give(self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0) -> Batch:
+        """The loop gets this batch, or what became of it, which it asked for at this time. Raises SampleError for too many bad.
+
+        copy_seconds: how long it was on its way to a device.
+        """
+        self._meter.copy_seconds += copy_seconds
         self._host.moved(taken.position)
         self._count(taken.counts)
         for name, value in taken.costs.items():

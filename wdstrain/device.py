@@ -12,6 +12,7 @@ The first batch is taken by the loop's own thread, because it starts the worker 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -65,6 +66,14 @@ class Moment(Protocol):
     """A point in the work of a device, as torch's events are."""
 
     def synchronize(self) -> None: ...
+
+
+class Brought(NamedTuple):
+    """A batch that is on the device, and how long it was on its way."""
+
+    taken: Taken
+    sent: Sent
+    seconds: float
 
 
 class Sent(NamedTuple):
@@ -143,13 +152,11 @@ def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     try:
         first = batches.take()
         sender.begin(batches)
-        sent = sender.send(first.batch, first.draws)
-        sent.there.synchronize()
-        found: tuple[Taken, Sent] | None = (first._replace(batch={}), sent)
+        found: Brought | None = _brought(first, sender)
         courier = _Courier(batches, sender)
-        del first, sent
+        del first
         while found is not None:
-            received = batches.give(found[0], asked, sender.received(found[1]))
+            received = batches.give(found.taken, asked, sender.received(found.sent), found.seconds)
             found = None
             yield received
             del received
@@ -169,17 +176,25 @@ def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
             courier.close()
 
 
+def _brought(taken: Taken, sender: Sender) -> Brought:
+    """A batch that was taken, when it is there."""
+    begun = time.perf_counter()
+    sent = sender.send(taken.batch, taken.draws)
+    sent.there.synchronize()
+    return Brought(taken._replace(batch={}), sent, time.perf_counter() - begun)
+
+
 class _Courier:
     """A thread that takes the next batch and sends it while the loop works on the one before."""
 
     def __init__(self, batches: Batches, sender: Sender) -> None:
         self._batches, self._sender = batches, sender
         self._room, self._stopping = threading.Semaphore(1), False
-        self._found: SimpleQueue[tuple[Taken, Sent] | BaseException | None] = SimpleQueue()
+        self._found: SimpleQueue[Brought | BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
         self._thread.start()
 
-    def next(self) -> tuple[Taken, Sent] | None:
+    def next(self) -> Brought | None:
         """The next batch; None at the end. Raises what taking it raised."""
         found = self._found.get()
         if isinstance(found, BaseException):
@@ -202,17 +217,15 @@ class _Courier:
             if self._stopping:
                 return
             try:
-                taken = self._batches.take()
-                sent = self._sender.send(taken.batch, taken.draws)
-                sent.there.synchronize()
+                brought = _brought(self._batches.take(), self._sender)
             except StopIteration:
                 self._found.put(None)
                 return
             except BaseException as error:  # the loop raises it
                 self._found.put(error)
                 return
-            self._found.put((taken._replace(batch={}), sent))
-            del taken, sent
+            self._found.put(brought)
+            del brought
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -43,6 +43,7 @@ class Meter:
     decode_seconds: float = 0.0
     wait_seconds: float = 0.0  # the loop waited for a batch: the stall
     loop_seconds: float = 0.0  # the loop was busy with a batch
+    copy_seconds: float = 0.0  # batches were on their way to a device, beside the loop's work
     copies: int = 0  # batches copied because many were kept
     decoders: int = 1
     reread: int = 0  # samples that were read once more, because their checksum was not that of what was packed
@@ -82,6 +83,8 @@ class Meter:
             return f"{consumer} bound: it was busy {busy_seconds / max(1e-9, total):.0%} of the time and waited for data {self.stall:.1%}"
         decode, read, samples = self.decode_seconds / self.decoders, self.read_seconds, self.samples
         waited = f"the {consumer} waited for data {self.stall:.1%} of the time"
+        if self.copy_seconds > max(read, decode, total / 2):
+            return f"input bound: copy to the device {min(1.0, self.copy_seconds / total):.0%}; {waited}. Smaller or uint8 batches would help"
         if max(read, decode) < total / 2:
             busy = f"though reading and decoding were busy only {max(read, decode) / total:.0%} of it"
             return f"input bound: {waited}, {busy}. The processors are shared with it, or batches are very small"

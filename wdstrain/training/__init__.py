@@ -8,5 +8,7 @@ world.py          the processes of a run                         interruption.py
 run.py            the folder of a run                            checkpoints.py   whole or not at all
 keeping.py        what a run leaves behind                       board.py     TensorBoard's events
 gallery.py        a few predictions as pictures                  report.py    the page
-doors.py          train and evaluate                             predicting.py    predictions to a table
+doors.py          train and evaluate                             opened.py    a trained model, from its checkpoint
+predicting.py     predictions to a table                         exporting.py for other programs
+telling.py        who is told how it goes on
 """

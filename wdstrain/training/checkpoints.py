@@ -21,7 +21,7 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage import publish, sync_folder
 
 LAST, BEST = "last.pt", "best.pt"
-_NEEDED = {"model", "config", "task"}
+FORMAT = 1  # of what a checkpoint holds
 
 
 class Checkpoints:
@@ -104,6 +104,10 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UsageError(f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt") from error
-    if not isinstance(state, dict) or not set(state) >= _NEEDED or not isinstance(state["task"], list):
+    if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
         raise UsageError(f"{path} is a checkpoint of something else: it lacks model, config or task.")
+    if state.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} is a checkpoint of another version of this program: its format is {state.get('format')}, this one reads {FORMAT}."
+        )
     return state

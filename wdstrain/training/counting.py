@@ -1,4 +1,4 @@
-"""How many samples there are of each class: as the index says where we made it, else by reading labels alone.
+"""What the labels of a set are: samples of each class as the index says where we made it, else by reading labels alone.
 
 Labels are read at their own places, without the pictures between them, and of a large set an even part is looked at.
 """
@@ -6,6 +6,9 @@ Labels are read at their own places, without the pictures between them, and of a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,9 +19,10 @@ from wdstrain.fields import scalar
 from wdstrain.indexing import Index
 from wdstrain.remote import is_remote
 from wdstrain.storage import open_source
-from wdstrain.training.task import Head
+from wdstrain.training.task import Head, Task
 
-_MOST, _MOST_FAR = 10_000, 500  # labels that are read: of shards on a disk, and of those on a server, each by a request
+_MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and for the mean of numbers
+_MOST_FAR = 200  # of shards on a server, where each is a request
 
 
 def class_counts(index: Index, head: Head) -> dict[str, int]:
@@ -48,12 +52,33 @@ def class_weights(index: Index, head: Head, asked: str, device: torch.device) ->
     return head.weights(counts).to(device)
 
 
+def scaled(task: Task, index: Index) -> Task:
+    """The task, with mean and deviation of its numbers, by an even part of the data."""
+    return Task(tuple(_scaled(head, index) if head.kind == "number" else head for head in task.heads))
+
+
+def _scaled(head: Head, index: Index) -> Head:
+    values = []
+    for data in _labels(index, head, _NUMBERS):
+        with suppress(WdstrainError, ValueError, TypeError):
+            values.append(float(scalar(data, head.target.column)))
+    found = np.array(values)[np.isfinite(values)] if values else np.zeros(1)
+    return replace(head, mean=float(found.mean()), deviation=float(found.std()) or 1.0)
+
+
 def _read(index: Index, head: Head) -> dict[str, int]:
     found: Counter[str] = Counter()
+    for data in _labels(index, head, _MOST):
+        found.update(_classes(head, data))
+    return {name: found.get(name, 0) for name in head.classes}
+
+
+def _labels(index: Index, head: Head, most: int) -> Iterator[memoryview]:
+    """The bytes of the field that holds a label, of an even part of the samples."""
     if head.target.field not in index.fields:
-        return dict.fromkeys(head.classes, 0)
+        return
     field, table = index.fields.index(head.target.field), index.table
-    most = _MOST_FAR if any(is_remote(shard.path) for shard in index.shards) else _MOST
+    most = min(most, _MOST_FAR) if any(is_remote(shard.path) for shard in index.shards) else most
     ids = np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
     shards = index.shard_of(ids)
     for number in np.unique(shards).tolist():
@@ -64,9 +89,8 @@ def _read(index: Index, head: Head) -> dict[str, int]:
                     if table.member_field[row] == field:
                         data = memoryview(bytearray(int(table.member_size[row])))
                         source.read_into([data], int(table.member_offset[row]))
-                        found.update(_classes(head, data))
+                        yield data
                         break
-    return {name: found.get(name, 0) for name in head.classes}
 
 
 def _classes(head: Head, data: memoryview) -> list[str]:

@@ -6,7 +6,7 @@ Everything that can be wrong is found before the folder of the run is touched: a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,16 +21,18 @@ from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls
-from wdstrain.training.checkpoints import read_checkpoint, read_last
+from wdstrain.training.checkpoints import read_last
 from wdstrain.training.configuration import Config
-from wdstrain.training.counting import class_weights
+from wdstrain.training.counting import class_weights, scaled
 from wdstrain.training.interruption import Interruption
 from wdstrain.training.keeping import Keeper
-from wdstrain.training.loop import Tell, Training, score
+from wdstrain.training.loop import Training, score
 from wdstrain.training.models import Maker, begin_with, build, freeze, made_by, try_out
+from wdstrain.training.opened import Opened
 from wdstrain.training.run import CHECKPOINTS, Run
 from wdstrain.training.task import Task, picture_of
-from wdstrain.training.world import World
+from wdstrain.training.telling import Silence, Tell
+from wdstrain.training.world import World, device_of
 
 
 @dataclass
@@ -85,7 +87,7 @@ def train(
     if not world.leads:
         tell = Silence()
     train_index, val_index = sources(urls, val)
-    task = Task.of(train_index, config.label)
+    task = scaled(Task.of(train_index, config.label), train_index)
     if val_index is not None:
         task.check(val_index)
     device = device_of(config.device, world)
@@ -157,34 +159,6 @@ def evaluate(
     return task, metrics
 
 
-@dataclass
-class Opened:
-    """A checkpoint that was read: its model with its weights, what it learnt, and how."""
-
-    model: nn.Module
-    task: Task
-    config: Config
-    state: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, path: str | os.PathLike[str], *, model: Maker | None = None, options: Mapping[str, Any] | None = None
-    ) -> Opened:
-        """Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model."""
-        state = read_checkpoint(os.fspath(path))
-        config = Config.of({**state["config"], **(options or {})})
-        task = Task.from_state(state["task"])
-        if model is None and config.model.startswith("<"):
-            raise UsageError(f"{path} is of a model that a function made ({config.model}). Give it as model=.")
-        made = made_by(model, "model", task.outputs) if model else build(config.model, task.outputs, config.image_size)
-        try:
-            made.load_state_dict(state["model"])
-        except RuntimeError as error:
-            what = " ".join(str(error).split())[:300]
-            raise UsageError(f"the weights of {path} are of another model than {config.model}: {what}") from error
-        return cls(made.eval(), task, config, state)
-
-
 def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
     """The shards to train on and those to validate on."""
     index = open_index(urls)
@@ -192,22 +166,6 @@ def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
         numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
         return index.pick(numbers["train"]), index.pick(numbers["val"])
     return one_split(index, urls), one_split(open_index(val), val) if val is not None else None
-
-
-def device_of(name: str, world: World) -> torch.device:
-    """The device of this process. Raises UsageError for one that is not here."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device("cuda", world.local) if name == "cuda" else torch.device(name)
-        torch.zeros(1, device=device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
-        ) from error
-    return device
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -284,10 +242,3 @@ def _name_of(maker: Callable[..., Any]) -> str:
     """module:function where it can be found by that again, else a name that cannot."""
     module, name = getattr(maker, "__module__", None), getattr(maker, "__qualname__", type(maker).__name__)
     return f"{module}:{name}" if module not in (None, "__main__") and name.isidentifier() else f"<{name}>"
-
-
-class Silence:
-    """Is told how work goes on, and says nothing."""
-
-    def step(self, title: str, done: int, total: int, text: str = "") -> None: ...
-    def line(self, text: str) -> None: ...

@@ -18,23 +18,30 @@ from torch import Tensor, nn
 from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage import put_whole, write_whole
-from wdstrain.training.doors import Opened
 from wdstrain.training.models import Maker
+from wdstrain.training.opened import Opened
+from wdstrain.training.task import Task
 
-Write = Callable[[nn.Module, Tensor, str], None]
+Write = Callable[[Opened, Tensor, str], None]
 
 
 class Normalising(nn.Module):
-    """A model before which pictures of 0 to 255 are normalised. float or uint8 [b, 3, h, w] to [b, outputs]"""
+    """A model before which pictures of 0 to 255 are normalised, and after which numbers are as the labels have them.
 
-    def __init__(self, model: nn.Module) -> None:
+    float or uint8 [b, 3, h, w] to [b, outputs]
+    """
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
         super().__init__()
         self.model = model
+        columns = [head for head in task.heads for _ in range(head.outputs)]
+        self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
+        self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
         self.mean, self.std = (nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255) for values in IMAGENET)
 
     def forward(self, pixels: Tensor) -> Tensor:
         outputs: Tensor = self.model((pixels.float() - self.mean) / self.std)
-        return outputs
+        return outputs * self.scale + self.shift
 
 
 def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | None = None) -> list[str]:
@@ -51,7 +58,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
     size = opened.config.image_size
     example = torch.rand(2, 3, size, size) * 255
     try:
-        _KINDS[kind](opened.model, example, path)
+        _KINDS[kind](opened, example, path)
     except (OSError, UsageError, StorageError):
         raise
     except Exception as error:  # what a model holds that cannot be exported, each exporter says in its own way
@@ -63,6 +70,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
         "normalised": "by the caller: ImageNet's mean and deviation" if kind == ".pt" else "by the model: give 0 to 255",
         "outputs": [
             {"label": head.name, "kind": head.kind, "columns": head.outputs, "classes": list(head.classes)}
+            | ({"mean": head.mean, "deviation": head.deviation} if kind == ".pt" and head.kind == "number" else {})
             for head in opened.task.heads
         ],
     }
@@ -71,26 +79,26 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
     return [path, beside]
 
 
-def _state(model: nn.Module, example: Tensor, path: str) -> None:
+def _state(opened: Opened, example: Tensor, path: str) -> None:
     with put_whole(path) as file:
-        torch.save(model.state_dict(), file)
+        torch.save(opened.model.state_dict(), file)
 
 
-def _torchscript(model: nn.Module, example: Tensor, path: str) -> None:
+def _torchscript(opened: Opened, example: Tensor, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that torch.export is what it likes better
         with put_whole(path) as file:
-            torch.jit.save(torch.jit.trace(Normalising(model).eval(), example), file)  # type: ignore[no-untyped-call]
+            torch.jit.save(torch.jit.trace(Normalising(opened.model, opened.task).eval(), example), file)  # type: ignore[no-untyped-call]
 
 
-def _program(model: nn.Module, example: Tensor, path: str) -> None:
+def _program(opened: Opened, example: Tensor, path: str) -> None:
     batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(Normalising(model).eval(), (example,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(Normalising(opened.model, opened.task).eval(), (example,), dynamic_shapes=({0: batch},))
     with put_whole(path) as file:
         torch.export.save(program, file)
 
 
-def _onnx(model: nn.Module, example: Tensor, path: str) -> None:
+def _onnx(opened: Opened, example: Tensor, path: str) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}")
@@ -98,7 +106,7 @@ def _onnx(model: nn.Module, example: Tensor, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            Normalising(model).eval(),
+            Normalising(opened.model, opened.task).eval(),
             (example,),
             input_names=["pictures"],
             output_names=["outputs"],

@@ -77,7 +77,7 @@ class Gallery:
 def said_of(head: Head, outputs: Tensor) -> str:
     """What a row of outputs says, in words."""
     if head.kind == "number":
-        return f"{float(outputs[0]):.4g}"
+        return f"{float(head.values(outputs[None])):.4g}"
     shares = head.probabilities(outputs[None])[0]
     if head.kind == "multi":
         return "|".join(name for name, share in zip(head.classes, shares.tolist(), strict=True) if share > 0.5)

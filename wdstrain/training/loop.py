@@ -24,6 +24,7 @@ from wdstrain.device import to_device
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.loader import Loader
 from wdstrain.meter import Meter
+from wdstrain.training.checkpoints import FORMAT
 from wdstrain.training.configuration import Config
 from wdstrain.training.gallery import Gallery
 from wdstrain.training.interruption import Interruption, Stopped
@@ -32,16 +33,10 @@ from wdstrain.training.models import train_mode
 from wdstrain.training.recipe import Average, Schedule, arithmetic, make_optimiser, set_rate
 from wdstrain.training.stages import STAGES, Stages
 from wdstrain.training.task import Task, normalised
+from wdstrain.training.telling import Tell
 from wdstrain.training.world import GO_ON, SAVE, STOP, World
 
 _SHOWN = 0.5  # seconds between looks at the loss, for which a GPU is waited for
-
-
-class Tell(Protocol):
-    """Who is told how the work goes on."""
-
-    def step(self, title: str, done: int, total: int, text: str = "") -> None: ...
-    def line(self, text: str) -> None: ...
 
 
 class Keep(Protocol):
@@ -159,7 +154,7 @@ class Training:
             at.step += group
             now = time.monotonic()
             if now - shown >= _SHOWN or at.step == steps:
-                shown, seconds = now, stages.window()
+                shown, seconds = now, stages.window(self.loader.report()["copy_seconds"])
                 at.seconds = {name: at.seconds[name] + seconds[name] for name in STAGES}
                 window = {name: window[name] + seconds[name] for name in STAGES}
                 sums = self._looked_at()
@@ -270,7 +265,7 @@ class Training:
         seconds, samples = sum(self.at.seconds.values()), sums["samples"]
         right = [value for name, value in sums.items() if name.startswith("right ")]
         accuracy = f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
-        stall = self.at.seconds["data"] / max(1e-9, seconds)
+        stall = (self.at.seconds["data"] + self.at.seconds["copy"]) / max(1e-9, seconds)
         return f"loss {sums['loss'] / samples:.4f}{accuracy}, stall {stall:.1%}"
 
     def _record(self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]) -> None:
@@ -302,7 +297,7 @@ class Training:
             "seconds": seconds,
             **{f"{name}_seconds": value for name, value in at.seconds.items()},
             "samples_per_second": samples / max(1e-9, seconds),
-            "stall": at.seconds["data"] / max(1e-9, seconds),
+            "stall": (at.seconds["data"] + at.seconds["copy"]) / max(1e-9, seconds),
             "verdict": self._verdict(report),
         }
         several = len(self.task.heads) > 1
@@ -322,10 +317,8 @@ class Training:
 
     def _verdict(self, report: Mapping[str, Any]) -> str:
         meter = Meter(**{name: report[name] for name in Meter.__dataclass_fields__})
-        meter.wait_seconds, meter.loop_seconds = (
-            self.at.seconds["data"],
-            sum(self.at.seconds.values()) - self.at.seconds["data"],
-        )
+        waited = self.at.seconds["data"] + self.at.seconds["copy"]
+        meter.wait_seconds, meter.loop_seconds = waited, sum(self.at.seconds.values()) - waited
         compute = self.at.seconds["compute"] + self.at.seconds["optimiser"]
         return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", compute)
 
@@ -342,6 +335,7 @@ class Training:
         epoch, step = (at.epoch, at.step) if at.step < len(self.loader) else (at.epoch + 1, 0)
         own = {"raw": self.model.state_dict()} if self.average is not None else {}
         state = {
+            "format": FORMAT,
             "model": self.scored.state_dict(),
             **own,
             "optimiser": self.optimiser.state_dict(),

@@ -104,7 +104,7 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
 def _seen(head: Head, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """What torchmetrics is shown of a batch."""
     if head.kind == "number":
-        return outputs[:, 0].double(), target.double()
+        return head.values(outputs.double()), target.double()
     if head.kind == "binary":
         return outputs[:, 0].sigmoid(), target
     if head.kind == "multi":

@@ -15,7 +15,6 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
@@ -38,6 +37,8 @@ def build(name: str, outputs: int, image_size: int) -> nn.Module:
         return Small(outputs, image_size)
     if ":" in name:
         return made_by(_function(name), name, outputs)
+    import torchvision  # which brings torch's compiler with it: 2 seconds that "small" should not wait for
+
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         near = [one for one in known if one.startswith(name[:6])] or get_close_matches(name, known, 8, 0.4) or known[:8]

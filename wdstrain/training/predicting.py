@@ -27,13 +27,13 @@ from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.packing.folder import list_folder
 from wdstrain.storage import Urls, put_whole
-from wdstrain.training.doors import Opened, Silence, device_of
 from wdstrain.training.gallery import true_of
-from wdstrain.training.loop import Tell
 from wdstrain.training.models import Maker
+from wdstrain.training.opened import Opened
 from wdstrain.training.recipe import arithmetic
 from wdstrain.training.task import Head, normalised, picture_of
-from wdstrain.training.world import World
+from wdstrain.training.telling import Silence, Tell
+from wdstrain.training.world import World, device_of
 
 _TARS = (".tar", ".json")
 
@@ -184,7 +184,7 @@ def _cells(head: Head, outputs: Tensor | None, target: Tensor | None, probabilit
     if outputs is None:
         return [""] * len(_columns(head, probabilities, known))
     if head.kind == "number":
-        cells = [f"{float(outputs[0]):.6g}"]
+        cells = [f"{float(head.values(outputs[None])):.6g}"]
     else:
         shares = head.probabilities(outputs[None])[0].tolist()
         if head.kind == "multi":

@@ -26,7 +26,13 @@ from wdstrain.training.task import Head, Task
 
 _CLASSES = 30  # of a matrix that can be taken in; of more, the pairs that are mistaken most often are listed
 _PAIRS = 20
-_NAMES = {"data": "waiting for data", "compute": "forward and backward", "optimiser": "optimiser", "other": "other"}
+_NAMES = {
+    "data": "waiting for data",
+    "copy": "copy to the device",
+    "compute": "forward and backward",
+    "optimiser": "optimiser",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,15 @@ _FROM: dict[str, tuple[Kind, ...]] = {  # what a label of an index can be learnt
 
 @dataclass(frozen=True)
 class Head:
-    """Learning one label. `name`: of its target in a batch, before which stands "target "."""
+    """Learning one label. `name`: of its target in a batch, before which stands "target ".
+
+    mean, deviation: of a number in the data, by which it is brought to one scale, so that it is learnt at the pace of others.
+    """
 
     target: Label
     kind: Kind
+    mean: float = 0.0
+    deviation: float = 1.0
 
     @property
     def name(self) -> str:
@@ -57,12 +62,12 @@ class Head:
         return label(self.target.field, column=column, classes=self.classes, multi=self.kind == "multi")
 
     def losses(self, outputs: Tensor, target: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
-        """float[b]: cross entropy, of yes and no for one of two and for several, or squared error.
+        """float[b]: cross entropy, of yes and no for one of two and for several, or squared error in standard deviations.
 
         outputs: [b, self.outputs]; target: as `field` reads it, or shares of classes [b, classes]; weights: of classes.
         """
         if self.kind == "number":
-            return (outputs[:, 0] - target) ** 2
+            return (outputs[:, 0] - (target - self.mean) / self.deviation) ** 2
         if self.kind == "class":
             return functional.cross_entropy(outputs, target, weight=weights, label_smoothing=smoothing, reduction="none")
         share = target
@@ -79,6 +84,10 @@ class Head:
         found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
         present = found > 0
         return torch.where(present, found.sum() / (present.sum() * found.clamp(min=1)), torch.ones_like(found))
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """[b] of a head of numbers, as the labels have them."""
+        return outputs[:, 0] * self.deviation + self.mean
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """[b, classes] of a head of classes; for one of two, both."""
@@ -153,14 +162,18 @@ class Task:
 
     def state(self) -> list[dict[str, Any]]:
         """The task as plain values, for a checkpoint."""
-        return [{**vars(head.target), "classes": list(head.classes), "learnt_as": head.kind} for head in self.heads]
+        return [
+            {**vars(head.target), "classes": list(head.classes), "learnt_as": [head.kind, head.mean, head.deviation]}
+            for head in self.heads
+        ]
 
     @classmethod
     def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Task:
         heads = []
         for one in state:
             target = {**one, "classes": tuple(one["classes"])}
-            heads.append(Head(kind=target.pop("learnt_as"), target=Label(**target)))
+            kind, mean, deviation = target.pop("learnt_as")
+            heads.append(Head(Label(**target), kind, mean, deviation))
         return cls(tuple(heads))
 
     def __str__(self) -> str:

@@ -130,6 +130,22 @@ class World:
         return self.gather(value if self.leads else None)[0]
 
 
+def device_of(name: str, world: World) -> torch.device:
+    """The device of this process. Raises UsageError for one that is not here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device("cuda", world.local) if name == "cuda" else torch.device(name)
+        torch.zeros(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
+        ) from error
+    return device
+
+
 _VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # as torchrun sets them
 
 

@@ -1,0 +1,44 @@
+"""A trained model, opened from its checkpoint. What only predicts or exports brings neither metrics nor the training loop with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from wdstrain.errors import UsageError
+from wdstrain.training.checkpoints import read_checkpoint
+from wdstrain.training.configuration import Config
+from wdstrain.training.models import Maker, build, made_by
+from wdstrain.training.task import Task
+
+
+@dataclass
+class Opened:
+    """A checkpoint that was read: its model with its weights, what it learnt, and how."""
+
+    model: nn.Module
+    task: Task
+    config: Config
+    state: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, path: str | os.PathLike[str], *, model: Maker | None = None, options: Mapping[str, Any] | None = None
+    ) -> Opened:
+        """Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model."""
+        state = read_checkpoint(os.fspath(path))
+        config = Config.of({**state["config"], **(options or {})})
+        task = Task.from_state(state["task"])
+        if model is None and config.model.startswith("<"):
+            raise UsageError(f"{path} is of a model that a function made ({config.model}). Give it as model=.")
+        made = made_by(model, "model", task.outputs) if model else build(config.model, task.outputs, config.image_size)
+        try:
+            made.load_state_dict(state["model"])
+        except RuntimeError as error:
+            what = " ".join(str(error).split())[:300]
+            raise UsageError(f"the weights of {path} are of another model than {config.model}: {what}") from error
+        return cls(made.eval(), task, config, state)
