@@ -116,6 +116,21 @@ def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
     assert "kind true" not in rows["sub/black.jpg"]
 
 
+def test_what_stands_in_for_a_bad_sample_is_not_scored(bright: Path, run: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (bright / "log.jsonl").read_text().splitlines()]
+    samples = [
+        (f"s{i}", {"png": (bright / row["file"]).read_bytes(), "json": json.dumps(row).encode()})
+        for i, row in enumerate(rows[:120])
+    ]
+    samples[5][1]["png"] = b"\x89PNG nothing"
+    write_tar(tmp_path / "bad.tar", samples)
+    write_tar(tmp_path / "good.tar", samples[:5] + samples[6:])
+    best = run / "checkpoints" / "best.pt"
+    bad, good = (wt.evaluate(best, tmp_path / name, on_bad="replace", batch_size=8)[1] for name in ("bad.tar", "good.tar"))
+    assert (bad.pop("bad"), good.pop("bad")) == (1, 0)
+    assert bad == pytest.approx(good)
+
+
 def test_a_bad_sample_of_a_shard_has_its_row_with_what_is_wrong(bright: Path, run: Path, tmp_path: Path) -> None:
     pictures = [(bright / "img" / f"{i:03d}.png").read_bytes() for i in range(7)]
     pictures[3] = b"\x89PNG nothing"
@@ -128,11 +143,14 @@ def test_a_bad_sample_of_a_shard_has_its_row_with_what_is_wrong(bright: Path, ru
     assert all(bool(row["kind"]) == (i != 3) for i, row in enumerate(rows))
 
 
-@pytest.mark.parametrize("ending", ["pt", "ts", "pt2"])
+@pytest.mark.parametrize("ending", ["pt", "ts", "pt2", "onnx"])
 def test_an_exported_model_says_what_the_checkpoint_says(run: Path, tmp_path: Path, ending: str, bright: Path) -> None:
+    if ending == "onnx":
+        pytest.importorskip("onnxscript", reason="ONNX is not installed: pip install onnx onnxscript")
+        from onnx.reference import ReferenceEvaluator
     path = tmp_path / f"model.{ending}"
     assert main(["export", str(run / "checkpoints" / "best.pt"), str(path)]) == 0
-    about = json.loads((tmp_path / "model.json").read_text())
+    about = json.loads((tmp_path / f"model.{ending}.json").read_text())
     assert [(one["label"], one["columns"]) for one in about["outputs"]] == [
         ("kind", 1),
         ("shade", 3),
@@ -149,6 +167,10 @@ def test_an_exported_model_says_what_the_checkpoint_says(run: Path, tmp_path: Pa
             assert list(torch.load(path, weights_only=True)) == list(opened.model.state_dict())
             return
         expected[:, 7] = opened.task.heads[3].values(expected[:, 7:])  # a number is as the labels have it
+        if ending == "onnx":
+            found = ReferenceEvaluator(str(path)).run(None, {"pictures": pixels.float().numpy()})[0]
+            np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
+            return
         loaded: Any = torch.jit.load(path) if ending == "ts" else torch.export.load(path).module()
         torch.testing.assert_close(loaded(pixels.float()), expected, rtol=1e-4, atol=1e-4)
 
@@ -330,6 +352,7 @@ def test_a_model_that_is_none_is_refused_before_anything_is_written(
         {"label": "kind", "mixup": 0.4, "optimiser": "sgd", "schedule": "step", "class_weights": "balanced"},
         {"label": "tags", "class_weights": "balanced", "label_smoothing": 0.1, "amp": "bf16", "channels_last": True},
         {"label": "light", "augment": "rrc+flip+randaugment", "ema": 0.9, "clip": 1.0, "accumulate": 3, "num_workers": 1},
+        {"label": "kind,tags", "deterministic": True, "amp": "fp16", "clip": 1.0},
     ],
 )
 def test_recipes_of_the_field_run_and_are_kept_with_the_run(bright: Path, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ class At:
     def __init__(self, title: str, done: int, act: Callable[[], Any]) -> None:
         self._at, self._act, self.lines = (title, done), act, list[str]()
 
-    def step(self, title: str, done: int, total: int, text: str = "") -> None:
+    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None:
         if (title, done) == self._at:
             self._at = ("", 0)
             self._act()
@@ -293,6 +293,60 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
 
     done: Outcome = train(str(pets), tmp_path / "run", tell=At("epoch 1/2", 4, second), **OPTIONS)
     assert len(done.epochs) == 2
+
+
+def test_checkpoints_are_written_by_the_clock_too(pets: Path, undisturbed: Path, tmp_path: Path) -> None:
+    options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
+    train(str(pets), tmp_path / "run", **options)
+    steps = [f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)]  # where steps of the optimiser end
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
+    same(tmp_path / "run", undisturbed)
+
+
+def test_a_checkpoint_of_another_format_is_said_to_be_one(undisturbed: Path, tmp_path: Path) -> None:
+    state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
+    torch.save({**state, "format": 0}, tmp_path / "old.pt")
+    with pytest.raises(UsageError, match="its format is 0, this one reads 1"):
+        read_checkpoint(str(tmp_path / "old.pt"))
+    with pytest.raises(UsageError, match="Give one of them"):
+        train("nowhere", tmp_path / "run", resume=True, overwrite=True)
+
+
+def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_checkpoint_is_written(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = [*words_of(pets, out), "--num-workers", "1"]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (out / "checkpoints" / "step-00000002.pt").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    train(str(pets), out, resume=True, **OPTIONS)
+    same(out, undisturbed)
+
+
+def test_a_run_goes_on_beside_other_files_of_nobody(pets: Path, tmp_path: Path) -> None:
+    """What is no run is neither overwritten nor gone on with, and nothing is left in it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
+    for how in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(UsageError, match="holds other files than those of a run"):
+            train(str(pets), tmp_path, **how, **OPTIONS)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["checkpoints", "checkpoints/mine.txt"]
+
+
+def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"model": {}, "config": {}, "task": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UsageError, match="is no checkpoint of a run"):
+        read_checkpoint(str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: Path) -> None:

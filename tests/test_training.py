@@ -77,7 +77,7 @@ def test_a_run_folder_tells_what_was_done(bright: Path, tmp_path: Path) -> None:
     state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
     assert set(state["model"]) == set(build("small", 2, 8).state_dict())
     assert state["loader"]["epoch"] == 2
-    with pytest.raises(UsageError, match="holds a run or other files"):
+    with pytest.raises(UsageError, match="holds a run already"):
         train(str(bright), out, label="kind")
 
 

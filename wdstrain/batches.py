@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from wdstrain.bits import uniform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.indexing import Ints
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import Order
@@ -82,11 +81,11 @@ class Batches(Iterator[Batch]):
         return self._last.draws(columns)
 
     @property
-    def ids(self) -> Ints:
-        """Numbers of the samples in the rows of the batch given last, int64[b]; one that stands in for a bad one has its own."""
+    def own(self) -> npt.NDArray[np.bool_]:
+        """Rows of the batch given last that have their own sample, bool[b]; in the others one stands in for a bad one."""
         if self._last is None:
             raise UsageError("no batch was given yet. Ask for one first.")
-        return self._last.counts.ids
+        return self._last.counts.own
 
     # --- for who brings batches to a device ----------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ from multiprocessing.connection import wait
 
 def begin() -> None:
     """To be called first in a worker process."""
+    # a group of its own: a signal that takes the job away (SIGTERM of a scheduler, of torchrun) is for the parent, who may need its
+    # workers for as long as it takes to write a checkpoint, and ends them
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches every process of a terminal; only the parent answers it
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -27,30 +27,37 @@ class Teller:
         self._live: Progress | None = None
         self._title = ""
         self._begun = self._shown = 0.0
+        self._first = 0
 
     def step(self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps") -> None:
-        """`done` of `total` units of what `title` names, None if nobody knows how many; `text` adds figures."""
+        """`done` of `total` units of what `title` names, None if nobody knows how many; `text` adds figures.
+
+        unit: empty where the text has a rate of its own.
+        """
         now = time.monotonic()
         if title != self._title:
             self.close()
-            self._title, self._begun, self._shown = title, now, now
+            self._title, self._begun, self._shown, self._first = title, now, now, done
         if now - self._shown < (_REDRAW if self._console.is_terminal else _EVERY):
             return
         self._shown = now
-        rate = done / max(1e-9, now - self._begun)
+        rate = (done - self._first) / max(1e-9, now - self._begun)  # what was done before is no part of the pace
         if total is None:
             figures = f"{done} {unit}, {rate:.0f}/s"
         else:
-            figures = f"{done}/{total} {unit}, {rate:.0f}/s, {(total - done) / rate if rate else 0.0:.0f} s left"
+            each = f" {unit}, {rate:.0f}/s" if unit else ""
+            figures = f"{done}/{total}{each}, {(total - done) / rate if rate else 0.0:.0f} s left"
         figures += f", {text}" if text else ""
         if not self._console.is_terminal:
             say(f"{title}: {figures}")
             return
         if self._live is None:
-            bar = TextColumn("{task.description}"), BarColumn(16), TextColumn("{task.fields[figures]}")
-            self._live = Progress(*bar, console=self._console, auto_refresh=False, transient=True)
+            self._bar = BarColumn(16)
+            columns = TextColumn("{task.description}"), self._bar, TextColumn("{task.fields[figures]}")
+            self._live = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
             self._task = self._live.add_task(title, total=total, figures=figures)
             self._live.start()
+        self._bar.bar_width = max(3, min(16, self._console.width - len(title) - len(figures) - 3))  # figures matter more
         self._live.update(self._task, completed=done, figures=figures)
         self._live.refresh()
 

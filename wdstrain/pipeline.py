@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from wdstrain.cache import Cache
@@ -34,9 +35,11 @@ _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
 class Counts(NamedTuple):
-    """Of one batch: the samples in its rows (int64[b]), how many of them are padding, and the bad samples among the others."""
+    """Of one batch: the samples in its rows (int64[b]), which rows have the sample that the plan put there (bool[b]; the others
+    have one that stands in for it), how many are padding, and the bad samples among the others."""
 
     ids: Ints
+    own: npt.NDArray[np.bool_]
     padded: int
     bad: list[Finding]
 
@@ -151,7 +154,7 @@ class Pipeline:
         self._decode_seconds += result.seconds
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
-        return made, Counts(given[:rows], rows - int(batch.valid.sum()), found)
+        return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - int(batch.valid.sum()), found)
 
     def costs(self) -> dict[str, float]:
         """What the stages took since the pipeline was made, by the names of the meter."""

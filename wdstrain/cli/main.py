@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from difflib import get_close_matches
 from typing import NoReturn
 
 from wdstrain import __version__
@@ -33,7 +34,10 @@ def entry() -> NoReturn:
 
 def main(words: Sequence[str]) -> int:
     """Run one command; returns its exit status."""
-    arguments = _parser().parse_args(words)
+    arguments, unknown = _parser().parse_known_args(words)
+    if unknown:
+        say(f"wdstrain: {_unknown(arguments, unknown[0])}")
+        return 2
     try:
         status = int(arguments.verb(arguments))
         sys.stdout.flush()
@@ -49,6 +53,14 @@ def main(words: Sequence[str]) -> int:
     except BrokenPipeError:  # whoever read our output has gone: that is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _unknown(arguments: argparse.Namespace, word: str) -> str:
+    """What is said of a word that no verb knows, with the option that it resembles."""
+    flags = [flag for action in arguments.parser._actions for flag in action.option_strings]
+    near = get_close_matches(word.partition("=")[0], flags, 1, 0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"See: {arguments.parser.prog} --help"
+    return f"{word!r} is none of the options of {arguments.parser.prog}. {hint}"
 
 
 # --- verbs -----------------------------------------------------------------------------------------------------------

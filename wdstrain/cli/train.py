@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import MISSING
 from typing import Any
 
 from wdstrain.cli.words import result, urls, verb
-from wdstrain.console import Teller, say
+from wdstrain.console import say
 from wdstrain.errors import UsageError
 from wdstrain.training.configuration import OPTIONS, Config, kinds, read_config
 
-_LATER = ("batch_size", "num_workers", "device", "amp", "on_bad", "cache_dir", "cache_limit")  # of evaluate and predict
+_PREDICT = ("batch_size", "num_workers", "device", "amp", "cache_dir", "cache_limit")
+_EVALUATE = (*_PREDICT, "on_bad")
 
 
 def add_training(verbs: Any) -> None:
@@ -50,12 +50,9 @@ def add_training(verbs: Any) -> None:
     predict.add_argument("urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards")
     predict.add_argument("-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture")
     predict.add_argument("--probabilities", action="store_true", help="a column for each class, too")
-    for one in (evaluate, predict):
-        for name in _LATER[: 5 if one is predict else None]:
-            if name != "on_bad" or one is evaluate:
-                _add_option(one, name)
-    for name in _LATER[5:]:
-        _add_option(predict, name)
+    for one, names in ((evaluate, _EVALUATE), (predict, _PREDICT)):
+        for name in names:
+            _add_option(one, name)
 
     export = verb(
         verbs, "export", _export, "a trained model for other programs", "export runs/photos/checkpoints/best.pt photos.onnx"
@@ -68,7 +65,7 @@ def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
     """An option as its field says it is. What nobody gave is absent afterwards, so that a file can say it."""
     option, (kind, _) = OPTIONS[name], kinds()[name]
     flag, text = f"--{name.replace('_', '-')}", option.metadata["text"]
-    default = "" if option.default in (None, False) or option.default is MISSING else f" (default: {option.default})"
+    default = "" if option.default in (None, False) else f" (default: {option.default})"
     words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{default}".replace("%", "%%")}
     if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **words)
@@ -87,12 +84,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from wdstrain.training.interruption import Stopped
     from wdstrain.training.metrics import text
     from wdstrain.training.run import CONFIG
+    from wdstrain.training.world import World
 
     options: dict[str, Any] = {}
     data: dict[str, Any] = {}
     saved = os.path.join(arguments.out, CONFIG)
-    for path in [saved] if arguments.resume and os.path.exists(saved) else []:
-        options, data = read_config(path)
+    if arguments.resume and os.path.exists(saved):
+        options, data = read_config(saved)
     if arguments.config:
         more, where = read_config(arguments.config)
         options, data = {**options, **more}, {**data, **where}
@@ -102,22 +100,12 @@ def _train(arguments: argparse.Namespace) -> int:
         raise UsageError("no shards to train on were named. Give their address, or a --config file whose [data] has train.")
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before anything is imported and opened
-    with Teller() as teller:
-        try:
-            done = train(
-                addresses,
-                arguments.out,
-                val=val,
-                resume=arguments.resume,
-                overwrite=arguments.overwrite,
-                tell=teller,
-                **options,
-            )
-        except Stopped as stopped:
-            teller.close()
-            say(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
-            return stopped.status
-    if int(os.environ.get("RANK", "0")):
+    try:
+        done = train(addresses, arguments.out, val=val, resume=arguments.resume, overwrite=arguments.overwrite, **options)
+    except Stopped as stopped:
+        say(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
+        return stopped.status
+    if not World().leads:
         return 0
     last = done.epochs[-1]
     rows = [
@@ -135,10 +123,10 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.doors import evaluate
     from wdstrain.training.metrics import text
+    from wdstrain.training.world import World
 
-    with Teller() as teller:
-        task, metrics = evaluate(arguments.checkpoint, arguments.urls, tell=teller, **_given(arguments))
-    if not int(os.environ.get("RANK", "0")):
+    task, metrics = evaluate(arguments.checkpoint, arguments.urls, **_given(arguments))
+    if World().leads:
         result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", text(task, metrics))])
     return 0
 
@@ -147,15 +135,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     from wdstrain.training.predicting import predict
 
     addresses = arguments.urls[0] if len(arguments.urls) == 1 else arguments.urls
-    with Teller() as teller:
-        done = predict(
-            arguments.checkpoint,
-            addresses,
-            arguments.out,
-            probabilities=arguments.probabilities,
-            tell=teller,
-            **_given(arguments),
-        )
+    done = predict(arguments.checkpoint, addresses, arguments.out, probabilities=arguments.probabilities, **_given(arguments))
     rows = [("rows", str(done.rows)), ("of bad pictures", str(done.bad)), ("table", arguments.out)]
     result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
     return 1 if done.bad else 0

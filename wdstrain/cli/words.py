@@ -21,7 +21,7 @@ def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
-    parser.set_defaults(verb=run, interrupted="Run it again to start anew.")
+    parser.set_defaults(parser=parser, verb=run, interrupted="Run it again to start anew.")
     return parser
 
 

@@ -3,7 +3,8 @@
 configuration.py  every choice, from flags, files or Python      task.py      what is learnt, from the labels of the index
 models.py         a model by name; weights, the last layer       metrics.py   how good outputs are
 recipe.py         optimisers, learning rate, averages            counting.py  samples of each class
-loop.py           epochs of training and validation              stages.py    where the seconds of a step go
+loop.py           epochs of training and validation              tally.py     what is summed over one
+scoring.py        how good a model is on a pass                  stages.py    where the seconds of a step go
 world.py          the processes of a run                         interruption.py  being asked to stop
 run.py            the folder of a run                            checkpoints.py   whole or not at all
 keeping.py        what a run leaves behind                       board.py     TensorBoard's events

@@ -14,7 +14,7 @@ class Board:
     def __init__(self, folder: str, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # a second to import, which other uses should not wait for
 
-        self._writer = SummaryWriter(folder, purge_step=step or None)
+        self._writer = SummaryWriter(folder, purge_step=step + 1)
 
     def step(self, line: Mapping[str, Any], step: int) -> None:
         for name in _OF_STEPS:

@@ -121,8 +121,8 @@ class Config:
 
     def toml(self, data: Mapping[str, Any]) -> str:
         """The lines of a file that `read_config` reads. data: where the shards are."""
-        lines = [f"{name} = {json.dumps(value)}" for name, value in vars(self).items() if value is not None]
-        lines += ["", "[data]", *(f"{name} = {json.dumps(value)}" for name, value in data.items() if value is not None)]
+        lines = [f"{name} = {_toml(value)}" for name, value in vars(self).items() if value is not None]
+        lines += ["", "[data]", *(f"{name} = {_toml(value)}" for name, value in data.items() if value is not None)]
         return "\n".join(lines) + "\n"
 
     def differing(self, other: Config) -> list[str]:
@@ -170,6 +170,8 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         plain = str(name).replace("-", "_")
         try:
             check_known(plain, OPTIONS, "options of a training run")
+            if kind != ".toml" and isinstance(value, str) and kinds()[plain][0] is float:
+                value = _number(value)  # YAML takes 1e-3 for a text
             options[plain] = _typed(plain, value)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
@@ -183,6 +185,11 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, data
 
 
+def _toml(value: Any) -> str:
+    """A value as TOML writes it, which is as JSON does, but for letters beyond 16 bits."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def check_known(name: str, known: typing.Collection[str], what: str) -> None:
     """Raise UsageError for a name that is none of those known, with the nearest."""
     if name in known:
@@ -190,6 +197,13 @@ def check_known(name: str, known: typing.Collection[str], what: str) -> None:
     near = get_close_matches(name, known, 1, 0.5)
     hint = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(known)}."
     raise UsageError(f"{name!r} is none of the {what}. {hint}")
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 @lru_cache(maxsize=1)

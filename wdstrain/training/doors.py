@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from wdstrain.errors import UsageError
-from wdstrain.fields import Field
+from wdstrain.fields import Example, Field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
@@ -26,12 +26,13 @@ from wdstrain.training.configuration import Config
 from wdstrain.training.counting import class_weights, scaled
 from wdstrain.training.interruption import Interruption
 from wdstrain.training.keeping import Keeper
-from wdstrain.training.loop import Training, score
+from wdstrain.training.loop import Training
 from wdstrain.training.models import Maker, begin_with, build, freeze, made_by, try_out
 from wdstrain.training.opened import Opened
 from wdstrain.training.run import CHECKPOINTS, Run
-from wdstrain.training.task import Task, picture_of
-from wdstrain.training.telling import Silence, Tell
+from wdstrain.training.scoring import score
+from wdstrain.training.task import Task, picture_of, shape_of
+from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
 
 
@@ -76,50 +77,77 @@ def train(
     resume     go on from the last checkpoint in `out`; start if there is none. On a processor, with deterministic=True, the
                weights come to the same bits as those of a run that was never stopped
     overwrite  replace an earlier run in `out`
-    tell       who is told how it goes on: an object with step(title, done, total, text) and line(text)
+    tell       who is told how it goes on: an object with step(title, done, total, text, unit) and line(text);
+               default: stderr
     options    those of `wdstrain train --help`, with _ for -: epochs, batch_size, lr, label, augment, ...
 
     Under torchrun every process calls this, and all share each batch; the first writes. Raises UsageError and ShardError before
     anything is written where shards, labels and options do not fit, and Stopped after a signal, with a checkpoint written.
     """
     maker, name = (None, model) if isinstance(model, str) else (model, _name_of(model))
-    config, folder, world, tell = Config.of({**options, "model": name}), os.fspath(out), World(), tell or Silence()
-    if not world.leads:
-        tell = Silence()
+    config, folder, world = Config.of({**options, "model": name}), os.fspath(out), World()
+    if resume and overwrite:
+        raise UsageError("resume goes on with what is in the folder, and overwrite takes it away. Give one of them.")
     train_index, val_index = sources(urls, val)
     task = scaled(Task.of(train_index, config.label), train_index)
     if val_index is not None:
         task.check(val_index)
+    elif config.patience:
+        raise UsageError(f"patience={config.patience} looks at validation, and there is none. Give --val.")
     device = device_of(config.device, world)
     torch.manual_seed(config.seed)
     picture = image or picture_of(config.image_size, config.augment)
-    made = _model(config, task, maker, picture)
+    example = picture.example
+    if example is None:
+        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
+    made = _model(config, task, maker, example)
     state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
-    if config.weights and state is None:
-        begin_with(made, config.weights)
+    fresh = begin_with(made, config.weights) if config.weights and state is None else []
     if config.freeze:
         freeze(made)
-    loader = _loader(train_index, task, picture, config, world)
-    val_loader = _val_loader(val_index, task, image or picture_of(config.image_size), config, world) if val_index else None
+    lanes = config.lanes or (state["loader"]["lanes"] if state is not None else None)  # those it began with
+    loader = _loader(train_index, task, picture, config, world, lanes)
+    val_loader = (
+        _val_loader(val_index, task, image or picture_of(config.image_size), config, world) if val_index is not None else None
+    )
     with ExitStack() as stack:
+        speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
         if val_loader is not None:
             stack.callback(val_loader.close)
         stack.enter_context(_determinism(config, device))
         stack.enter_context(world.joined(device))
+        same = (state["position"] if state is not None else None, train_index.fingerprint, vars(config))
+        if any(other != same for other in world.gather(same)):
+            raise UsageError(
+                f"rank {world.rank} of {world.size}: the processes of this job see different checkpoints in {folder}, other shards or other "
+                f"options. Give all of them the same, and a folder that all of them share."
+            )
         interruption = stack.enter_context(Interruption().watched())
         made = made.to(device, memory_format=torch.channels_last) if config.channels_last else made.to(device)  # type: ignore[call-overload]
         weights = [class_weights(train_index, head, config.class_weights, device) for head in task.heads]
         keeper = Keeper(task)
         training = Training(
-            made, task, loader, val_loader, config, world=world, device=device, weights=weights, keep=keeper, tell=tell
+            made,
+            task,
+            loader,
+            val_loader,
+            config,
+            world=world,
+            device=device,
+            weights=weights,
+            picture=example,
+            keep=keeper,
+            tell=speaker,
         )
+        if fresh:
+            speaker.line(f"weights of {config.weights}; begun anew: {', '.join(fresh)}")
         if state is not None:
             for why in refused:
-                tell.line(f"{why} The one before it is taken.")
+                speaker.line(f"{why} The one before it is taken.")
             training.load(state)
             at = training.at
-            tell.line(f"going on from epoch {at.epoch + 1}, step {at.step} of {len(loader)}")
+            speaker.line(f"going on from epoch {at.epoch + 1}, step {at.step} of {len(loader)}")
         if world.leads:
             run = Run(folder, config.toml(_data(urls, val)), overwrite=overwrite, resume=resume)
             stack.callback(run.close)
@@ -144,18 +172,17 @@ def evaluate(
     model, image: as they were given to `train`, where it was not given names. options: batch_size, num_workers, device, amp,
     on_bad, cache_dir, cache_limit.
     """
-    world, tell = World(), tell or Silence()
-    if not world.leads:
-        tell = Silence()
+    world = World()
     opened = Opened.of(checkpoint, model=model, options=options)
     index = one_split(open_index(urls), urls)
     opened.task.check(index)
     config, task, device = opened.config, opened.task, device_of(opened.config.device, world)
     loader = _val_loader(index, task, image or picture_of(config.image_size), config, world)
     with ExitStack() as stack:
+        speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
         stack.enter_context(world.joined(device))
-        metrics, _ = score(opened.model.to(device), loader, task, config, device, world, "evaluating", tell)
+        metrics, _ = score(opened.model.to(device), loader, task, config, device, world, "evaluating", speaker)
     return task, metrics
 
 
@@ -171,22 +198,18 @@ def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _model(config: Config, task: Task, maker: Maker | None, picture: Field) -> nn.Module:
+def _model(config: Config, task: Task, maker: Maker | None, example: Example) -> nn.Module:
     made = made_by(maker, config.model, task.outputs) if maker else build(config.model, task.outputs, config.image_size)
-    example = picture.example
-    if example is None:
-        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
-    shape = (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
-    return try_out(made, config.model, shape, task.outputs)
+    return try_out(made, config.model, shape_of(example), task.outputs)
 
 
-def _loader(index: Index, task: Task, picture: Field, config: Config, world: World) -> Loader:
+def _loader(index: Index, task: Task, picture: Field, config: Config, world: World, lanes: int | None) -> Loader:
     return Loader(
         index,
         task.fields(picture),
         seed=config.seed,
         shuffle_buffer=config.shuffle_buffer,
-        lanes=config.lanes,
+        lanes=lanes,
         **_own(config, world),
     )
 
@@ -212,7 +235,7 @@ def _own(config: Config, world: World) -> dict[str, Any]:
     }
 
 
-def _determinism(config: Config, device: torch.device) -> Any:
+def _determinism(config: Config, device: torch.device) -> ExitStack:
     """Deterministic arithmetic for as long as the run takes."""
     stack = ExitStack()
     if config.deterministic:
@@ -233,7 +256,8 @@ def _data(urls: Urls, val: Urls | None) -> dict[str, Any]:
 
 def _plain(urls: Urls) -> str | list[str]:
     if isinstance(urls, (str, os.PathLike)):
-        text = os.fspath(urls)
+        scheme, separator, rest = os.fspath(urls).partition("://")
+        text = f"{scheme.lower()}://{rest}" if separator else scheme
         return redacted(text) if is_remote(text) else text if "://" in text else os.path.abspath(text)
     return [str(_plain(one)) for one in urls]
 

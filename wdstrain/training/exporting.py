@@ -20,7 +20,6 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage import put_whole, write_whole
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
-from wdstrain.training.task import Task
 
 Write = Callable[[Opened, Tensor, str], None]
 
@@ -28,16 +27,19 @@ Write = Callable[[Opened, Tensor, str], None]
 class Normalising(nn.Module):
     """A model before which pictures of 0 to 255 are normalised, and after which numbers are as the labels have them.
 
-    float or uint8 [b, 3, h, w] to [b, outputs]
+    float or uint8 [b, 3, h, w] to [b, outputs]; what was trained on other values than uint8 takes them as they are.
     """
 
-    def __init__(self, model: nn.Module, task: Task) -> None:
+    def __init__(self, opened: Opened) -> None:
         super().__init__()
-        self.model = model
-        columns = [head for head in task.heads for _ in range(head.outputs)]
+        self.model = opened.model
+        columns = [head for head in opened.task.heads for _ in range(head.outputs)]
         self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
         self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
-        self.mean, self.std = (nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255) for values in IMAGENET)
+        self.mean, self.std = (
+            nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255 if opened.is_uint8 else torch.tensor(plain))
+            for values, plain in zip(IMAGENET, (0.0, 1.0), strict=True)
+        )
 
     def forward(self, pixels: Tensor) -> Tensor:
         outputs: Tensor = self.model((pixels.float() - self.mean) / self.std)
@@ -55,8 +57,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
     if kind not in _KINDS:
         raise UsageError(f"{path}: its ending says of what kind it is to be: {', '.join(_KINDS)}.")
     opened = Opened.of(checkpoint, model=model, options={"device": "cpu"})
-    size = opened.config.image_size
-    example = torch.rand(2, 3, size, size) * 255
+    example = torch.rand(2, *opened.picture) * 255
     try:
         _KINDS[kind](opened, example, path)
     except (OSError, UsageError, StorageError):
@@ -66,15 +67,15 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
         raise UsageError(f"the model {opened.config.model} cannot be exported as {kind}: {first.strip()}") from error
     about = {
         "model": opened.config.model,
-        "input": [None, 3, size, size],
-        "normalised": "by the caller: ImageNet's mean and deviation" if kind == ".pt" else "by the model: give 0 to 255",
+        "input": [None, *opened.picture],
+        "normalised": _NORMALISED[opened.is_uint8 and kind != ".pt"] if opened.is_uint8 else "as it was trained: not at all",
         "outputs": [
             {"label": head.name, "kind": head.kind, "columns": head.outputs, "classes": list(head.classes)}
             | ({"mean": head.mean, "deviation": head.deviation} if kind == ".pt" and head.kind == "number" else {})
             for head in opened.task.heads
         ],
     }
-    beside = f"{os.path.splitext(path)[0]}.json"
+    beside = f"{path}.json"
     write_whole(beside, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
     return [path, beside]
 
@@ -88,12 +89,12 @@ def _torchscript(opened: Opened, example: Tensor, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that torch.export is what it likes better
         with put_whole(path) as file:
-            torch.jit.save(torch.jit.trace(Normalising(opened.model, opened.task).eval(), example), file)  # type: ignore[no-untyped-call]
+            torch.jit.save(torch.jit.trace(Normalising(opened).eval(), example), file)  # type: ignore[no-untyped-call]
 
 
 def _program(opened: Opened, example: Tensor, path: str) -> None:
     batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(Normalising(opened.model, opened.task).eval(), (example,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(Normalising(opened).eval(), (example,), dynamic_shapes=({0: batch},))
     with put_whole(path) as file:
         torch.export.save(program, file)
 
@@ -106,7 +107,7 @@ def _onnx(opened: Opened, example: Tensor, path: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            Normalising(opened.model, opened.task).eval(),
+            Normalising(opened).eval(),
             (example,),
             input_names=["pictures"],
             output_names=["outputs"],
@@ -120,4 +121,5 @@ def _onnx(opened: Opened, example: Tensor, path: str) -> None:
         file.write(program.model_proto.SerializeToString())
 
 
+_NORMALISED = ("by the caller: ImageNet's mean and deviation", "by the model: give 0 to 255")
 _KINDS: dict[str, Write] = {".pt": _state, ".ts": _torchscript, ".pt2": _program, ".onnx": _onnx}

@@ -44,7 +44,10 @@ class Gallery:
     def add(self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
         """Look at a batch: outputs [b, outputs], targets as the task has them, losses [b]."""
         keys, rows = batch["__key__"], losses.tolist()
-        for heap, wanted in ((self._worst, rows), (self._random, [-float(crc32(key.encode())) for key in keys])):
+        for heap, wanted in (
+            (self._worst, rows),
+            (self._random, [-float(crc32(key.encode("utf-8", "surrogateescape"))) for key in keys]),
+        ):
             for row in heapq.nlargest(_KEPT, range(len(keys)), key=wanted.__getitem__):
                 if len(heap) == _KEPT and (wanted[row], keys[row]) <= heap[0][:2]:
                     break

@@ -17,11 +17,11 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Stopped(BaseException):
-    """The run was asked to stop. `number`: of the signal."""
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, and a checkpoint is written. `number`: of the signal."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(f"stopped by {signal.Signals(number).name}; a checkpoint is written, resume goes on from it")
         self.number = number
 
     @property

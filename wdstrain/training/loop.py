@@ -9,6 +9,7 @@ deterministic. A checkpoint is only taken between two steps of the optimiser.
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -22,20 +23,23 @@ from wdstrain.augmentation import Augmentation
 from wdstrain.bits import key
 from wdstrain.device import to_device
 from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.fields import Example
 from wdstrain.loader import Loader
 from wdstrain.meter import Meter
+from wdstrain.training import tally
 from wdstrain.training.checkpoints import FORMAT
 from wdstrain.training.configuration import Config
-from wdstrain.training.gallery import Gallery
 from wdstrain.training.interruption import Interruption, Stopped
-from wdstrain.training.metrics import Scores, better, short
+from wdstrain.training.metrics import better, short
 from wdstrain.training.models import train_mode
 from wdstrain.training.recipe import Average, Schedule, arithmetic, make_optimiser, set_rate
+from wdstrain.training.scoring import score
 from wdstrain.training.stages import STAGES, Stages
-from wdstrain.training.task import Task, normalised
+from wdstrain.training.task import Task, normalised, shape_of
 from wdstrain.training.telling import Tell
 from wdstrain.training.world import GO_ON, SAVE, STOP, World
 
+_LISTED = 100  # classes whose accuracies stand in the line of an epoch
 _SHOWN = 0.5  # seconds between looks at the loss, for which a GPU is waited for
 
 
@@ -57,7 +61,7 @@ class Keep(Protocol):
 
 @dataclass
 class Progress:
-    """Where a run is. `sums`: of the epoch so far, by name; `seconds`: by stage."""
+    """Where a run is. step: of batches in the epoch; seconds: of the epoch so far, by stage."""
 
     epoch: int = 0
     step: int = 0
@@ -65,6 +69,7 @@ class Progress:
     best: dict[str, float] | None = None
     since_best: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    verdict: str = ""
 
 
 class Training:
@@ -81,13 +86,14 @@ class Training:
         world: World,
         device: torch.device,
         weights: list[Tensor | None],
+        picture: Example,
         keep: Keep,
         tell: Tell,
     ) -> None:
-        """weights: of the classes of each head."""
+        """weights: of the classes of each head. picture: what the model takes."""
         self.model, self.task, self.loader, self.val_loader, self.config = model, task, loader, val_loader, config
         self._world, self._device, self._keep, self._tell = world, device, keep, tell
-        self._weights = weights
+        self._weights, self._picture = weights, {"shape": list(shape_of(picture)), "dtype": picture.dtype}
         self.optimiser = make_optimiser(model, config)
         self.average = Average(model, config.ema) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
@@ -97,10 +103,11 @@ class Training:
         spread = world.spread(model, device)
         self._net: Any = torch.compile(spread) if config.compile else spread
         self._augmentation = _mixing(task, config)
-        self._names = _sums_of(task)
+        self._names = tally.names(task)
         self.at = Progress()
         self._sums = self._no_sums()
         self._saved_at = self._begun = time.monotonic()
+        self._wished = False  # a checkpoint, by the clock; all will write it a step later
         self._failed: StorageError | None = None
 
     @property
@@ -119,6 +126,8 @@ class Training:
                 self._finish_epoch(details)
         except Stopped:
             self.save()
+            if self._failed is not None:  # no checkpoint, and no word of one
+                raise self._failed from None
             raise
         if self._failed is not None:
             raise self._failed
@@ -134,7 +143,8 @@ class Training:
         train_mode(self.model)
         batches = to_device(self.loader.epoch(at.epoch, start=at.step), self._device, self._augmentation)
         stages, shown, recorded, before = Stages(self._device), time.monotonic(), time.monotonic(), self._sums.tolist()
-        text, window = "", dict.fromkeys(STAGES, 0.0)
+        text, window, seen = "", dict.fromkeys(STAGES, 0.0), before[1]
+        fresh = dict.fromkeys(STAGES, 0.0)  # seconds since the epoch was begun here, as the loader's report has them
         while at.step < steps:
             update = at.epoch * self.updates + at.step // config.accumulate
             group = min(config.accumulate, steps - at.step)
@@ -142,7 +152,7 @@ class Training:
             torch.manual_seed(key("step", config.seed, at.epoch, at.step, self._world.rank))
             self.optimiser.zero_grad(set_to_none=True)
             for turn in range(group):
-                batch = self._next(batches, interruption)
+                batch = self._next(batches, interruption, is_first=turn == 0)
                 stages.lap("data")
                 alone = nullcontext() if turn == group - 1 or self._world.size == 1 else self._net.no_sync()
                 with alone:
@@ -157,18 +167,21 @@ class Training:
                 shown, seconds = now, stages.window(self.loader.report()["copy_seconds"])
                 at.seconds = {name: at.seconds[name] + seconds[name] for name in STAGES}
                 window = {name: window[name] + seconds[name] for name in STAGES}
+                fresh = {name: fresh[name] + seconds[name] for name in STAGES}
                 sums = self._looked_at()
-                text = self._text(sums)
+                text = self._text(sums, (sums["samples"] - seen) * self._world.size / max(1e-9, sum(seconds.values())))
+                seen = sums["samples"]
                 if now - recorded >= 1.0 + (now - self._begun) / 300 or at.step == steps:
                     self._record(before, sums, window)
                     recorded, before, window = now, list(sums.values()), dict.fromkeys(STAGES, 0.0)
-            self._tell.step(self._title, at.step, steps, text)
+            self._tell.step(self._title, at.step, steps, text, "")
             if at.step < steps:
                 self._obey(interruption)
+        at.verdict = self._verdict(fresh)
         next(batches, None)  # the epoch's own end, where what was promised and what was given are compared
 
-    def _next(self, batches: Iterator[dict[str, Any]], interruption: Interruption) -> dict[str, Any]:
-        if self._world.size > 1:  # all must stop at the same step
+    def _next(self, batches: Iterator[dict[str, Any]], interruption: Interruption, *, is_first: bool) -> dict[str, Any]:
+        if self._world.size > 1 or not is_first:  # all must stop at the same step, and none within one of the optimiser's
             return next(batches)
         with interruption.waiting():
             return next(batches)
@@ -185,7 +198,7 @@ class Training:
             losses = losses + head.losses(own, target, smoothing=smoothing, weights=weights)
         self.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self._sums += torch.stack(_counted(task, outputs.detach(), targets, losses.detach()))
+            self._sums += torch.stack(tally.counted(task, outputs.detach(), targets, losses.detach()))
 
     def _update(self, update: int) -> None:
         if self.config.clip:
@@ -202,7 +215,8 @@ class Training:
         every, minutes = config.checkpoint_every, config.checkpoint_minutes
         # a count that all processes have needs no exchange; it is met where the optimiser's step ends, so by accumulated steps
         due = bool(every) and at.step // every > (at.step - config.accumulate) // every
-        late = bool(minutes) and self._world.leads and time.monotonic() - self._saved_at > 60 * minutes
+        late = bool(minutes) and self._world.leads and time.monotonic() - self._saved_at > 60 * minutes and not self._wished
+        self._wished = self._wished or late
         wish = self._world.agreed(STOP if interruption.number else SAVE if late else GO_ON)
         if wish == STOP:
             raise Stopped(interruption.number or 15)
@@ -212,7 +226,8 @@ class Training:
     def _validate(self, interruption: Interruption) -> dict[str, Any]:
         """Metrics of the validation data into the history's next line; returns details."""
         assert self.val_loader is not None
-        self._world.shared_buffers(self.model)
+        for model in {id(one): one for one in (self.model, self.scored)}.values():
+            self._world.shared_buffers(model)
 
         def stop() -> None:
             if self._world.agreed(STOP if interruption.number else GO_ON) == STOP:
@@ -227,14 +242,20 @@ class Training:
     def _finish_epoch(self, details: dict[str, Any]) -> None:
         at = self.at
         metrics = self._metrics()
+        classes = {name: one["classes"] for name, one in details.get("heads", {}).items() if len(one["classes"]) <= _LISTED}
+        metrics |= {"classes": classes} if classes else {}
         val = metrics.get("val")
-        best = val is None or better(self.task, val, at.best)
+        best, former = val is None or better(self.task, val, at.best), (at.best, at.since_best)
         at.best, at.since_best = (val, 0) if best else (at.best, at.since_best + 1)
         at.history.append(metrics)
-        self._keep.epoch(metrics, details)
-        self._tell.line(f"{self._title}: {_sentence(metrics, self.task)}")
+        title = self._title
         at.epoch, at.step, at.seconds, self._sums = at.epoch + 1, 0, dict.fromkeys(STAGES, 0.0), self._no_sums()
         self.save(best=best)
+        if best and self._failed is not None:
+            at.best, at.since_best = former
+        self._keep.epoch(metrics, details)
+        self._tell.line(f"{title}: {_sentence(metrics, self.task)}")
+        self._tell.line(textwrap.fill(metrics["verdict"], 78, initial_indent="  ", subsequent_indent="  "))
 
     # --- what is known of it -----------------------------------------------------------------------------------------
 
@@ -245,7 +266,8 @@ class Training:
     def _total(self) -> dict[str, float]:
         """Sums of the epoch so far, of all processes."""
         sums = self._sums.clone()
-        sums[-1] += self.loader.report()["bad"]
+        if self.at.step:  # before the first, the report is that of the epoch before
+            sums[-1] += self.loader.report()["bad"]
         return dict(zip(self._names, self._world.reduce(sums).tolist(), strict=True))
 
     def _no_sums(self) -> Tensor:
@@ -255,18 +277,23 @@ class Training:
         """Sums of the epoch so far on this process. Raises WdstrainError if the loss is no number any more."""
         sums = dict(zip(self._names, self._sums.tolist(), strict=True))
         if not math.isfinite(sums["loss"]):
+            self._check(sums["loss"])
+        return sums
+
+    def _check(self, loss: float) -> None:
+        """Raise WdstrainError if the loss, or a weight, is no number any more: the last loss may be one where its step made weights that are none."""
+        if not math.isfinite(loss) or not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
             raise WdstrainError(
                 f"the loss is not a number any more at step {self.at.step} of {self._title}. Lower --lr (now {self.config.lr}) or "
                 f"set --clip; checkpoints before it are whole."
             )
-        return sums
 
-    def _text(self, sums: Mapping[str, float]) -> str:
+    def _text(self, sums: Mapping[str, float], rate: float) -> str:
         seconds, samples = sum(self.at.seconds.values()), sums["samples"]
         right = [value for name, value in sums.items() if name.startswith("right ")]
         accuracy = f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
         stall = (self.at.seconds["data"] + self.at.seconds["copy"]) / max(1e-9, seconds)
-        return f"loss {sums['loss'] / samples:.4f}{accuracy}, stall {stall:.1%}"
+        return f"loss {sums['loss'] / samples:.3f}{accuracy}, {rate:.0f} samples/s, stall {stall:.0%}"
 
     def _record(self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]) -> None:
         new = {name: value - old for (name, value), old in zip(sums.items(), before, strict=True)}
@@ -286,7 +313,7 @@ class Training:
         at = self.at
         sums = self._total()
         samples, seconds = sums["samples"], sum(at.seconds.values())
-        plan, report = self.loader.plan(at.epoch), self.loader.report()
+        plan = self.loader.plan(at.epoch)
         metrics: dict[str, Any] = {
             "epoch": at.epoch,
             "loss": sums["loss"] / samples,
@@ -298,7 +325,7 @@ class Training:
             **{f"{name}_seconds": value for name, value in at.seconds.items()},
             "samples_per_second": samples / max(1e-9, seconds),
             "stall": (at.seconds["data"] + at.seconds["copy"]) / max(1e-9, seconds),
-            "verdict": self._verdict(report),
+            "verdict": at.verdict,
         }
         several = len(self.task.heads) > 1
         for name, value in sums.items():
@@ -315,23 +342,23 @@ class Training:
                     val[f"{prefix}mse_of_mean"] = val[f"{prefix}square"] - 2 * mean * val[f"{prefix}mean"] + mean**2
         return metrics
 
-    def _verdict(self, report: Mapping[str, Any]) -> str:
+    def _verdict(self, seconds: Mapping[str, float]) -> str:
+        """What held the epoch back, since it was begun here."""
+        report = self.loader.report()
         meter = Meter(**{name: report[name] for name in Meter.__dataclass_fields__})
-        waited = self.at.seconds["data"] + self.at.seconds["copy"]
-        meter.wait_seconds, meter.loop_seconds = waited, sum(self.at.seconds.values()) - waited
-        compute = self.at.seconds["compute"] + self.at.seconds["optimiser"]
-        return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", compute)
+        meter.wait_seconds = seconds["data"] + seconds["copy"]
+        meter.loop_seconds = sum(seconds.values()) - meter.wait_seconds
+        return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", seconds["compute"] + seconds["optimiser"])
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def save(self, *, best: bool = False) -> None:
         """Write a checkpoint of now. One that cannot be written is told, and is an error if it is the last."""
         at, total = self.at, self._total()
-        self._saved_at = time.monotonic()
+        self._saved_at, self._wished = time.monotonic(), False
+        self._check(total["loss"])
         if not self._world.leads:
             return
-        if not math.isfinite(total["loss"]):
-            self._looked_at()
         epoch, step = (at.epoch, at.step) if at.step < len(self.loader) else (at.epoch + 1, 0)
         own = {"raw": self.model.state_dict()} if self.average is not None else {}
         state = {
@@ -343,6 +370,7 @@ class Training:
             "position": {"epoch": at.epoch, "step": at.step},
             "sums": total,
             "seconds": at.seconds,
+            "verdict": at.verdict,
             "history": at.history,
             "best": at.best,
             "since_best": at.since_best,
@@ -350,6 +378,7 @@ class Training:
             "val": self.val_loader.index.fingerprint if self.val_loader is not None else None,
             "config": vars(self.config),
             "task": self.task.state(),
+            "picture": self._picture,
         }
         try:
             self._keep.save(state, at.epoch * len(self.loader) + at.step, best=best)
@@ -382,64 +411,12 @@ class Training:
         self.scaler.load_state_dict(state["scaler"])
         at = self.at = Progress(**state["position"])
         at.history, at.best, at.since_best = list(state["history"]), state["best"], state["since_best"]
-        at.seconds = dict(state["seconds"])
+        at.seconds, at.verdict = dict(state["seconds"]), state["verdict"]
         if self._world.leads:  # what all had counted together
             self._sums = torch.tensor([state["sums"][name] for name in self._names], dtype=torch.float64, device=self._device)
 
 
-def score(
-    model: nn.Module,
-    loader: Loader,
-    task: Task,
-    config: Config,
-    device: torch.device,
-    world: World,
-    title: str,
-    tell: Tell,
-    *,
-    stop: Any = lambda: None,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """(metrics, details) of one pass over a loader, all processes together; each sample counts once.
-
-    details: confusion matrices by head, and a gallery of the worst and of random predictions.
-    """
-    model.eval()
-    scores, gallery = Scores(task, device), Gallery(task)
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    with torch.inference_mode():
-        for step, batch in enumerate(to_device(loader.epoch(0), device)):
-            targets = task.targets(batch)
-            if len(batch["__key__"]):  # the last batch of a process may hold none
-                with arithmetic(config, device):
-                    outputs = model(normalised(batch["image"]).contiguous(memory_format=layout)).float()
-                losses = task.losses(outputs, targets)
-                scores.update(outputs, targets, losses)
-                gallery.add(batch, outputs, targets, losses)
-            tell.step(title, step + 1, len(loader))
-            stop()
-    metrics, details = scores.compute(world.reduce)
-    return metrics, {"heads": details, "gallery": Gallery.merged(world.gather(gallery.best()))}
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def _sums_of(task: Task) -> list[str]:
-    """What is summed over an epoch of training; the bad samples are counted by the loader, and are none of a batch's."""
-    own = [f"{'target' if head.kind == 'number' else 'right'} {head.name}" for head in task.heads if head.kind != "multi"]
-    return ["loss", "samples", *own, "bad"]
-
-
-def _counted(task: Task, outputs: Tensor, targets: list[Tensor], losses: Tensor) -> list[Tensor]:
-    """A batch's share of each of those sums."""
-    found = [losses.double().sum(), torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device)]
-    for head, own, target in zip(task.heads, task.split(outputs), targets, strict=True):
-        if head.kind == "number":
-            found.append(target.double().sum())
-        elif head.kind != "multi":
-            said = own.argmax(1) if head.kind == "class" else (own[:, 0] > 0).long()
-            found.append((said == (target.argmax(1) if target.ndim == 2 else target)).double().sum())
-    return [*found, torch.zeros_like(found[0])]
 
 
 def _mixing(task: Task, config: Config) -> Augmentation | None:

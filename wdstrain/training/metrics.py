@@ -8,7 +8,8 @@ counts at fixed thresholds for the same reason, 1 001 of them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from wdstrain.training.task import Head, Task
 
 _THRESHOLDS = 1001  # of AUROC, for one of two classes
 _FEWER = 201  # the same for each of several classes
+_CURVES = 100  # classes, of which AUROC is taken at most
 _MATRIX = 2000  # classes, of which a confusion matrix is at most
 _WORST = ("loss", "mse", "mae")  # less is better
 
@@ -48,9 +50,10 @@ class Scores:
             if head.kind == "number":
                 self._sums[1 + 2 * i] += target.double().sum()
                 self._sums[2 + 2 * i] += (target.double() ** 2).sum()
-            part.update(*_seen(head, own, target))
+            with _in_any_order():
+                part.update(*_seen(head, own, target))
 
-    def compute(self, reduce: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    def compute(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
         """(metrics, details) of all processes. reduce: Tensor -> its sum over them. details: of a head, what is no one number."""
         sums = reduce(self._sums)
         samples = int(reduce(torch.tensor([self.samples], device=self._device)).item())
@@ -60,15 +63,17 @@ class Scores:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*before the.*update.*")  # of a process that got no sample
                 warnings.filterwarnings("ignore", message=".*No (positive|negative) samples.*")
-                own = {name: value for name, value in part.compute().items() if samples > 1 or name != "r2"}
+                own = part.compute()
             matrix = own.pop("confusion", None)
             numbers = {name: float(value) for name, value in own.items() if value.ndim == 0}
             if matrix is not None:
                 numbers |= _of_matrix(head, matrix)
-                details[head.name] = {"confusion": matrix.tolist()}
+                details[head.name] = {"confusion": matrix.tolist(), "classes": _right_of_each(head, matrix)}
             if head.kind == "number":
                 numbers["mean"] = float(sums[1 + 2 * i]) / max(1, samples)
                 numbers["square"] = float(sums[2 + 2 * i]) / max(1, samples)
+                if (spread := numbers["square"] - numbers["mean"] ** 2) > 0 and samples > 1:
+                    numbers["r2"] = 1 - numbers["mse"] / spread
             if len(self._task.heads) > 1:
                 numbers = {f"{head.name}/{name}": value for name, value in numbers.items()}
             found |= numbers
@@ -78,7 +83,7 @@ class Scores:
 def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricCollection]:
     classes = len(head.classes)
     if head.kind == "number":
-        return {"mse": regression.MeanSquaredError(), "mae": regression.MeanAbsoluteError(), "r2": regression.R2Score()}
+        return {"mse": regression.MeanSquaredError(), "mae": regression.MeanAbsoluteError()}
     if head.kind == "binary":
         return {
             "confusion": classification.BinaryConfusionMatrix(),
@@ -96,6 +101,8 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
         found["confusion"] = classification.MulticlassConfusionMatrix(classes)
     else:
         found["accuracy"] = classification.MulticlassAccuracy(classes, average="micro")
+    if classes <= _CURVES:
+        found["auroc"] = classification.MulticlassAUROC(classes, thresholds=_FEWER)
     if classes > 5:
         found["top5"] = classification.MulticlassAccuracy(classes, top_k=5, average="micro")
     return found
@@ -126,13 +133,31 @@ def _of_matrix(head: Head, matrix: Tensor) -> dict[str, float]:
     return found
 
 
+def _right_of_each(head: Head, matrix: Tensor) -> dict[str, float]:
+    """The share of each class's samples that is said to be of it; of classes without samples nothing."""
+    rows = zip(head.classes, matrix.diagonal().tolist(), matrix.sum(1).tolist(), strict=True)
+    return {name: right / whole for name, right, whole in rows if whole}
+
+
+@contextmanager
+def _in_any_order() -> Iterator[None]:
+    """Counts are whole numbers and come to the same in any order; torchmetrics counts with a table of all pairs, gigabytes of it,
+    where torch is asked to be deterministic."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
 def better(task: Task, metrics: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
     """Whether these metrics are better than the best so far: by the metric that counts, by the loss where there are several heads."""
     if best is None:
         return True
     name = "loss" if len(task.heads) > 1 else FIRST[task.heads[0].kind]
-    if metrics[name] != metrics[name]:
-        return False
+    if metrics[name] != metrics[name] or best[name] != best[name]:
+        return metrics[name] == metrics[name]
     return metrics[name] < best[name] if name in _WORST else metrics[name] > best[name]
 
 

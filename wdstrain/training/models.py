@@ -47,7 +47,12 @@ def build(name: str, outputs: int, image_size: int) -> nn.Module:
         )
     options: dict[str, Any] = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
-    return cast(nn.Module, torchvision.models.get_model(name, weights=None, num_classes=outputs, **options))
+    try:
+        return cast(nn.Module, torchvision.models.get_model(name, weights=None, num_classes=outputs, **options))
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the model {name} cannot be made for pictures of {image_size} pixels ({error}). Use --image-size 224."
+        ) from error
 
 
 def made_by(maker: Maker, name: str, outputs: int) -> nn.Module:
@@ -139,8 +144,8 @@ def train_mode(model: nn.Module) -> None:
     if all(weight.requires_grad for weight in model.parameters()):
         return
     for part in model.modules():
-        own = list(part.parameters(recurse=False))
-        if own and not any(weight.requires_grad for weight in own):
+        own, kept = list(part.parameters(recurse=False)), list(part.buffers(recurse=False))
+        if (own or kept) and not any(weight.requires_grad for weight in own):
             part.eval()
 
 

@@ -15,6 +15,8 @@ from wdstrain.training.configuration import Config
 from wdstrain.training.models import Maker, build, made_by
 from wdstrain.training.task import Task
 
+_OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_bad")  # where it was trained, which need not be here
+
 
 @dataclass
 class Opened:
@@ -23,7 +25,8 @@ class Opened:
     model: nn.Module
     task: Task
     config: Config
-    state: dict[str, Any]
+    picture: tuple[int, ...]  # what the model takes: channels, height, width
+    is_uint8: bool  # and whether that is normalised first
 
     @classmethod
     def of(
@@ -31,7 +34,8 @@ class Opened:
     ) -> Opened:
         """Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model."""
         state = read_checkpoint(os.fspath(path))
-        config = Config.of({**state["config"], **(options or {})})
+        learnt = {name: value for name, value in state["config"].items() if name not in _OF_MACHINE}
+        config = Config.of({**learnt, **(options or {})})
         task = Task.from_state(state["task"])
         if model is None and config.model.startswith("<"):
             raise UsageError(f"{path} is of a model that a function made ({config.model}). Give it as model=.")
@@ -41,4 +45,4 @@ class Opened:
         except RuntimeError as error:
             what = " ".join(str(error).split())[:300]
             raise UsageError(f"the weights of {path} are of another model than {config.model}: {what}") from error
-        return cls(made.eval(), task, config, state)
+        return cls(made.eval(), task, config, tuple(state["picture"]["shape"]), state["picture"]["dtype"] == "uint8")

@@ -21,21 +21,20 @@ from torch import Tensor
 
 from wdstrain.augment import DRAWS
 from wdstrain.device import to_device
+from wdstrain.errors import UsageError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.packing.folder import list_folder
-from wdstrain.storage import Urls, put_whole
+from wdstrain.storage import INDEX_NAME, Urls, put_whole
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
 from wdstrain.training.recipe import arithmetic
 from wdstrain.training.task import Head, normalised, picture_of
-from wdstrain.training.telling import Silence, Tell
+from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
-
-_TARS = (".tar", ".json")
 
 
 @dataclass(frozen=True)
@@ -62,23 +61,32 @@ def predict(
     Columns: key; for each label what is said, how probable it is (of classes), and where the shards have it what is true; error.
     probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir, cache_limit.
     """
-    opened, tell = Opened.of(checkpoint, model=model, options=options), tell or Silence()
+    opened = Opened.of(checkpoint, model=model, options=options)
     device = device_of(opened.config.device, World())
     field = image or picture_of(opened.config.image_size)
     opened.model.to(device)
+    with told(tell, True) as speaker:
+        return _written(opened, urls, os.fspath(out), field, device, probabilities, speaker)
+
+
+def _written(
+    opened: Opened, urls: Urls, out: str, field: Field, device: torch.device, probabilities: bool, tell: Tell
+) -> Predicted:
     if _is_pictures(urls):
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
     else:
         index = one_split(open_index(urls), urls)
-        names = {one.name for one in index.labels}
-        known = [head for head in opened.task.heads if head.name in names]
-        if len(known) == len(opened.task.heads):
+        known = list(opened.task.heads)
+        try:
             opened.task.check(index)
-        else:
+        except UsageError as other:
+            known = []
+            tell.line(f"What is true is left away: {other}")
+        if not index.labels:
             known = []
         found = _of_shards(index, opened, field, device, known, tell)
     rows = bad = 0
-    with put_whole(os.fspath(out)) as file, closing(found):
+    with put_whole(out) as file, closing(found):
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(
@@ -124,14 +132,13 @@ def _of_shards(
             outputs = _outputs(opened, batch["image"], device)
             split = [own.cpu() for own in task.split(outputs)]
             targets = [one.cpu() for one in task.targets(batch)] if known else []
-            given = batches.ids.tolist()
             reasons = {one["key"]: one["reason"] for one in loader.report()["bad_samples"]}
-            for row, which in enumerate(given):
+            for row, is_own in enumerate(batches.own.tolist()):
                 key = index.key(number)
-                if which != number:  # in file order a row is its own sample's, unless another stands in for it
-                    yield key, None, [], reasons.get(key, "it cannot be read")
-                else:
+                if is_own:
                     yield key, [own[row] for own in split], [one[row] for one in targets], ""
+                else:
+                    yield key, None, [], reasons.get(key, "it cannot be read")
                 number += 1
             tell.step("predicting", step + 1, len(loader))
 
@@ -202,4 +209,4 @@ def _is_pictures(urls: Urls) -> bool:
     if not isinstance(urls, (str, os.PathLike)):
         return False
     path = os.fspath(urls)
-    return os.path.isdir(path) and not any(name.endswith(_TARS) for name in os.listdir(path))
+    return os.path.isdir(path) and not any(name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path))

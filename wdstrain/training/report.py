@@ -138,12 +138,16 @@ def _mistakes(head: Head, details: Mapping[str, Any] | None) -> str:
     counts = details["confusion"]
     if len(head.classes) <= _CLASSES:
         return _card(f"{head.name}: true class by row, said by column", charts.matrix(head.classes, counts))
+    worst = dict(sorted(details["classes"].items(), key=lambda one: one[1])[:_CLASSES])
+    weakest = _card(
+        f"{head.name}: classes that are known least", charts.bars({name: round(part, 3) for name, part in worst.items()})
+    )
     pairs = [(value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row) if i != j and value]
     rows = {
         f"{head.classes[i]} taken for {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
-    return _card(f"{head.name}: most frequent mistakes", charts.table(rows) if rows else "<p>none</p>")
+    return weakest + _card(f"{head.name}: most frequent mistakes", charts.table(rows) if rows else "<p>none</p>")
 
 
 def _gallery(title: str, samples: Sequence[Shown]) -> str:

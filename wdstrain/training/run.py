@@ -26,7 +26,7 @@ CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
     "checkpoints",
 )
 _LOCK = ".lock"
-_OURS = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS, _LOCK)
+_OURS = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS)
 
 
 class Run:
@@ -34,16 +34,20 @@ class Run:
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
         self.folder, self._fd = folder, -1
+        there = [name for name in os.listdir(folder) if name != _LOCK] if os.path.isdir(folder) else []
+        if there and CONFIG not in there:
+            raise UsageError(f"{folder} holds other files than those of a run. Choose another --out.")
+        if there and not overwrite and not resume:
+            raise UsageError(f"{folder} holds a run already. Choose another --out, go on with --resume, or add --overwrite.")
         try:
             os.makedirs(folder, exist_ok=True)
             self._lock()
-            there = [name for name in os.listdir(folder) if name != _LOCK]
-            if there and not overwrite and not resume:
-                raise UsageError(
-                    f"{folder} holds a run or other files. Choose another --out, go on with --resume, or add --overwrite."
-                )
             if overwrite:
-                self._clear(there)
+                self._clear()
+            for name in os.listdir(folder):
+                if name.startswith(".") and name.endswith(".tmp"):  # what a kill left half written
+                    os.unlink(self.path(name))
+            write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
         except OSError as error:
             self.close()
@@ -51,7 +55,6 @@ class Run:
         except BaseException:
             self.close()
             raise
-        write_whole(self.path(CONFIG), config.encode())
 
     def path(self, name: str) -> str:
         return os.path.join(self.folder, name)
@@ -89,9 +92,9 @@ class Run:
         if locks.available and not locks.try_lock(self._fd, 0):
             raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
 
-    def _clear(self, there: Sequence[str]) -> None:
+    def _clear(self) -> None:
         """Take away what a run has left, and nothing else."""
-        for name in set(there) & set(_OURS):
+        for name in set(os.listdir(self.folder)) & set(_OURS):
             if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
                 shutil.rmtree(self.path(name))
             else:

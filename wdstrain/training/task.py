@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import UsageError
-from wdstrain.fields import Field, image, label, number
+from wdstrain.fields import Example, Field, image, label, number
 from wdstrain.indexing import Index, Label
 
 Kind = Literal["class", "binary", "multi", "number"]
@@ -189,6 +189,11 @@ class Task:
 def picture_of(size: int, augment: str | None = None) -> Field:
     """The pictures of a batch: uint8[b, 3, size, size]."""
     return image(size=size, augment=augment)
+
+
+def shape_of(example: Example) -> tuple[int, ...]:
+    """A picture as a batch has it: channels, height, width."""
+    return (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
 
 
 def normalised(pixels: Tensor) -> Tensor:
