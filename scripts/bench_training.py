@@ -7,7 +7,15 @@ twenty lines of PyTorch that people copy: ImageFolder (a CSV and PIL for driving
 core, the same model, optimiser, learning rate, batches and epochs. Both are seeded otherwise, so accuracies differ by their noise.
 Seconds are those of whole epochs of training, the start of workers included, without validation.
 
-WHAT CAME OUT
+What came out (2 cores of a Xeon that others share, torch 2.15, 2026-11-21; accuracy, for driving the squared error; samples/s of training):
+
+    flowers        ours 0.7400   82   plain 0.7167   90     (three turns of an epoch each: ours 87 with threads, 92 with 2 workers, plain 84)
+    eurosat5       ours 0.9704  334   plain 0.9569  302
+    fashion-mnist  ours 0.9176  454   plain 0.9156  446
+    driving        ours 0.0197  234   plain 0.0201  227     (predicting the mean: 0.0412)
+
+The model takes 98 % of the time in both, so the ratio says no more than that reading costs nothing beside it; what a loader can do without
+a model is in bench_loader.py.
 """
 
 from __future__ import annotations
