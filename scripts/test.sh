@@ -22,8 +22,10 @@ fi
 "$python" -m mypy
 # a process per core, and one thread of torch's in each: two that share two cores wait for each other more than they work
 export OMP_NUM_THREADS=1
-check() { "$python" -m pytest --numprocesses auto --dist worksteal "$@"; }
-check -m "not slow" "$@"
+check() { "$python" -m pytest "$@" || [ $? -eq 5 ]; } # 5: the words for pytest left none of these tests
+beside=(--numprocesses auto --dist worksteal)
+check "${beside[@]}" -m "not slow and not alone" "$@"
+check -m "alone and not slow" "$@"
 if [ -n "${CI:-}" ]; then # what takes long, for nobody waits there
-    check -m slow "$@" || [ $? -eq 5 ] # 5: the words for pytest left none of them
+    check "${beside[@]}" -m slow "$@"
 fi

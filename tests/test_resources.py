@@ -81,6 +81,7 @@ print(json.dumps(sizes))
 """
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("workers", [0, 2])
 def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(tmp_path: Path, workers: int) -> None:
     folder = blobs(tmp_path, shards=4, samples=600, size=6000)

@@ -22,7 +22,7 @@ from wdstrain.training.doors import train
 from wdstrain.training.telling import Tell
 from wdstrain.verifying import verify
 
-_OPTIONS: dict[str, Any] = {"model": "small", "epochs": 8, "batch_size": 32, "lr": 4e-3, "image_size": 16}
+_OPTIONS: dict[str, Any] = {"model": "small", "epochs": 6, "batch_size": 32, "lr": 4e-3, "image_size": 16}
 
 
 def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
