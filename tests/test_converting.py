@@ -110,6 +110,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 
+@pytest.mark.slow
 def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) -> None:
     """16 MB are allowed and 165 MB packed: the process grows by less than what is allowed, beside a small conversion."""
     peaks = []

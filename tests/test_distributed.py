@@ -37,7 +37,12 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize(
     ("world", "counts", "workers", "tail"),
-    [(2, [7, 13, 1], 0, "drop"), (2, [7, 13, 1], 3, "pad"), (4, [3, 0, 30, 8], 1, "drop"), (4, [5], 0, "pad")],
+    [
+        (2, [7, 13, 1], 0, "drop"),
+        (2, [7, 13, 1], 3, "pad"),
+        pytest.param(4, [3, 0, 30, 8], 1, "drop", marks=pytest.mark.slow),
+        (4, [5], 0, "pad"),
+    ],
 )
 def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
     tmp_path: Path, world: int, counts: list[int], workers: int, tail: str

@@ -352,7 +352,8 @@ def test_a_model_that_is_none_is_refused_before_anything_is_written(
         {"label": "kind", "mixup": 0.4, "optimiser": "sgd", "schedule": "step", "class_weights": "balanced"},
         {"label": "tags", "class_weights": "balanced", "label_smoothing": 0.1, "amp": "bf16", "channels_last": True},
         {"label": "light", "augment": "rrc+flip+randaugment", "ema": 0.9, "clip": 1.0, "accumulate": 3, "num_workers": 1},
-        {"label": "kind,tags", "deterministic": True, "amp": "fp16", "clip": 1.0},
+        {"label": "kind,tags", "deterministic": True, "clip": 1.0},
+        pytest.param({"label": "kind", "amp": "fp16", "clip": 1.0}, marks=pytest.mark.slow),  # which a processor emulates
     ],
 )
 def test_recipes_of_the_field_run_and_are_kept_with_the_run(bright: Path, tmp_path: Path, options: dict[str, Any]) -> None:
