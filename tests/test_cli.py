@@ -180,3 +180,10 @@ def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:
         assert process.poll() is None, "it ended before it could be interrupted"
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+def test_an_option_that_is_none_is_refused_with_the_one_it_resembles(capsys: Any) -> None:
+    assert main(["train", "shards", "--out", "run", "--wieght-decay", "3"]) == 2
+    assert "'--wieght-decay' is none of the options of wdstrain train. Did you mean --weight-decay?" in capsys.readouterr().err
+    assert main(["convert", "folder", "a", "b", "--spilt", "train=1"]) == 2
+    assert "Did you mean --split?" in capsys.readouterr().err

@@ -387,6 +387,15 @@ def test_options_come_from_a_file_and_flags_win_over_it(bright: Path, tmp_path: 
     assert "no shards to train on were named" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_told_and_ends_nothing(bright: Path, tmp_path: Path, capsys: Any) -> None:
+    train(bright / "out", tmp_path / "run", **{**OPTIONS, "label": "kind", "epochs": 1})
+    (tmp_path / "run" / "report.html").unlink()
+    (tmp_path / "run" / "report.html").mkdir()
+    done = train(bright / "out", tmp_path / "run", resume=True, **{**OPTIONS, "label": "kind", "epochs": 2})
+    assert len(done.epochs) == 2
+    assert re.search(r"report.html cannot be written: Is a directory. Training goes on.", capsys.readouterr().err)
+
+
 def test_ticks_are_round_and_span_what_is_shown() -> None:
     for low, high in ((0.0, 1.0), (0.013, 0.027), (-3.0, 12345.0), (5.0, 5.0), (0.0, 0.0)):
         marks = charts.ticks(low, high)

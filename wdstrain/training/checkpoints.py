@@ -47,7 +47,8 @@ class Checkpoints:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
         except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
-            why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            free = shutil.disk_usage(self._folder).free / 1e6
+            why = error.strerror if isinstance(error, OSError) else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
             raise StorageError(f"the checkpoint {path} cannot be written ({why}). Those before it are whole.") from error
         finally:
             with suppress(OSError):

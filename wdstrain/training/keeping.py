@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from wdstrain.errors import StorageError
 from wdstrain.indexing import Index
 from wdstrain.training.board import Board
 from wdstrain.training.checkpoints import Checkpoints
@@ -31,18 +33,21 @@ class Keeper:
         self._data = {name: Data.of(index, self._task) for name, index in indexes.items()}
 
     def record(self, line: dict[str, Any]) -> None:
-        if self._run is not None:
+        if self._run is None:
+            return
+        with _written(self._run.folder):
             self._run.log(STEPS, line)
             self._board.step(line, line["epoch"] * self._steps + line["step"])
 
     def epoch(self, metrics: dict[str, Any], details: dict[str, Any]) -> None:
-        if self._run is not None:
+        if self._run is None:
+            return
+        self._history.append(metrics)
+        with _written(self._run.folder):
             self._run.log(METRICS, metrics)
-            self._history.append(metrics)
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
-            write_report(
-                self._run.path(REPORT), self._task, self._config, self._history, self._run.lines(STEPS), details, self._data
-            )
+            steps = self._run.lines(STEPS)
+            write_report(self._run.path(REPORT), self._task, self._config, self._history, steps, details, self._data)
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> None:
         if self._run is not None:
@@ -50,6 +55,16 @@ class Keeper:
 
     def close(self) -> None:
         if self._run is not None:
-            self._board.close()
+            with suppress(OSError):  # the last events, on a disk that is full
+                self._board.close()
             self._run.close()
             self._run = None
+
+
+@contextmanager
+def _written(folder: str) -> Iterator[None]:
+    """What the system says against writing is a StorageError, whoever writes."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error

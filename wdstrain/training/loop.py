@@ -253,7 +253,10 @@ class Training:
         self.save(best=best)
         if best and self._failed is not None:
             at.best, at.since_best = former
-        self._keep.epoch(metrics, details)
+        try:
+            self._keep.epoch(metrics, details)
+        except StorageError as error:  # checkpoints are what counts, and they are looked after
+            self._tell.line(f"{error} Training goes on.")
         self._tell.line(f"{title}: {_sentence(metrics, self.task)}")
         self._tell.line(textwrap.fill(metrics["verdict"], 78, initial_indent="  ", subsequent_indent="  "))
 
@@ -306,7 +309,10 @@ class Training:
             "samples_per_second": new["samples"] * self._world.size / max(1e-9, seconds),
             **{f"{name}_seconds": round(value, 6) for name, value in window.items()},
         }
-        self._keep.record(line)
+        try:
+            self._keep.record(line)
+        except StorageError as error:
+            self._tell.line(f"{error} Training goes on.")
 
     def _metrics(self) -> dict[str, Any]:
         """The line of an epoch. Seconds, stall and verdict are those of the first process."""
