@@ -428,6 +428,7 @@ class _Killer:
         return False
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(made: Path, tmp_path: Path) -> None:
     """The process is killed when the server has answered so many requests; another goes on with what is there."""
     wanted = epoch(loader_of(str(made), None))

@@ -115,7 +115,8 @@ def test_a_cell_can_be_interrupted_and_run_again(
         manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param("lightning", marks=pytest.mark.slow), "keras"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lightning", "keras"])
 def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name, reason=f"{name} is not installed: pip install {name}")
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
