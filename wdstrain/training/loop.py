@@ -395,7 +395,8 @@ class Training:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Be where a checkpoint was written. Raises UsageError naming what is otherwise here."""
-        differing = Config.of(state["config"]).differing(self.config)
+        former = Config.of(state["config"])
+        differing = former.differing(self.config)
         if state["task"] != self.task.state():
             differing.append(f"what is learnt was {Task.from_state(state['task'])}, is {self.task}")
         val = self.val_loader.index.fingerprint if self.val_loader is not None else None
@@ -415,6 +416,10 @@ class Training:
             what = " ".join(str(error).split())[:300]
             raise UsageError(f"the checkpoint is of another model: {what}. Use the same model, or another --out.") from error
         self.scaler.load_state_dict(state["scaler"])
+        if former.epochs != self.config.epochs and self.config.schedule != "constant":
+            self._tell.line(
+                f"epochs was {former.epochs}, is {self.config.epochs}: the learning rate goes on as it would be in so many"
+            )
         at = self.at = Progress(**state["position"])
         at.history, at.best, at.since_best = list(state["history"]), state["best"], state["since_best"]
         at.seconds, at.verdict = dict(state["seconds"]), state["verdict"]
