@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,6 +72,14 @@ def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that the processes that share the tests end together."""
     items.sort(key=lambda item: item.path.name not in ("test_house.py", "test_ray.py"))
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    """Options of a training run as they are typed."""
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import write_class_folder
+from tests.conftest import flags, write_class_folder
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
 from wdstrain.training import checkpoints
@@ -106,12 +106,7 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def words_of(pets: Path, out: Path) -> list[str]:
-    options = [
-        word
-        for name, value in OPTIONS.items()
-        for word in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
-    ]
-    return [sys.executable, "-m", "wdstrain", "train", str(pets), "--out", str(out), *options]
+    return [sys.executable, "-m", "wdstrain", "train", str(pets), "--out", str(out), *flags(OPTIONS)]
 
 
 def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import write_class_folder
+from tests.conftest import flags, write_class_folder
 from wdstrain.cli import main
 from wdstrain.training.checkpoints import read_checkpoint
 from wdstrain.training.doors import train
@@ -57,15 +57,10 @@ def alone(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(processes: int, *words: str, options: dict[str, Any] = OPTIONS) -> subprocess.Popen[str]:
     """A job of so many processes."""
-    flags = [
-        word
-        for name, value in options.items()
-        for word in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
-    ]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*run, "-m", "wdstrain", "train", *words, *flags],
+        [*run, "-m", "wdstrain", "train", *words, *flags(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -86,8 +86,8 @@ class Meter:
         if self.copy_seconds > max(read, decode, total / 2):
             return f"input bound: copy to the device {min(1.0, self.copy_seconds / total):.0%}; {waited}. Smaller or uint8 batches would help"
         if max(read, decode) < total / 2:
-            busy = f"though reading and decoding were busy only {max(read, decode) / total:.0%} of it"
-            return f"input bound: {waited}, {busy}. The processors are shared with it, or batches are very small"
+            busy = f"reading and decoding were busy {max(read, decode) / total:.0%} of it"
+            return f"input bound: {waited}, {busy}: small batches, or shared processors"
         if read >= decode:
             speed = self.bytes / max(1e-9, read) / 1e6
             return (
