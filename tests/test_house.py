@@ -31,7 +31,7 @@ FLOORS = [
     {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},
     {"indexing", "arena", "pinned", "mixing", "packing.options", "packing.expression", "packing.jobs"},
     {"fields", "cache"},
-    {"forward"},
+    {"forward", "labels"},
     {"index_files", "slots", "packing.listing"},
     {
         "opening",

@@ -1,12 +1,11 @@
 """What the labels of a set are: samples of each class as the index says where we made it, else by reading labels alone.
 
-Labels are read at their own places, without the pictures between them, and of a large set an even part is looked at.
+Of a large set an even part is looked at.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,12 +16,10 @@ from torch import Tensor
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import scalar
 from wdstrain.indexing import Index
-from wdstrain.remote import is_remote
-from wdstrain.storage import open_source
+from wdstrain.labels import classes_in, even_part, label_bytes
 from wdstrain.training.task import Head, Task
 
 _MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and for the mean of numbers
-_MOST_FAR = 200  # of shards on a server, where each is a request
 
 
 def class_counts(index: Index, head: Head) -> dict[str, int]:
@@ -59,7 +56,7 @@ def scaled(task: Task, index: Index) -> Task:
 
 def _scaled(head: Head, index: Index) -> Head:
     values = []
-    for data in _labels(index, head, _NUMBERS):
+    for _, data in label_bytes(index, head.target.field, even_part(index, _NUMBERS)):
         with suppress(WdstrainError, ValueError, TypeError):
             values.append(float(scalar(data, head.target.column)))
     found = np.array(values)[np.isfinite(values)] if values else np.zeros(1)
@@ -68,39 +65,6 @@ def _scaled(head: Head, index: Index) -> Head:
 
 def _read(index: Index, head: Head) -> dict[str, int]:
     found: Counter[str] = Counter()
-    for data in _labels(index, head, _MOST):
-        found.update(_classes(head, data))
+    for _, data in label_bytes(index, head.target.field, even_part(index, _MOST)):
+        found.update(classes_in(data, head.target.column, head.classes))
     return {name: found.get(name, 0) for name in head.classes}
-
-
-def _labels(index: Index, head: Head, most: int) -> Iterator[memoryview]:
-    """The bytes of the field that holds a label, of an even part of the samples."""
-    if head.target.field not in index.fields:
-        return
-    field, table = index.fields.index(head.target.field), index.table
-    most = min(most, _MOST_FAR) if any(is_remote(shard.path) for shard in index.shards) else most
-    ids = np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
-    shards = index.shard_of(ids)
-    for number in np.unique(shards).tolist():
-        shard = index.shards[number]
-        with open_source(shard.path, shard.bytes) as source:
-            for i in ids[shards == number].tolist():
-                for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
-                    if table.member_field[row] == field:
-                        data = memoryview(bytearray(int(table.member_size[row])))
-                        source.read_into([data], int(table.member_offset[row]))
-                        yield data
-                        break
-
-
-def _classes(head: Head, data: memoryview) -> list[str]:
-    """The classes that a label names; none where it cannot be read, which is for the training itself to tell."""
-    try:
-        value = scalar(data, head.target.column)
-    except (WdstrainError, ValueError):
-        return []
-    if isinstance(value, list):
-        return [str(one) for one in value]
-    if head.target.column is None and str(value).isdecimal() and int(value) < len(head.classes):
-        return [head.classes[int(value)]]
-    return [str(value)]
