@@ -6,6 +6,7 @@ position, counts and stall are those of what was given. Only whoever takes touch
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,8 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import Order
+
+_log = logging.getLogger("wdstrain")
 
 Batch = dict[str, Any]
 Draws = npt.NDArray[np.float64]
@@ -60,12 +63,14 @@ class Batches(Iterator[Batch]):
         self._meter = Meter()
         self._last: Taken | None = None
         self._given_at: float | None = None
+        self._logged = False
 
     def __next__(self) -> Batch:
         asked = self.asked()
         try:
             return self.give(self.take(), asked)
         except StopIteration:
+            self.ended()
             raise
         except BaseException:
             self.close()
@@ -129,6 +134,12 @@ class Batches(Iterator[Batch]):
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked
         return taken.batch if batch is None else batch
+
+    def ended(self) -> None:
+        """The loop was given all batches: a line in the log says what they cost, once."""
+        if self._given_at is None and self._meter.batches and not self._logged:
+            self._logged = True
+            _log.info("%s", self._meter.line)
 
     def lock_pages(self) -> None:
         """Page-lock the memory of these batches for copies to a CUDA device, once. A batch was taken before."""

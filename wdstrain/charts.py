@@ -143,6 +143,11 @@ def page(title: str, body: str) -> str:
     )
 
 
+def part(title: str, body: str) -> str:
+    """A part of somebody else's page, such as a notebook's: with our looks, and nothing of its own changed."""
+    return f'<div class="wdstrain"><style>@scope(.wdstrain){{{_PART}}}</style><h4>{escape(title)}</h4>{body}</div>'
+
+
 def ticks(low: float, high: float) -> list[float]:
     """Four to seven round numbers that span a range."""
     if not high > low:
@@ -228,4 +233,14 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}.shown img{width:100%;height:auto;border-radius:4px}.small{image-rendering:pixelated}
 .wrong{color:#d05032}.key{color:var(--soft);font-size:11px}
+"""
+
+_PART = """
+:scope{font:13px/1.45 system-ui,sans-serif;max-width:760px}h4{font-size:14px;margin:0 0 6px}p{margin:0 0 6px}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
+td{text-align:left;padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars th{white-space:nowrap}.bars td:last-child{text-align:right;width:5em}
+.bar{width:70%}.bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
+.shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
+.shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}.shown img{width:100%;height:auto;border-radius:4px}.small{image-rendering:pixelated}
+.wrong{color:#d05032}.key{opacity:.7;font-size:11px}
 """

@@ -25,6 +25,7 @@ from wdstrain.fields import Field
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
 from wdstrain.slots import Layout
+from wdstrain.watching import Desk
 
 Transform = Callable[..., Any]
 
@@ -66,11 +67,21 @@ class Bad(NamedTuple):
 
 
 class Result(NamedTuple):
+    """A batch that was decoded: begun, read (its rows are there, and are made one batch) and ended, by time.perf_counter.
+
+    Its zero is the same in all processes of a machine.
+    """
+
     clock: int
     slot: int
     values: dict[str, Any]  # of the fields that have no column in the slot
     bad: list[Bad]
-    seconds: float
+    begun: float
+    read: float
+    ended: float
+
+
+Read = tuple[dict[str, Any], list[Bad], float]  # values that have no column, bad samples, and when the rows were read
 
 
 class Decoder:
@@ -93,18 +104,19 @@ class Decoder:
         self._replace = replace
         self._seed, self.arena, self._slots, self._layout = seed, arena, slots, layout
 
-    def __call__(self, task: Task, *, own_process: bool = False) -> Result:
+    def __call__(self, task: Task, desk: Desk, *, own_process: bool = False) -> Result:
+        """desk: where whoever decodes says how far it is."""
         begun = time.perf_counter()
+        desk.begin(task.clock)
         self._slots.touch(task.slot * self._layout.size, self._layout.size)
-        values: dict[str, Any]
-        bad: list[Bad]
         if self._transform is not None:
-            values, bad = self._transformed(task, own_process)
+            values, bad, read = self._transformed(task, own_process, desk)
         elif self._fields is None:
-            values, bad = self._bytes(task)
+            values, bad, read = self._bytes(task)
         else:
-            values, bad = self._read_fields(task)
-        return Result(task.clock, task.slot, values, bad, time.perf_counter() - begun)
+            values, bad, read = self._read_fields(task, desk)
+        desk.leave()
+        return Result(task.clock, task.slot, values, bad, begun, read, time.perf_counter())
 
     def over(self, arena: Memory) -> Decoder:
         """The same decoder over the bytes of another arena."""
@@ -112,7 +124,7 @@ class Decoder:
         other.arena = arena
         return other
 
-    def _bytes(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
+    def _bytes(self, task: Task) -> Read:
         """Each field as a list of bytes, None where a sample lacks it."""
         view, rows = self.arena.view, len(task.ids)
         ends = (task.offset + task.size).tolist()
@@ -123,7 +135,7 @@ class Decoder:
             for m in [m for m, (one, crc) in enumerate(zip(data, task.crc.tolist(), strict=True)) if crc32(one) != crc]:
                 row = int(of[m])
                 bad[row] = bad.get(row, Bad(row, self._names[task.field[m]], MISMATCH))
-        found: dict[str, list[bytes | None]] = {}
+        read, found = time.perf_counter(), dict[str, list[bytes | None]]()
         for number, name in enumerate(self._names):
             mine = np.flatnonzero(task.field == number)
             column: list[bytes | None] = [data[m] for m in mine.tolist()]
@@ -131,12 +143,12 @@ class Decoder:
                 there = dict(zip(of[mine].tolist(), column, strict=True))
                 column = [there.get(row) for row in range(rows)]
             found[name] = column
-        return found, self._substitute(sorted(bad.values()), task.ids, list(found.values()))
+        return found, self._substitute(sorted(bad.values()), task.ids, list(found.values())), read
 
-    def _read_fields(self, task: Task) -> tuple[dict[str, Any], list[Bad]]:
+    def _read_fields(self, task: Task, desk: Desk) -> Read:
         assert self._fields is not None
         if not self._fields and not task.lost:  # everything was read into its place
-            return {}, []
+            return {}, [], time.perf_counter()
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
@@ -144,6 +156,7 @@ class Decoder:
         bad: list[Bad] = []
         listed = _Rows.of(task)
         for row in range(len(task.ids)):
+            desk.at(row)
             damaged = len(bad)
             members = self._members(listed, row, bad)
             if len(bad) > damaged:
@@ -163,15 +176,17 @@ class Decoder:
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
                     bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
                     break
+        read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
-        return {} if _fails(bad) else {name: _gather(values) for name, values in loose.items()}, bad
+        return {} if _fails(bad) else {name: _gather(values) for name, values in loose.items()}, bad, read
 
-    def _transformed(self, task: Task, own_process: bool) -> tuple[dict[str, Any], list[Bad]]:
+    def _transformed(self, task: Task, own_process: bool, desk: Desk) -> Read:
         assert self._transform is not None
         examples: list[Any] = [None] * len(task.ids)
         bad: list[Bad] = []
         listed = _Rows.of(task)
         for row in range(len(task.ids)):
+            desk.at(row)
             sample: dict[str, Any] = {"__key__": task.keys[row]}
             damaged = len(bad)
             sample |= {name: bytes(data) for name, data in self._members(listed, row, bad).items()}
@@ -189,14 +204,15 @@ class Decoder:
                     raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
+        read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [examples])
         if _fails(bad):
-            return {}, bad
+            return {}, bad, read
         try:
             collated = default_collate(examples)
         except Exception as error:
-            return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")]
-        return dict(collated), bad
+            return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")], read
+        return dict(collated), bad, read
 
     def _substitute(self, bad: list[Bad], ids: Ints, columns: list[Any]) -> list[Bad]:
         """Put good samples of the batch in the places of bad ones, if that is asked for and there is a good one.

@@ -162,6 +162,7 @@ def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
             del received
             asked = batches.asked()
             found = courier.next()
+        batches.ended()
     except StopIteration:  # there was no batch at all
         return
     except GeneratorExit:

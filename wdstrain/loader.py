@@ -23,7 +23,7 @@ from wdstrain.decoder import Transform
 from wdstrain.errors import UsageError
 from wdstrain.fields import Field, Image, reader_of, with_classes
 from wdstrain.indexing import Index
-from wdstrain.meter import Meter
+from wdstrain.meter import Meter, Report
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
@@ -68,6 +68,8 @@ class Loader:
     cache_dir, cache_limit       folder that keeps shards of servers while they stream, for all processes of this machine;
                     most bytes in it (a number, or "200GB"): those not used for longest go first. Default: no cache
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
+    patience        seconds without a batch after which the logger "wdstrain" warns who is stuck: stage, shard, key, and the
+                    Python stack of the thread or worker process; 0: never. Whole epochs are a line of its level INFO
 
     Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
     that cannot be decoded, with shard, key, field and offset.
@@ -93,6 +95,7 @@ class Loader:
         cache_dir: str | os.PathLike[str] | None = None,
         cache_limit: int | str | None = None,
         multiprocessing_context: Context | None = None,
+        patience: float = 60.0,
     ) -> None:
         if fields is not None and transform is not None:
             raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
@@ -100,6 +103,8 @@ class Loader:
             raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
+        if not patience >= 0:
+            raise UsageError(f"patience={patience} is no number of seconds. 0 means that silence is never told.")
         cache = _cache(cache_dir, cache_limit)
         self.index = urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad == "replace")
         self.batch_size, self.num_workers = batch_size, num_workers
@@ -136,6 +141,7 @@ class Loader:
             context=multiprocessing_context,
             cache=cache,
             sources=self._sources,
+            patience=patience,
         )
         self._max_bad = max_bad
         self._pipeline: Pipeline | None = None
@@ -209,8 +215,11 @@ class Loader:
             "tail": plan.tail,
         }
 
-    def report(self) -> dict[str, Any]:
-        """What the current or last epoch delivered, what each stage took in seconds, and what held it back."""
+    def report(self) -> Report:
+        """What the current or last epoch delivered, what each stage took in seconds, and what held it back.
+
+        A dict of JSON-able values, which a notebook shows as a table; see `Meter` for its names.
+        """
         return self._meter.report()
 
     def close(self) -> None:

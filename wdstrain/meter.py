@@ -1,11 +1,21 @@
-"""What an epoch of a loader cost, and what held it back."""
+"""What an epoch of a loader cost, stage by stage, and what held it back.
+
+Seconds are those of whoever does the work: reading has a thread, decoding all decoders together, the loop's own thread plans
+(parse), waits for the window (shuffle), takes over what was decoded (hand-off) and is busy with the batch (loop). So they are no
+parts of one sum, but `wait_seconds` and `loop_seconds` are: of the loop's own time. A stage by itself can do as many samples a second as its
+busy seconds say, and the slowest of all is what the whole does: from that comes the verdict. A profiler would say the same for a hundred
+times the cost; these are a few readings of the clock for each batch.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, NamedTuple
+
+from wdstrain import charts
 
 _NO_STALL = 0.1  # share of the time that may be spent waiting before the input is what holds it back
 _KEPT = 100  # bad samples that are listed one by one; all are counted
@@ -26,9 +36,32 @@ class Finding(NamedTuple):
         return f"{self.shard}: '{self.key}', {what}: {self.reason}."
 
 
+class Report(dict[str, Any]):
+    """What an epoch cost, as JSON-able values by name; a notebook shows it as a table with bars."""
+
+    def __init__(self, values: dict[str, Any], stages: dict[str, float]) -> None:
+        super().__init__(values)
+        self._stages = stages
+
+    def _repr_html_(self) -> str:
+        counts = {
+            "samples": self["samples"],
+            "batches": self["batches"],
+            "MB": f"{self['bytes'] / 1e6:.1f}",
+            "waited": f"{self['wait_seconds']:.2f} s ({self['stall']:.1%})",
+        }
+        far = {"MB fetched": self["fetched"] / 1e6, "MB from the cache": self["cached"] / 1e6}
+        counts |= {name: f"{value:.1f}" for name, value in far.items() if value}
+        counts |= {name: self[name] for name in ("left_out", "padded", "retries", "reread", "copies", "bad") if self[name]}
+        counts |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
+        seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
+        body = f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"
+        return charts.part(f"epoch {self['epoch']}", body)
+
+
 @dataclass
 class Meter:
-    """Counts and seconds of one epoch on one rank. Seconds of decoding add up over all decoders."""
+    """Counts and seconds of one epoch on one rank. Seconds of decoding and collating add up over all decoders."""
 
     epoch: int = 0
     samples: int = 0
@@ -40,7 +73,11 @@ class Meter:
     cached: int = 0  # bytes of them that the cache had
     retries: int = 0  # requests that were made anew
     read_seconds: float = 0.0  # the reader waited for storage
+    parse_seconds: float = 0.0  # plan and index became the places of a batch's members
+    shuffle_seconds: float = 0.0  # a batch waited until the part of the window that it needs was read
     decode_seconds: float = 0.0
+    collate_seconds: float = 0.0  # decoded rows became one batch
+    handoff_seconds: float = 0.0  # a batch that was decoded and wanted was on its way to the loop
     wait_seconds: float = 0.0  # the loop waited for a batch: the stall
     loop_seconds: float = 0.0  # the loop was busy with a batch
     copy_seconds: float = 0.0  # batches were on their way to a device, beside the loop's work
@@ -76,15 +113,18 @@ class Meter:
         Of a stage that holds the others back it says what its share of the time was, and what more of it would give: a stage alone
         can do as many samples a second as its busy seconds say, and the slowest of all is what the whole does.
         """
-        if not self.batches:
+        if not self.samples:
             return "nothing was delivered yet"
         total = self.wait_seconds + self.loop_seconds
         if self.stall < _NO_STALL:
             return f"{consumer} bound: it was busy {busy_seconds / max(1e-9, total):.0%} of the time and waited for data {self.stall:.1%}"
-        decode, read, samples = self.decode_seconds / self.decoders, self.read_seconds, self.samples
+        decode = (self.decode_seconds + self.collate_seconds) / self.decoders
+        read, samples, given = self.read_seconds, self.samples, self.parse_seconds + self.handoff_seconds
         waited = f"the {consumer} waited for data {self.stall:.1%} of the time"
         if self.copy_seconds > max(read, decode, total / 2):
             return f"input bound: copy to the device {min(1.0, self.copy_seconds / total):.0%}; {waited}. Smaller or uint8 batches would help"
+        if given > max(read, decode, total / 2):
+            return f"input bound: hand-off {min(1.0, given / total):.0%}; {waited}. Larger batches, or fewer values in each sample, would help"
         if max(read, decode) < total / 2:
             busy = f"reading and decoding were busy {max(read, decode) / total:.0%} of it"
             return f"input bound: {waited}, {busy}: small batches, or shared processors"
@@ -97,13 +137,46 @@ class Meter:
         shares = f"input bound: decode {min(1.0, decode / total):.0%}; {waited}"
         # samples per second, if nothing else held it back: of the loop, of the storage, and of one decoder
         others = min(samples / max(1e-9, self.loop_seconds), samples / max(1e-9, read))
-        each = samples / max(1e-9, self.decode_seconds)
+        each = samples / max(1e-9, decode * self.decoders)
         more = min(math.ceil(others / each) - self.decoders, max(0, (os.cpu_count() or 1) - self.decoders))
         if more < 1:
             return f"{shares}. All {os.cpu_count()} cores are taken; smaller pictures (convert --resize) would help"
         rate = min(others, (self.decoders + more) * each)
         return f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
 
-    def report(self) -> dict[str, Any]:
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which a sample meets them."""
+        return {
+            "read": self.read_seconds,
+            "parse": self.parse_seconds,
+            "wait for shuffle": self.shuffle_seconds,
+            "decode": self.decode_seconds,
+            "collate": self.collate_seconds,
+            "hand-off": self.handoff_seconds,
+            "copy": self.copy_seconds,
+            "loop": self.loop_seconds,
+        }
+
+    @property
+    def line(self) -> str:
+        """The epoch in one line, for a log."""
+        seconds = self.wait_seconds + self.loop_seconds
+        stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
+        odd = [f"{count} x {reason}" for reason, count in self.bad_reasons.items()]
+        counts = {"retries": self.retries, "read again": self.reread, "bad": self.bad}
+        notes = [f"{count} {name}" for name, count in counts.items() if count] + odd
+        far = (
+            f" ({self.fetched / 1e6:.1f} fetched, {self.cached / 1e6:.1f} from the cache)"
+            if self.fetched or self.cached
+            else ""
+        )
+        return (
+            f"epoch {self.epoch}: {self.samples} samples in {self.batches} batches, {self.bytes / 1e6:.1f} MB{far}, {seconds:.2f} s, "
+            f"{self.samples / max(1e-9, seconds):.0f} samples/s, waited {self.wait_seconds:.2f} s ({self.stall:.1%}); seconds: {stages} "
+            f"({self.decoders} decoder{'s' * (self.decoders != 1)}); {''.join(f'{note}; ' for note in notes)}{self.verdict}"
+        )
+
+    def report(self) -> Report:
         bad = [one._asdict() for one in self.bad_samples]
-        return {**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict}
+        return Report({**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict}, stages=self.stages)

@@ -8,8 +8,10 @@ workers are forked, so that no thread of ours exists at that time.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,7 +30,10 @@ from wdstrain.plan import Order
 from wdstrain.reader import Batch, Reader, batches_begun
 from wdstrain.slots import Layout, Slots
 from wdstrain.tasks import Tasks
+from wdstrain.watching import Watch, stack_of
 from wdstrain.workers import Inline, Processes, Threads, in_flight
+
+_log = logging.getLogger("wdstrain")
 
 _AHEAD_BYTES = 32 << 20  # read beyond what is asked for
 _SPARE = 4  # batches in the user's hands before further ones are copies
@@ -61,8 +66,12 @@ class Pipeline:
         context: str | None,
         cache: Cache | None = None,
         sources: Mapping[str, int] | None = None,
+        patience: float = 0,
     ) -> None:
-        """sources: the first id of each source of a mixture, in order; batches then say where each sample is from."""
+        """sources: the first id of each source of a mixture, in order; batches then say where each sample is from.
+
+        patience: seconds without a batch until it is told who is stuck; 0: never.
+        """
         self._owner = os.getpid()
         self._using = threading.RLock()  # a batch is taken in one thread, and all may be closed in another
         self._index, self._plans = index, plans
@@ -104,7 +113,10 @@ class Pipeline:
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
         self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
-        self._decode_seconds, self._reread = 0.0, 0
+        self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
+        self._patience, self._watch = patience, Watch.idle()
+        self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "collate_seconds": 0.0, "handoff_seconds": 0.0}
+        self._reread = 0
         self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
 
     @property
@@ -115,7 +127,7 @@ class Pipeline:
         """The next batch is this one."""
         self.turn += 1
         if self._results is None or self._at != (epoch, step):
-            self._results, self._at = self._workers.run(self._tasks(epoch, step)), (epoch, step)
+            self._results, self._at, self._awaited = self._workers.run(self._tasks(epoch, step)), (epoch, step), 0
 
     def next(self) -> tuple[dict[str, Any], Counts]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
@@ -125,7 +137,8 @@ class Pipeline:
     def _next(self) -> tuple[dict[str, Any], Counts]:
         if self._results is None or self._at is None:
             raise WdstrainError("the pipeline was closed")
-        result = next(self._results)
+        result = self._result(self._results)
+        came = time.perf_counter()
         batch = self._pending.pop(result.clock)
         epoch, step = self._at
         if any(one.reason == MISMATCH for one in result.bad):
@@ -151,7 +164,8 @@ class Pipeline:
         if plan.tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid)
         self._reader.release(result.clock)
-        self._decode_seconds += result.seconds
+        self._seconds["decode_seconds"] += result.read - result.begun
+        self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - int(batch.valid.sum()), found)
@@ -161,7 +175,8 @@ class Pipeline:
         return {
             "bytes": self._reader.read_bytes,
             "read_seconds": self._reader.read_seconds,
-            "decode_seconds": self._decode_seconds,
+            "shuffle_seconds": self._reader.shuffle_seconds,
+            **self._seconds,
             "copies": self._slots.copies,
             "reread": self._reread,
             **vars(self._reader.tally),
@@ -185,8 +200,53 @@ class Pipeline:
         with self._using:
             self._results = self._at = None
             self._workers.close()
+        self._watch.close()
+        self._watch = Watch.idle()
 
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _result(self, results: Iterator[Result]) -> Result:
+        """The next result, and what passed from the moment when it was both asked for and made until it was here."""
+        asked, others = time.perf_counter(), self._seconds["parse_seconds"] + self._reader.shuffle_seconds
+        self._waiter = threading.get_ident()
+        self._watch.waiting()
+        try:
+            result = next(results)
+        finally:
+            self._watch.done()
+        others = self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others  # which were done meanwhile
+        self._seconds["handoff_seconds"] += max(0.0, time.perf_counter() - max(asked, result.ended) - others)
+        self._awaited = result.clock + 1
+        return result
+
+    def _tell(self, seconds: float) -> None:
+        """Nothing came for so long: say who is stuck, and where. Runs in the thread of the watch."""
+        at, behind = self._at, self._reader.behind()
+        if at is None:
+            return
+        said = f"no batch for {seconds:.0f} s (epoch {at[0]}, step {at[1]}). "
+        states = [(number, *self._workers.desks[number].state) for number in range(self._workers.desks.count)]
+        busy = [(number, self._pending.get(clock), row) for number, clock, row in states if clock >= self._awaited]
+        if behind is not None:
+            said += f"Stage read: {behind}"
+        elif busy:
+            said += "Stage decode:\n" + "\n".join(self._stuck(number, batch, row) for number, batch, row in busy)
+        elif self._workers.desks.count == 0:
+            said += f"Stage decode, in the loop's own thread:\n{stack_of(self._waiter)}"
+        else:
+            said += f"Stage hand-off: no decoder has work; the thread that waits:\n{stack_of(self._waiter)}"
+            idle = [self._workers.stack(number) for number in range(self._workers.desks.count)]
+            said += "".join(f"\n{name}:\n{stack}" for name, stack in idle)
+        _log.warning("%s", said)
+
+    def _stuck(self, number: int, batch: Batch | None, row: int) -> str:
+        name, stack = self._workers.stack(number)
+        if batch is None:
+            return f"{name}:\n{stack}"
+        ids = batch.ids[row : row + 1]
+        shard, first = self._index.shards[int(self._index.shard_of(ids)[0])], int(ids[0])
+        offset = int(self._index.table.start[first])
+        return f"{name} is at {shard.shown}: '{self._index.key(first)}' at offset {offset} (row {row} of its batch):\n{stack}"
 
     def _tasks(self, epoch: int, step: int) -> Iterator[Task]:
         """Tasks from this step on, without end. Runs in the training process, as the DataLoader's sampler or for threads."""
@@ -194,12 +254,19 @@ class Pipeline:
         self._reader.stop()
         self._slots.reset()
         self._reader.start(epoch, step)
+        if self._patience and not self._watch.runs:
+            self._watch = Watch(self._patience, self._tell)
+            self._watch.waiting()
         clock = 0
         while True:
             for at in range(step, self._plans(epoch).steps):
+                begun, waited = time.perf_counter(), self._reader.shuffle_seconds
                 batch = self._pending[clock] = self._reader.collect(epoch, at)
                 slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
-                yield self._to_do.make(clock, epoch, slot, batch.ids, batch.offset, batch.lost)
+                task = self._to_do.make(clock, epoch, slot, batch.ids, batch.offset, batch.lost)
+                waited = self._reader.shuffle_seconds - waited
+                self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
+                yield task
                 clock += 1
             epoch, step = epoch + 1, 0
 

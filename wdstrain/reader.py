@@ -32,6 +32,7 @@ from wdstrain.memory import Memory
 from wdstrain.plan import Order
 from wdstrain.remote import is_remote
 from wdstrain.storage import open_source
+from wdstrain.watching import stack_of
 
 READ_BYTES = 4 << 20  # of one read
 _PIECES = 1024  # samples in one read
@@ -51,12 +52,13 @@ class Batch(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Places that are being read. last: the lane ends with them."""
+    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin."""
 
     reading: Reading
     places: int
     size: int
     last: bool
+    place: tuple[Shard, int] | None
 
 
 @dataclass
@@ -124,6 +126,9 @@ class Reader:
         self._salvage, self._cache, self._landing = salvage, cache, landing
         self._lost: dict[int, str] = {}  # by id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
+        self.shuffle_seconds = 0.0  # a batch waited until all of the window that it needs was read
+        self._asking = False
+        self._place: tuple[Shard, int] | None = None  # what is being read
 
     @property
     def memory(self) -> Memory:
@@ -154,7 +159,7 @@ class Reader:
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
         with self._lock:
-            self._lock.wait_for(lambda: epoch in self._runs or self._error is not None)
+            self._wait(lambda: epoch in self._runs)
             if epoch not in self._runs:
                 raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
@@ -166,9 +171,9 @@ class Reader:
             for run, wanted in zip(runs, places, strict=True):
                 run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
             self._lock.notify_all()
-            begun = time.perf_counter()
-            self._lock.wait_for(lambda: all(run.read >= run.needed for run in runs) or self._error is not None)
-            self.read_seconds += time.perf_counter() - begun if self._far or self._landing is not None else 0.0
+            before = self.shuffle_seconds
+            self._wait(lambda: all(run.read >= run.needed for run in runs))
+            self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
@@ -184,6 +189,24 @@ class Reader:
             valid = np.concatenate([np.arange(*span) < stop for span, stop in zip(spans, stops, strict=True)])
         lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
         return Batch(ids, where, valid, lost)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Wait for the thread, which fails or gets there. The lock is held."""
+        begun, self._asking = time.perf_counter(), True
+        try:
+            self._lock.wait_for(lambda: until() or self._error is not None)
+        finally:
+            self._asking = False
+            self.shuffle_seconds += time.perf_counter() - begun
+
+    def behind(self) -> str | None:
+        """What is being read while a batch waits for it, with the stack of who reads; None if none waits."""
+        if not self._asking:
+            return None
+        late = [run.on_the_way[0].place for runs in list(self._runs.values()) for run in runs if run.on_the_way]
+        place = late[0] if late else self._place
+        what = f"{place[0].shown} is being read at offset {place[1]}" if place is not None else "nothing was read yet"
+        return f"{what}; the reader:\n{stack_of(self._thread.ident if self._thread is not None else None)}"
 
     def release(self, clock: int) -> None:
         """The batches up to this clock are decoded; clocks come in order."""
@@ -269,6 +292,7 @@ class Reader:
                 homes = self._landing.homes(clocks)
             offsets = run.where[(run.begun + rows) % self._ring] = self._arena.place(clocks // self._bucket, sizes)
         source, next_ = self._index.shards[shard], run.begun + count
+        self._place = (source, int(starts[first]))
         if self._landing is not None:
             of_batch = run.rows[run.begun - run.due_start + rows]
             samples = Placed(ids[rows], starts[rows], stops[rows], offsets, homes, of_batch)
@@ -310,7 +334,8 @@ class Reader:
         """These places are on their way."""
         with self._lock:
             run.begun += places
-            run.on_the_way.append(_Begun(reading, places, size, run.begun == run.plan.lane_places(run.lane)))
+            last = run.begun == run.plan.lane_places(run.lane)
+            run.on_the_way.append(_Begun(reading, places, size, last, self._place))
         self._settle(run)
 
     def _settle_all(self) -> None:
@@ -325,7 +350,7 @@ class Reader:
         with self._lock:
             before = run.read
             while run.on_the_way:
-                reading, places, size, last = run.on_the_way[0]
+                reading, places, size, last, _ = run.on_the_way[0]
                 if reading.error is not None:
                     self._fail(reading.error)
                     break

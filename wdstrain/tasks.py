@@ -21,6 +21,7 @@ from wdstrain.indexing import Index, Ints
 from wdstrain.landing import Landing
 from wdstrain.memory import Memory
 from wdstrain.storage import open_source
+from wdstrain.watching import Desk
 
 _TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
 
@@ -31,7 +32,7 @@ class Tasks:
     def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: Landing | None = None) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
         self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
-        self._all_sent = bool(self._sent.all())
+        self._all_sent, self._desk = bool(self._sent.all()), Desk.apart()
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
@@ -72,7 +73,7 @@ class Tasks:
             with suppress(WdstrainError):  # then it stays as bad as it is
                 self._read(number, decoder.arena.view[at : at + self._size(number)])
         with _generators_kept():
-            result = decoder(task, own_process=seeded)
+            result = decoder(task, self._desk, own_process=seeded)
         twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
         return result._replace(bad=[one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad])
 
@@ -94,7 +95,7 @@ class Tasks:
             rows = np.full(len(ids), number)
             task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows), {})
             with _generators_kept():
-                result = decoder.over(memory)(task, own_process=seeded)
+                result = decoder.over(memory)(task, self._desk, own_process=seeded)
             landing = self._landing
             lands = landing is None or not any(landing.again(number, row, failed.slot) for row in range(len(ids)))
             if not result.bad and lands:

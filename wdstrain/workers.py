@@ -15,16 +15,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
 _TOGETHER, _MOST = 100, 4  # samples of one message to a worker process, about, where batches are small; batches of one
@@ -49,12 +51,17 @@ class Inline:
     """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
 
     count = 1
+    desks = Desks(0)
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+        self._decoder, self._desk = decoder, Desk.apart()
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        return map(self._decoder, tasks)
+        return (self._decoder(task, self._desk) for task in tasks)
+
+    def stack(self, number: int) -> tuple[str, str]:
+        """There is no decoder but the loop itself."""
+        raise IndexError(number)
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -66,6 +73,8 @@ class Threads:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.count = _cores()
+        self.desks = Desks(self.count)
+        self._names: dict[int, int] = {}  # number of a decoder by the identity of its thread
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[Future[Result]] = deque()
 
@@ -75,8 +84,16 @@ class Threads:
         self._pool = self._pool or _pool(self.count)
         while True:
             while len(self._futures) < PREFETCH * self.count:
-                self._futures.append(self._pool.submit(self._decoder, next(tasks)))
+                self._futures.append(self._pool.submit(self._decode, next(tasks)))
             yield self._futures.popleft().result()
+
+    def _decode(self, task: Task) -> Result:
+        return self._decoder(task, self.desks[self._names.setdefault(threading.get_ident(), len(self._names) % self.count)])
+
+    def stack(self, number: int) -> tuple[str, str]:
+        """(name, Python stack) of a decoder."""
+        thread = next((ident for ident, one in list(self._names.items()) if one == number), None)
+        return f"decoder thread {number}", stack_of(thread)
 
     def _drop(self) -> None:
         for future in self._futures:
@@ -91,6 +108,7 @@ class Threads:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+            self._names.clear()
 
 
 def check_travels(fields: object, transform: object, context: str | None) -> None:
@@ -110,17 +128,17 @@ class Processes:
     """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
 
     def __init__(self, decoder: Decoder, count: int, batch_size: int, context: str | None) -> None:
-        self.count = count
+        self.count, self.desks, self._stacks = count, Desks(count), Stacks()
         self._stream = _Stream(PREFETCH * count, _together(batch_size))
         self._loader: DataLoader[Any] = DataLoader(
-            _Remote(decoder),
+            _Remote(decoder, self.desks),
             batch_size=None,  # a task is a batch already, or some
             sampler=self._stream,
             num_workers=count,
             prefetch_factor=PREFETCH,
             persistent_workers=True,
             collate_fn=_as_it_is,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=partial(_begin_worker, self._stacks, self.desks),
             multiprocessing_context=context,
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
@@ -154,10 +172,21 @@ class Processes:
                 worker.join()
             raise
 
+    def stack(self, number: int) -> tuple[str, str]:
+        """(name, Python stack) of a worker process."""
+        process = getattr(self._loader._iterator, "_workers", {number: None})[number]
+        if process is None or process.pid is None or self.desks[number].state[0] == -2:  # a signal would end it
+            return f"worker process {number}", "  (it has not begun yet)"
+        return f"worker process {number} (pid {process.pid})", self._stacks.ask(process.pid)
+
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
+            for worker in getattr(iterator, "_workers", ()):
+                if worker.is_alive():  # it was asked to end and told to; one that is stopped or hangs hears neither
+                    worker.kill()
+                    worker.join()
         self._loader._iterator = None
 
 
@@ -213,11 +242,14 @@ class _Remote(Dataset[list[bytes]]):
     Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: Decoder, desks: Desks) -> None:
+        self._decoder, self._desks = decoder, desks
 
     def __getitem__(self, tasks: tuple[Task, ...]) -> list[bytes]:
-        return [_pickled(self._decoder(task, own_process=True)) for task in tasks]
+        worker = get_worker_info()
+        assert worker is not None
+        desk = self._desks[worker.id]
+        return [_pickled(self._decoder(task, desk, own_process=True)) for task in tasks]
 
 
 def _pickled(result: Result) -> bytes:
@@ -232,8 +264,10 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _begin_worker(worker: int) -> None:
+def _begin_worker(stacks: Stacks, desks: Desks, worker: int) -> None:
     children.begin()
+    stacks.answer()
+    desks[worker].leave()
 
 
 def _pool(count: int) -> ThreadPoolExecutor:
