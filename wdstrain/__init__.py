@@ -31,6 +31,7 @@ from wdstrain.streaming import Stream, stream, to_example
 from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
+    from wdstrain.benching import Bench, bench
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
+    "Bench",
     "Example",
     "Field",
     "Index",
@@ -57,6 +59,7 @@ __all__ = [
     "Verification",
     "WdstrainError",
     "array",
+    "bench",
     "evaluate",
     "export",
     "gopen",
@@ -84,6 +87,8 @@ __all__ = [
 
 
 _LATER = {
+    "Bench": "benching",
+    "bench": "benching",
     "train": "training.doors",
     "evaluate": "training.doors",
     "predict": "training.predicting",

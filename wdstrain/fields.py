@@ -238,6 +238,13 @@ def is_light(field: Field) -> bool:
     return isinstance(field, (Label, Number))
 
 
+def field_of(label: IndexLabel) -> Label | Labels | Number:
+    """The field that reads a label of an index."""
+    if label.kind == "number":
+        return Number((label.field,), label.column)
+    return (Labels if label.kind == "multi" else Label)((label.field,), label.column, label.classes)
+
+
 def reader_of(label: IndexLabel) -> str:
     """How a label of an index is read, as people type it."""
     where = f'"{label.field}"' + (f', column="{label.column}"' if label.column is not None else "")

@@ -135,7 +135,7 @@ class Loader:
             self.rank,
             fields=fields,
             transform=transform,
-            takes_rng=transform is not None and _takes_two(transform),
+            takes_rng=transform is not None and takes_rng(transform),
             replace=on_bad == "replace",
             num_workers=num_workers,
             context=multiprocessing_context,
@@ -337,7 +337,7 @@ def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
             raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.{hint}")
 
 
-def _takes_two(transform: Transform) -> bool:
+def takes_rng(transform: Transform) -> bool:
     """Whether a transform wants (sample, rng)."""
     try:
         parameters = inspect.signature(transform).parameters.values()

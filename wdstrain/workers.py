@@ -35,7 +35,7 @@ _TOGETHER, _MOST = 100, 4  # samples of one message to a worker process, about, 
 def in_flight(num_workers: int, batch_size: int) -> int:
     """Batches that are being decoded, wait to be, or came with one that was waited for, at one time."""
     together = _together(batch_size)
-    return PREFETCH * num_workers * together + together - 1 if num_workers else PREFETCH * _cores()
+    return PREFETCH * num_workers * together + together - 1 if num_workers else PREFETCH * cores()
 
 
 def _together(batch_size: int) -> int:
@@ -43,7 +43,8 @@ def _together(batch_size: int) -> int:
     return min(max(1, _TOGETHER // batch_size), _MOST)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -72,7 +73,7 @@ class Threads:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self.count = _cores()
+        self.count = cores()
         self.desks = Desks(self.count)
         self._names: dict[int, int] = {}  # number of a decoder by the identity of its thread
         self._pool: ThreadPoolExecutor | None = None
@@ -81,7 +82,7 @@ class Threads:
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; what an earlier stream left in flight is waited for and dropped."""
         self._drop()
-        self._pool = self._pool or _pool(self.count)
+        self._pool = self._pool or decoder_threads(self.count)
         while True:
             while len(self._futures) < PREFETCH * self.count:
                 self._futures.append(self._pool.submit(self._decode, next(tasks)))
@@ -270,7 +271,7 @@ def _begin_worker(stacks: Stacks, desks: Desks, worker: int) -> None:
     desks[worker].leave()
 
 
-def _pool(count: int) -> ThreadPoolExecutor:
+def decoder_threads(count: int) -> ThreadPoolExecutor:
     """Threads in which torch computes on one core, theirs.
 
     torch.set_num_threads is for the calling thread, and for all that have not computed yet: so the caller's own number is

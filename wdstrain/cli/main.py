@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from wdstrain import __version__
+from wdstrain.cli.bench import add_bench
 from wdstrain.cli.convert import add_convert
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
@@ -153,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (index, info, check):
         urls(one)
 
+    add_bench(verbs)
     add_training(verbs)
 
     serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")

@@ -1,0 +1,386 @@
+"""What holds loading back on this machine, and what a change would give: measured limits, a prediction, and the best setting.
+
+The stages run side by side, so a loader is as fast as the slowest of them; those that compute also share the processors. That is
+the whole model: the least of storage, hand-off, decoding by the decoders there are, and what the processors can do of decoding and
+hand-off together. Its numbers are measured here, on this data (`limits`), and what it says for a setting can be compared with what that
+setting then gives (`tune`). A road not taken is to search settings one by one: it takes a run each, and says nothing of why.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wdstrain import charts, limits
+from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.decoder import Transform
+from wdstrain.errors import SampleError, UsageError
+from wdstrain.fields import Field, Image, field_of
+from wdstrain.fields import image as image_field
+from wdstrain.indexing import Index
+from wdstrain.loader import Loader, open_shards, takes_rng
+from wdstrain.packing.options import Options
+from wdstrain.packing.pictures import Recipe
+from wdstrain.remote import is_remote
+from wdstrain.storage import Urls
+from wdstrain.workers import cores
+
+_SAMPLES = 256  # of an excerpt, and four batches at least
+_WORTH = 1.1  # times as fast: less is not worth a change
+_MARGIN = 8 / 7  # a picture that is cropped may be this much larger than the crop, as 256 for 224
+
+Say = Callable[[str], None]
+
+
+class Change(NamedTuple):
+    """Something to change, and the samples a second that it would give."""
+
+    what: str
+    rate: float
+
+
+class Try(NamedTuple):
+    """A number of workers (0: threads), the samples a second that were predicted for it, and those that it gave."""
+
+    num_workers: int
+    predicted: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured, in samples a second where nothing else is said.
+
+    storage: the reader alone; decode: {decoders at a time: all of them together}, by "threads" and "processes"; handoff: batches of which
+    nothing is decoded, by the same; achieved: the loader as it was asked for; first_batch: seconds until its first.
+    """
+
+    samples: int
+    bytes: int
+    mean_bytes: float
+    batch_size: int
+    num_workers: int
+    cores: int
+    storage: float
+    in_memory: float | None
+    decode: dict[str, dict[int, float]]
+    handoff: dict[str, float]
+    achieved: float
+    first_batch: float
+    bad: int
+    report_verdict: str
+    changes: tuple[Change, ...] = ()
+    tries: tuple[Try, ...] = ()
+    inline: bool = field(default=False, repr=False)  # nothing is decoded: the loop takes the bytes itself
+
+    def predicted(self, num_workers: int) -> float:
+        """Samples a second of a loader with so many workers."""
+        return min(self._limits(num_workers).values())
+
+    @property
+    def binding(self) -> str:
+        """What is slowest: storage, decode, hand-off or processors."""
+        found = self._limits(self.num_workers)
+        return min(found, key=lambda name: found[name])
+
+    @property
+    def verdict(self) -> str:
+        """What binds, and what to change, in a sentence or two."""
+        whole = self.predicted(self.num_workers)
+        share = self.achieved / whole if whole else 0.0
+        words = {
+            "storage": f"storage: it gives {self.storage * self.mean_bytes / 1e6:.0f} MB/s",
+            "decode": "decoding",
+            "hand-off": "the hand-off of batches",
+            "processors": f"the {self.cores} processors, all of them at work",
+        }
+        said = f"{words[self.binding]} binds: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
+        if not self.changes:
+            return f"{said} No change of those that were looked at would give a tenth more."
+        best = max(self.changes, key=lambda one: one.rate)
+        return (
+            f"{said} {best.what} would give about {best.rate:.0f} samples/s ({best.rate / max(1e-9, self.achieved):.2f} times)."
+        )
+
+    @property
+    def best(self) -> Try | None:
+        """Of the settings that were tried, the fastest; of those within a hundredth, the one with the fewest workers."""
+        good = [one for one in self.tries if one.rate >= 0.99 * max(one.rate for one in self.tries)]
+        return min(good, key=lambda one: one.num_workers, default=None)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Names and values, for a table."""
+        found = [("samples", f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB")]
+        cached = "" if self.in_memory is None else f"; {self.in_memory:.0%} of the shards lie in the system's memory"
+        found.append(("storage", f"{self.storage:.0f} samples/s ({self.storage * self.mean_bytes / 1e6:.0f} MB/s{cached})"))
+        for kind, rates in self.decode.items():
+            each = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
+            found.append((f"decode, {kind}", f"{each} samples/s"))
+        found += [(f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()]
+        setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
+        found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}; first batch after {self.first_batch:.2f} s"))
+        if self.bad:
+            found.append(("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them"))
+        found += [("change", f"{one.what}: about {one.rate:.0f} samples/s") for one in self.changes]
+        for one in self.tries:
+            found.append(("tried", f"num_workers={one.num_workers}: {one.rate:.0f} samples/s ({one.predicted:.0f} predicted)"))
+        if self.best is not None:
+            found.append(("best", f"num_workers={self.best.num_workers}: {self.best.rate:.0f} samples/s"))
+        return [*found, ("verdict", self.verdict)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        found = asdict(self)
+        found["changes"] = [one._asdict() for one in self.changes]
+        found["tries"] = [{**one._asdict()} for one in self.tries]
+        return {**found, "binding": self.binding, "predicted": self.predicted(self.num_workers), "verdict": self.verdict}
+
+    def _repr_html_(self) -> str:
+        most = {"achieved": self.achieved, **self._limits(self.num_workers)}
+        bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in most.items()})
+        facts = charts.table(dict(self.rows()[:-1]))
+        return charts.part("what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
+
+    def _limits(self, num_workers: int) -> dict[str, float]:
+        kind = "processes" if num_workers else "threads"
+        decoders = min(num_workers or self.cores, self.cores)
+        rates = self.decode[kind]
+        if self.inline:
+            return {"storage": self.storage, "decode": rates[1]}
+        known = sorted(rates)
+        decode = float(np.interp(decoders, known, [rates[count] for count in known]))
+        each = rates[known[-1]] / known[-1]  # of one processor, while all decode
+        together = self.cores / (1 / each + 1 / self.handoff[kind])
+        return {"storage": self.storage, "decode": decode, "hand-off": self.handoff[kind], "processors": together}
+
+
+def bench(
+    urls: Urls | Index,
+    fields: Mapping[str, Field] | None = None,
+    transform: Transform | None = None,
+    *,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    seconds: float = 1.5,
+    tune: bool = False,
+    cold: bool = False,
+    note: Say | None = None,
+    **options: Any,
+) -> Bench:
+    """Measure what each stage of a loader could do on this data and machine, what the loader does, and what would help.
+
+    seconds: of each measurement, of which there are seven or eight. tune: also run the loader with other numbers of workers. cold: local shards are first
+    put out of the system's memory, as far as it lets them go, so that they come from the disk. note: is told what is
+    measured. options: those of `Loader`. Raises what `Loader` raises.
+    """
+    if seconds <= 0:
+        raise UsageError(f"seconds={seconds}: each measurement takes some. Give for example 1.5.")
+    index = urls if isinstance(urls, Index) else open_shards(urls)
+    tell = note or (lambda text: None)
+    options = {"on_bad": "replace", "max_bad": 1.0, **options}
+    Loader(
+        index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
+    )  # what cannot be is told at once
+    mean = sum(shard.bytes for shard in index.shards) / len(index)
+    with tempfile.TemporaryDirectory() as folder:
+        few = limits.excerpt(index, max(_SAMPLES, 4 * batch_size), os.path.join(folder, "part.tar"))
+        if cold:
+            limits.forget(index)
+        cached = limits.in_memory(index)
+        tell("storage")
+        storage = limits.storage_rate(index, batch_size, seconds) / mean
+        made = _Parts(few, fields, transform, batch_size, seconds, options)
+        decode: dict[str, dict[int, float]] = {}
+        handoff: dict[str, float] = {}
+        for kind in ("threads",) if made.inline else ("threads", "processes"):
+            tell(f"decoding in {kind}")
+            decode[kind] = made.decoding(few, kind)
+            if not made.inline:
+                tell(f"hand-off from {kind}")
+                handoff[kind] = made.handing_over(kind)
+        decode.setdefault("processes", decode["threads"])
+        if cold:
+            limits.forget(index)
+        tell("the loader")
+        rate, first, loader = _run(index, fields, transform, num_workers, batch_size, seconds, options)
+        found = Bench(
+            samples=len(index),
+            bytes=sum(shard.bytes for shard in index.shards),
+            mean_bytes=mean,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            cores=cores(),
+            storage=storage,
+            in_memory=cached,
+            decode=decode,
+            handoff=handoff,
+            achieved=rate,
+            first_batch=first,
+            bad=loader.report()["bad"],
+            report_verdict=loader.report()["verdict"],
+            inline=made.inline,
+        )
+        tell("smaller pictures")
+        found = replace(found, changes=tuple(_changes(found, index, few, made, fields, folder)))
+    tries = []
+    for count in _settings() if tune and not made.inline else ():
+        tell(f"num_workers={count}")
+        rate = found.achieved
+        if count != num_workers:
+            rate, _, _ = _run(index, fields, transform, count, batch_size, seconds, options)
+        tries.append(Try(count, found.predicted(count), rate))
+    return replace(found, tries=tuple(tries))
+
+
+def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | None:
+    """The fields that training would read: pictures of this size, and the labels that the index names; None if there are no pictures."""
+    names = [name for name in index.fields if name.rpartition(".")[2] in EXTENSIONS]
+    plain = [name for name in names if "." not in name] or names
+    if not plain:
+        return None
+    found: dict[str, Field] = {"image": image_field(";".join(plain), size=size, augment=augment)}
+    for label in index.labels:
+        found[f"label {label.name}"] = field_of(label)
+    return found
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+class _Parts:
+    """The stages of one loader, each measured by itself on an excerpt."""
+
+    def __init__(
+        self,
+        few: Index,
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        batch_size: int,
+        seconds: float,
+        options: dict[str, Any],
+    ) -> None:
+        self._few, self._fields, self._transform = few, fields, transform
+        self._batch, self._seconds, self._options = min(batch_size, len(few)), seconds, options
+        self.inline = fields is None and transform is None
+
+    def decoding(self, few: Index, kind: str) -> dict[int, float]:
+        """Samples a second of one decoder, and of one on each processor."""
+        rng = self._transform is not None and takes_rng(self._transform)
+        bare = limits.Bare(few, self._fields, self._transform, self._batch, rng)
+        context = self._options.get("multiprocessing_context")
+        found = {}
+        for count in sorted({1, cores()}):
+            found[count] = (
+                bare.threads(count, self._seconds) if kind == "threads" else bare.processes(count, self._seconds, context)
+            )
+        return found
+
+    def handing_over(self, kind: str) -> float:
+        """Samples a second where nothing is decoded."""
+        fields: dict[str, Field] | None = None
+        transform: Transform | None = None
+        if self._transform is not None:
+            rng = (np.random.Generator(np.random.Philox(0)),) if takes_rng(self._transform) else ()
+            transform = limits.Same(_example(self._few, self._transform, rng))
+        else:
+            fields = {name: limits.Idle.like(one, self._few) for name, one in (self._fields or {}).items()}
+        workers = 0 if kind == "threads" else cores()
+        return _run(self._few, fields, transform, workers, self._batch, self._seconds, self._options)[0]
+
+
+def _run(
+    index: Index,
+    fields: Mapping[str, Field] | None,
+    transform: Transform | None,
+    num_workers: int,
+    batch_size: int,
+    seconds: float,
+    options: dict[str, Any],
+) -> tuple[float, float, Loader]:
+    """(samples a second, seconds to the first batch, the loader) of a loader whose batches nobody works on."""
+    loader = Loader(index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options)
+    begun = first = time.perf_counter()
+    rows, batches = 0, 0
+    try:
+        while True:
+            for batch in loader:
+                now = time.perf_counter()
+                if not batches:
+                    first = now
+                rows += len(batch["__key__"]) if batches else 0
+                batches += 1
+                del batch
+                if now - first >= seconds and batches > 1:
+                    return rows / (now - first), first - begun, loader
+    finally:
+        loader.close()
+
+
+def _settings() -> list[int]:
+    """Numbers of workers that are tried: 0, and powers of two up to the processors there are."""
+    return sorted({0, cores(), *(2**power for power in range(cores().bit_length()) if 2**power <= cores())})
+
+
+def _example(few: Index, transform: Transform, rng: tuple[Any, ...]) -> Mapping[str, Any]:
+    with open(few.shards[0].path, "rb") as file:
+        reason = "there is no sample"
+        for number in range(len(few)):
+            sample: dict[str, Any] = {"__key__": few.key(number)}
+            for name, offset, size in few.members(number):
+                file.seek(offset)
+                sample[name] = file.read(size)
+            try:
+                made: Mapping[str, Any] = transform(sample, *rng)
+                return made
+            except Exception as error:  # of the user's own code; the next sample may be better
+                reason = f"{type(error).__name__}: {error}"
+    raise SampleError(f"the transform gave nothing for any of {len(few)} samples ({reason}).")
+
+
+def _changes(
+    found: Bench, index: Index, few: Index, made: _Parts, fields: Mapping[str, Field] | None, folder: str
+) -> list[Change]:
+    """What would give at least a tenth more than the loader does now, by what was measured."""
+    options: list[Change] = []
+    if not found.inline:
+        others = {count: found.predicted(count) for count in _settings() if count != found.num_workers}
+        best = max(others, key=lambda count: others[count])
+        options.append(Change(f"num_workers={best}", others[best]))
+    if any(is_remote(shard.path) for shard in index.shards):
+        options.append(
+            Change("a cache (cache_dir), from the second epoch on,", replace(found, storage=1e12).predicted(found.num_workers))
+        )
+    smaller = _smaller(few, fields)
+    if smaller is not None and found.binding in ("decode", "processors", "storage"):
+        kind = "processes" if found.num_workers else "threads"
+        small = limits.excerpt(few, len(few), os.path.join(folder, "small.tar"), Recipe.of(Options(resize=smaller)).apply)
+        share = small.shards[0].bytes / few.shards[0].bytes
+        rates = {**found.decode, kind: made.decoding(small, kind)}
+        then = replace(found, decode=rates, storage=found.storage / max(1e-9, share))
+        options.append(Change(f"packing anew with --resize {smaller}", then.predicted(found.num_workers)))
+    return [one for one in options if one.rate >= _WORTH * found.achieved]
+
+
+def _smaller(few: Index, fields: Mapping[str, Field] | None) -> int | None:
+    """The size to which pictures could be made smaller for what is taken of them; None if most are not larger than that."""
+    pictures = [one for one in (fields or {}).values() if isinstance(one, Image)]
+    if len(pictures) != 1 or pictures[0].size is None:
+        return None
+    wanted, sides = round(max(pictures[0].size) * _MARGIN), []
+    with open(few.shards[0].path, "rb") as file:
+        for number in range(min(32, len(few))):
+            for name, offset, size in few.members(number):
+                if name in pictures[0].names:
+                    file.seek(offset)
+                    try:
+                        sides.append(min(decode_image(file.read(size)).shape[:2]))
+                    except SampleError:
+                        continue
+    return wanted if sides and float(np.median(sides)) > wanted * _WORTH else None

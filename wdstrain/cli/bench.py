@@ -1,0 +1,62 @@
+"""The verb `bench`: what holds loading back, on this data and this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from wdstrain.cli.words import result, size, urls, verb
+from wdstrain.console import Teller
+from wdstrain.errors import UsageError
+
+
+def add_bench(verbs: Any) -> None:
+    """Add `bench` to the verbs of the command line."""
+    bench = verb(
+        verbs, "bench", _bench, "what holds loading back on this machine, and what would help", "bench shards/photos --tune"
+    )
+    urls(bench)
+    bench.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples (default: %(default)s)")
+    bench.add_argument("--num-workers", type=int, default=0, metavar="N", help="0: threads (default: %(default)s)")
+    bench.add_argument("--image-size", type=int, default=224, metavar="N", help="pixels (default: %(default)s)")
+    bench.add_argument("--augment", default="rrc+flip", metavar="WORDS", help="as in training (default: %(default)s)")
+    bench.add_argument("--bytes", action="store_true", help="decode nothing: deliver bytes")
+    bench.add_argument("--tune", action="store_true", help="try other numbers of workers, and print the best")
+    bench.add_argument("--cold", action="store_true", help="put local shards out of the system's memory first")
+    bench.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of each measurement (default: %(default)s)")
+    bench.add_argument("--cache-dir", metavar="DIR", help="cache of shards of servers")
+    bench.add_argument("--cache-limit", type=size, metavar="SIZE", help="most bytes in it, such as 200GB")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from wdstrain.benching import bench, usual_fields
+    from wdstrain.loader import open_shards
+
+    index = open_shards(arguments.urls)
+    fields = None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
+    if fields is None and not arguments.bytes:
+        raise UsageError(
+            f"these shards hold no pictures, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
+        )
+    done = 0
+    with Teller() as teller:
+
+        def tell(text: str) -> None:
+            nonlocal done
+            teller.step("measuring", done, None, text, "limits")
+            done += 1
+
+        found = bench(
+            index,
+            fields,
+            batch_size=arguments.batch_size,
+            num_workers=arguments.num_workers,
+            seconds=arguments.seconds,
+            tune=arguments.tune,
+            cold=arguments.cold,
+            note=tell,
+            cache_dir=arguments.cache_dir,
+            cache_limit=arguments.cache_limit,
+        )
+    result(arguments, found.as_dict(), found.rows())
+    return 0

@@ -1,0 +1,231 @@
+"""What each stage of a loader could do by itself, on this data and this machine, in samples a second.
+
+Each is measured with the loader's own parts while the others have nothing to do: the reader with nobody who decodes, the decoder over
+batches that lie in memory, the hand-off with fields that decode nothing. A model of hardware would be guessed; these are the
+same lines of code that run in training. Decoding and hand-off are measured on an excerpt: some hundred samples in a tar of their own
+on this machine, so that a slow server is no part of what they show.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from wdstrain.augment import Draws
+from wdstrain.decoder import Decoder, Task, Transform
+from wdstrain.fields import Array, Example, Field
+from wdstrain.index_files import scan
+from wdstrain.indexing import Index
+from wdstrain.memory import Memory
+from wdstrain.plan import Plan
+from wdstrain.reader import Reader
+from wdstrain.remote import is_remote
+from wdstrain.slots import Layout
+from wdstrain.storage import open_source
+from wdstrain.tar import END, header, padding
+from wdstrain.tasks import Tasks
+from wdstrain.watching import Desk
+from wdstrain.workers import cores, decoder_threads
+
+_RUNS = 4  # places of the set from which samples are taken
+_MOST_BYTES = 64 << 20  # of an excerpt
+_AHEAD = 32 << 20
+
+Parts = list[tuple[str, bytes]]  # the fields of a sample
+
+
+def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts] | None = None) -> Index:
+    """About `count` samples from several places of a set, written as a tar of their own; its index, with the set's labels.
+
+    change: makes other parts of those of a sample, such as a smaller picture.
+    """
+    count = max(1, min(count, len(index), int(_MOST_BYTES * len(index) / max(1, sum(shard.bytes for shard in index.shards)))))
+    starts = np.linspace(0, len(index) - count // _RUNS - 1, _RUNS).astype(np.int64).clip(0)
+    ids = np.unique(np.concatenate([np.arange(start, start + -(-count // _RUNS)) for start in starts]).clip(0, len(index) - 1))
+    shards = index.shard_of(ids)
+    with open(path, "wb") as file:
+        for number in np.unique(shards).tolist():
+            shard = index.shards[number]
+            with open_source(shard.path, shard.bytes) as source:
+                for i in ids[shards == number].tolist():
+                    parts = []
+                    for field, offset, size in index.members(i):
+                        data = bytearray(size)
+                        source.read_into([memoryview(data)], offset)
+                        parts.append((field, bytes(data)))
+                    for field, kept in change(parts) if change is not None else parts:
+                        # keys of several shards may be the same; these are for nobody to read
+                        file.write(header(f"{i:012d}.{field}", len(kept)) + kept + bytes(padding(len(kept))))
+        file.write(END)
+    return replace(scan([path]), labels=index.labels)
+
+
+# --- storage ---------------------------------------------------------------------------------------------------------
+
+
+def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
+    """Bytes a second that the reader of one rank brings while nobody decodes."""
+    plan = Plan(counts=index.counts, seed=0, epoch=0, batch_size=min(batch_size, len(index)))
+    reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, ahead=_AHEAD, in_flight=2)
+    try:
+        begun = time.perf_counter()
+        reader.start(0, 0)
+        clock = 0
+        while time.perf_counter() - begun < seconds or not clock:
+            reader.collect(*divmod(clock, plan.steps))
+            reader.release(clock)
+            clock += 1
+        return reader.read_bytes / (time.perf_counter() - begun)
+    finally:
+        reader.stop()
+
+
+def in_memory(index: Index) -> float | None:
+    """The share of the shards that the system has in memory, 0 to 1, looked at in 64 places; None where it does not say."""
+    if any(is_remote(shard.path) for shard in index.shards) or not hasattr(os, "RWF_NOWAIT"):
+        return None
+    rows = np.linspace(0, len(index) - 1, 64).astype(np.int64)
+    found = 0
+    for number, shard in zip(rows.tolist(), index.shard_of(rows).tolist(), strict=True):
+        fd = os.open(index.shards[shard].path, os.O_RDONLY)
+        try:
+            found += os.preadv(fd, [bytearray(1)], int(index.table.start[number]), os.RWF_NOWAIT)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                return None  # this file system does not know
+        finally:
+            os.close(fd)
+    return found / len(rows)
+
+
+def forget(index: Index) -> None:
+    """Ask the system not to keep local shards in memory, so that they come from the disk again."""
+    for shard in index.shards:
+        if not is_remote(shard.path) and hasattr(os, "posix_fadvise"):
+            fd = os.open(shard.path, os.O_RDONLY)
+            with suppress(OSError):
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+class Bare:
+    """The decoder by itself: batches that lie in memory are decoded over and over. index: of one tar on this machine."""
+
+    def __init__(
+        self, index: Index, fields: Mapping[str, Field] | None, transform: Transform | None, batch_size: int, takes_rng: bool
+    ) -> None:
+        self.size = min(batch_size, len(index))
+        examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
+        layout = Layout.of(examples, self.size)
+        arena, self._slots = Memory(index.shards[0].bytes), Memory(max(1, layout.size * cores()))
+        with open_source(index.shards[0].path) as source:
+            source.read_into([arena.view], 0)
+        wanted = None if fields is None else {name for field in fields.values() for name in field.names}
+        self._tasks = self._of(Tasks(index, wanted, with_keys=transform is not None), index)
+        self._decoder = Decoder(
+            names=index.fields,
+            fields=fields,
+            transform=transform,
+            takes_rng=takes_rng,
+            replace=True,  # a bad sample is for the loader to tell
+            seed=0,
+            arena=arena,
+            slots=self._slots,
+            layout=layout,
+        )
+
+    def _of(self, tasks: Tasks, index: Index) -> list[Task]:
+        rounds = [np.arange(first, first + self.size) for first in range(0, len(index) - self.size + 1, self.size)]
+        return [tasks.make(n, 0, 0, ids, index.table.start[ids], {}) for n, ids in enumerate(rounds)]
+
+    def run(self, number: int, seconds: float) -> float:
+        """Samples a second of one decoder, the `number`th of several that run at a time."""
+        desk, done = Desk.apart(), 0
+        self._decoder(self._tasks[0]._replace(slot=number), desk)  # the first takes longer: libraries begin, memory is mapped
+        begun = time.perf_counter()
+        while (spent := time.perf_counter() - begun) < seconds or not done:
+            task = self._tasks[(number + done) % len(self._tasks)]
+            self._decoder(task._replace(slot=number, epoch=done), desk)
+            done += 1
+        return done * self.size / spent
+
+    def threads(self, count: int, seconds: float) -> float:
+        """Samples a second of so many threads."""
+        with decoder_threads(count) as pool:
+            return sum(pool.map(self.run, range(count), [seconds] * count))
+
+    def processes(self, count: int, seconds: float, context: str | None) -> float:
+        """Samples a second of so many processes."""
+        if count == 1:
+            return self.threads(1, seconds)
+        how = multiprocessing.get_context(context)
+        found: Any = how.SimpleQueue()
+        ready = how.Barrier(count)
+        workers = [
+            how.Process(target=_run_alone, args=(self, number, seconds, ready, found), daemon=True)  # type: ignore[attr-defined]
+            for number in range(count)
+        ]
+        for worker in workers:
+            worker.start()
+        rates = [found.get() for _ in workers]
+        for worker in workers:
+            worker.join()
+        return float(sum(rates))
+
+
+def _run_alone(bare: Bare, number: int, seconds: float, ready: Any, found: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    ready.wait()
+    found.put(bare.run(number, seconds))
+
+
+# --- hand-off --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A field that decodes nothing: its place in the batch stays as it is, or it gives the same value for every sample."""
+
+    names: tuple[str, ...]
+    example: Example | None
+    value: Any = None
+
+    @classmethod
+    def like(cls, field: Field, index: Index) -> Idle:
+        """A field that takes the place of another. index: of one tar on this machine, of whose samples one is decoded."""
+        if field.example is not None:
+            return cls(tuple(field.names), field.example)
+        with open_source(index.shards[0].path) as source:
+            for number in range(len(index)):
+                for name, offset, size in index.members(number):
+                    if name in field.names:
+                        with suppress(Exception):  # whatever a field of the user raises: the next sample may be better
+                            data = memoryview(bytearray(source.read(offset, size)))
+                            return cls(tuple(field.names), None, field.read(name, data, None, np.full(64, 0.5)))
+        return cls(tuple(field.names), None)
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Same:
+    """A transform that computes nothing: the same example for every sample."""
+
+    example: Mapping[str, Any]
+
+    def __call__(self, sample: dict[str, Any]) -> Mapping[str, Any]:
+        return self.example
