@@ -18,7 +18,7 @@ from wdstrain.seeing import Seen
 from wdstrain.wording import printable
 
 _ROWS = 20  # of a table in a terminal; the rest is counted
-_LETTERS = 160  # of a text under a picture
+_LETTERS = 160  # of a text or a key under a picture
 
 
 def text_table(samples: Sequence[Seen], width: int = 80) -> str:
@@ -74,7 +74,9 @@ def _figure(seen: Seen) -> str:
         parts.append(f"<div>{escape(_shortened(printable(seen.text)))}</div>")
     if seen.rest:
         parts.append(f"<small>{escape(_shortened(seen.rest))}</small>")
-    parts.append(f"<small>{escape(key)}</small>")
+    parts.append(
+        f"<small>{escape(key if len(key) <= _LETTERS else key[: _LETTERS // 2] + '…' + key[-_LETTERS // 2 :])}</small>"
+    )
     hint = "\n".join(one for one in (key, printable(where), seen.split, seen.said, printable(seen.text), seen.rest) if one)
     return f'<figure{" class=broken" if seen.error else ""} title="{escape(hint)}">{"".join(parts)}</figure>'
 
@@ -105,5 +107,5 @@ _STYLE = """
 .wdstrain-look img{display:block;width:100%;height:auto;aspect-ratio:1;object-fit:contain;background:#8882;border-radius:4px;margin:0}
 .wdstrain-look img.small{image-rendering:pixelated}
 .wdstrain-look b,.wdstrain-look small{display:block}.wdstrain-look small{opacity:.7;font-size:11px}
-.wdstrain-look th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}.wdstrain-look td{text-align:left;padding:2px 0}
+.wdstrain-look table{font:inherit;border-collapse:collapse}.wdstrain-look th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}.wdstrain-look td{text-align:left;padding:2px 0}
 """

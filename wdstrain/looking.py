@@ -16,7 +16,7 @@ from wdstrain.fields import Image
 from wdstrain.figures import figures, page, text_table
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards
-from wdstrain.picking import Order, Wanted, pick
+from wdstrain.picking import Order, Wanted, pick, place_of
 from wdstrain.seeing import Seen, Variants, seen_at
 from wdstrain.sheets import sheet
 from wdstrain.storage import Urls, write_whole
@@ -107,7 +107,8 @@ def peek(
         _check_rows(wanted, "a Loader")
         samples, notes = of_loader(source, n)
         epoch, step = source.begins
-        return Peek(samples, f"Loader: the first {len(samples)} samples of epoch {epoch} from step {step} on", notes)
+        which = f"the first {len(samples)} samples of epoch {epoch}" + (f" from step {step} on" if step else "")
+        return Peek(samples, f"{place_of(source.index)}: {which} of a Loader", notes)
     if isinstance(source, Iterator):
         raise UsageError(
             f"{type(source).__name__} is used up by looking at it. Give one of its batches, next(...), or the Loader."

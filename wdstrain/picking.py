@@ -77,7 +77,7 @@ class Wanted:
 
 def pick(source: Urls | Index, wanted: Wanted) -> Picked:
     """The samples that are wanted. Raises UsageError for classes, keys and labels that are not there, naming near ones, and what opening shards raises."""
-    index, place = (source, _place(source)) if isinstance(source, Index) else _opened(source, wanted)
+    index, place = (source, place_of(source)) if isinstance(source, Index) else _opened(source, wanted)
     labels = _labels(index, wanted.label)
     if not len(index):
         raise UsageError(f"{place}: there is no sample in these shards. Check the address.")
@@ -138,7 +138,8 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
     return Index(tuple(shards), tuple(fields), Table.join(tables), info={"made": _BEGUN})
 
 
-def _place(index: Index) -> str:
+def place_of(index: Index) -> str:
+    """Where the shards of an index lie, as it may be shown."""
     return folder_of(index.shards[0].path) or "." if index.shards else "no shards"
 
 
@@ -180,7 +181,7 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
     for i, data in label_bytes(index, label.field, looked):
         for name in classes_in(data, label.column, label.classes):
             found.setdefault(name, []).append(i)
-    everything = names or list(label.classes) or sorted(found)
+    everything = names or list(label.classes) or sorted(found, key=lambda one: (len(one) * one.isdecimal(), one))
     for name in names:
         if name not in found and not label.classes:
             near = _near(name, list(found))

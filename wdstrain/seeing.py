@@ -241,7 +241,9 @@ class View:
                 self.wrong(name, "it is no UTF-8 text")
             self.fields[name] = bytes_said(len(data))
             return
-        if kind in _NUMBERS:
+        if kind not in (*_TEXTS, *_NUMBERS) and not "".join(said.split()).isprintable():
+            self.fields[name] = bytes_said(len(data))
+        elif kind in _NUMBERS:
             self.labels[name] = cut(said.strip())
         elif kind in _TEXTS and not self._text:
             self._text = cut(said)

@@ -65,7 +65,7 @@ def shares_said(value: Array, classes: Sequence[str]) -> str:
     if not (np.isfinite(shares).all() and (shares >= 0).all() and (shares <= 1.001).all()):
         return ""
     names = classes or [str(number) for number in range(len(shares))]
-    if np.isin(shares, (0, 1)).all():
+    if np.isin(shares, (0, 1)).all() and (classes or shares.sum() == 1):
         return "|".join(names[i] for i in np.flatnonzero(shares).tolist()) or "none"
     if abs(shares.sum() - 1) > 0.02:
         return ""
