@@ -350,6 +350,17 @@ def test_pictures_are_varied_as_a_loader_varies_them(packed: Path) -> None:
     loader.close()
 
 
+def test_the_picture_that_is_varied_is_the_one_a_loader_takes(tmp_path: Path) -> None:
+    samples = [("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}), ("b", {"txt": b"alone"})]
+    write_tar(tmp_path / "x.tar", samples)
+    found = peek_varied(str(tmp_path), Wanted(2), image(size=16), [0])
+    loader = wt.Loader(tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_bad="replace", max_bad=1.0)
+    np.testing.assert_array_equal(found[0].picture, next(iter(loader))["image"][0].permute(1, 2, 0))
+    assert [one.error.split(",")[0] for one in found] == ["", "it has none of jpg"]
+    assert found[1].text == "alone"
+    loader.close()
+
+
 def test_what_has_an_order_of_its_own_is_not_picked_from(packed: Path) -> None:
     loader = wt.Loader(packed, fields(), batch_size=4)
     with pytest.raises(wt.UsageError, match="a Loader has an order of its own"):

@@ -108,18 +108,26 @@ def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants |
         shard = index.shards[number]
         with open_source(shard.path, shard.bytes) as source:
             for i in np.unique(ids[shards == number]).tolist():
-                view = View(index.key(i), labels)
+                view, varied = View(index.key(i), labels), _varied(index, i, variants)
                 for name, size, data, crc in _members(index, source, i):
-                    if data is None:
-                        view.fields[name] = bytes_said(size)
+                    if data is None or (variants is not None and _kind(name) in EXTENSIONS and name != varied):
+                        view.leave(name, size)
                     elif crc is not None and crc32(data) != crc:
                         view.wrong(name, MISMATCH)
-                    elif variants is not None and name in variants.field.names:
+                    elif variants is not None and name == varied:
                         view.vary(name, data, variants, i)
                     else:
                         view.add_bytes(name, data)
+                if variants is not None and varied is None:
+                    view.wrong("", f"it has none of {', '.join(variants.field.names)}")
                 start = int(index.table.start[i])
                 yield i, view.seen(shard=shard.shown, offset=start, split=shard.split)
+
+
+def _varied(index: Index, number: int, variants: Variants | None) -> str | None:
+    """The field of a sample that is varied: the first of those that the loader's field looks for, as a loader takes it."""
+    has = {name for name, _, _ in index.members(number)}
+    return next((name for name in variants.field.names if name in has), None) if variants is not None else None
 
 
 class View:
@@ -147,6 +155,14 @@ class View:
     def wrong(self, name: str, reason: str) -> None:
         """Something is wrong with a field."""
         self._errors.append(f"{name}: {reason}" if name else reason)
+
+    def leave(self, name: str, size: int) -> None:
+        """A field that is not looked into."""
+        self.fields[name] = bytes_said(size)
+        if size > _LARGEST and _kind(name) in EXTENSIONS:
+            self.wrong(
+                name, f"its {bytes_said(size)} are more than the {bytes_said(_LARGEST)} that are read to look at a picture"
+            )
 
     def add_bytes(self, name: str, data: bytes | memoryview) -> None:
         """A field as it lies in a shard."""
