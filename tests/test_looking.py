@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import multiprocessing
 import re
 import threading
 from pathlib import Path
@@ -300,6 +301,23 @@ def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(pa
     assert made[0].labels["size"].isdecimal()
     mixed = wt.peek(wt.mix({"a": packed, "b": foreign(tmp_path)}, fields(), batch_size=10), 20)
     assert {one.labels["source"] for one in mixed} == {"a", "b"}
+
+
+def size_and_draw(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"size": len(sample["png"]), "draw": float(rng.random())}
+
+
+def test_what_a_transform_makes_in_workers_is_shown_without_starting_one(packed: Path) -> None:
+    loader = wt.Loader(packed, transform=size_and_draw, batch_size=4, num_workers=1, seed=2)
+    iterator = iter(loader.epoch(0))
+    next(iterator)
+    children = multiprocessing.active_children()
+    found = wt.peek(loader, 4)
+    assert multiprocessing.active_children() == children
+    batch = next(iter(loader))
+    assert [one.labels["draw"] for one in found] == [f"{value:.4g}" for value in batch["draw"].tolist()]
+    assert [one.key for one in found] == batch["__key__"]
+    loader.close()
 
 
 def test_a_normalised_batch_is_brought_back_and_its_mixed_labels_are_shares(packed: Path) -> None:

@@ -224,11 +224,11 @@ class Loader:
     def twin(self) -> Loader:
         """A loader of the same batches that begins where this one's next `for` does, and neither disturbs nor moves this one.
 
-        It decodes in threads, or in one process where there is a transform that processes run.
+        It decodes in threads: no process is forked beside the threads of a loop that runs. So a transform gets the same `rng`, but
+        what it draws from the global generators is not what worker processes would draw.
         """
         other = copy(self)
-        count = min(1, self.num_workers) if self.transform is not None else 0
-        other._new_pipeline = partial(self._new_pipeline, num_workers=count)
+        other._new_pipeline = partial(self._new_pipeline, num_workers=0)
         other._pipeline, other._end, other._meter = None, lambda: None, Meter()
         return other
 
