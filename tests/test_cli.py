@@ -108,6 +108,7 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
     [
         *[["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")],
         ["train"],
+        ["show"],
         ["verify"],
         ["demo"],
         ["evaluate"],

@@ -23,8 +23,8 @@ PACKAGE = ROOT / "wdstrain"
 
 # a module imports only from floors below its own
 FLOORS = [
-    {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "console", "packing.collector"},
-    {"bodies", "turbo"},
+    {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "console", "packing.collector", "picturing"},
+    {"bodies", "turbo", "wording"},
     {"http", "objects"},
     {"remote"},
     {"policies", "charts"},
@@ -45,6 +45,8 @@ FLOORS = [
     },
     {
         "verifying",
+        "seeing",
+        "picking",
         "workers",
         "reader",
         "tasks",
@@ -56,6 +58,8 @@ FLOORS = [
     },
     {
         "pipeline",
+        "figures",
+        "sheets",
         "packing.shard",
         "packing.spill",
         "packing.stage",
@@ -64,9 +68,10 @@ FLOORS = [
         "packing.tars",
         "packing.vision",
     },
-    {"packing.convert", "batches", "augmentation"},
+    {"packing.convert", "batches", "augmentation", "cards"},
     {"packing.doors", "packing", "loader", "device", "limits"},
-    {"streaming", "mixed", "benching"},
+    {"streaming", "mixed", "benching", "delivered"},
+    {"looking"},
     {
         "training.configuration",
         "training.task",
@@ -90,7 +95,7 @@ FLOORS = [
     {"serving"},
     {"demo"},
     {"cli.words"},
-    {"cli.convert", "cli.train", "cli.bench"},
+    {"cli.convert", "cli.train", "cli.bench", "cli.show"},
     {"cli.main"},
     {"cli"},
     {"", "__main__"},

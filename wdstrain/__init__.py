@@ -32,6 +32,7 @@ from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.benching import Bench, bench
+    from wdstrain.looking import Peek, peek
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -47,6 +48,7 @@ __all__ = [
     "Index",
     "Label",
     "Loader",
+    "Peek",
     "Plan",
     "PlanError",
     "SampleError",
@@ -76,6 +78,7 @@ __all__ = [
     "pack_table",
     "pack_tars",
     "pack_torchvision",
+    "peek",
     "predict",
     "stream",
     "text",
@@ -89,6 +92,8 @@ __all__ = [
 _LATER = {
     "Bench": "benching",
     "bench": "benching",
+    "peek": "looking",
+    "Peek": "looking",
     "train": "training.doors",
     "evaluate": "training.doors",
     "predict": "training.predicting",
@@ -97,7 +102,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What packs and what trains is imported when it is first used: who writes his own loop needs neither."""
+    """What packs, shows and trains is imported when it is first used: who writes his own loop needs none of it."""
     module = "packing.doors" if name.startswith("pack") else _LATER.get(name)
     if module is not None and name in __all__:
         return getattr(import_module(f"wdstrain.{module}"), name)

@@ -92,6 +92,13 @@ class Batches(Iterator[Batch]):
             raise UsageError("no batch was given yet. Ask for one first.")
         return self._last.counts.own
 
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The samples in the rows of the batch given last, by their numbers in the index. int64[b]"""
+        if self._last is None:
+            raise UsageError("no batch was given yet. Ask for one first.")
+        return self._last.counts.ids
+
     # --- for who brings batches to a device ----------------------------------------------------------------------------
 
     def asked(self) -> float:

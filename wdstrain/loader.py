@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -113,6 +114,7 @@ class Loader:
         _check_fields(self.index, fields)
         if fields is not None:
             fields = {name: with_classes(field, self.index.labels) for name, field in fields.items()}
+        self.fields, self.transform = fields, transform
         if multiprocessing_context not in (None, *get_args(Context)):
             raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
         if num_workers:
@@ -163,10 +165,16 @@ class Loader:
         return self.plan(0).steps
 
     def __iter__(self) -> Batches:
-        start = self._start
-        if start is None:  # every `for` is the next epoch, also after a `break`
-            start = (0, 0) if self._position is None else (self._position[0] + (self._position[1] > 0), 0)
-        return self.epoch(start[0], start=start[1])
+        epoch, step = self.begins
+        return self.epoch(epoch, start=step)
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """(epoch, step) of the first batch of the next `for`."""
+        if self._start is not None:
+            return self._start
+        # every `for` is the next epoch, also after a `break`
+        return (0, 0) if self._position is None else (self._position[0] + (self._position[1] > 0), 0)
 
     def epoch(self, number: int, *, start: int = 0) -> Batches:
         """Iterate over one epoch, from a step on."""
@@ -222,19 +230,42 @@ class Loader:
         """
         return self._meter.report()
 
+    def twin(self) -> Loader:
+        """A loader of the same batches that begins where this one's next `for` does, and neither disturbs nor moves this one.
+
+        It decodes in threads: no process is forked beside the threads of a loop that runs. So a transform gets the same `rng`, but
+        what it draws from the global generators is not what worker processes would draw.
+        """
+        other = copy(self)
+        other._new_pipeline = partial(self._new_pipeline, num_workers=0)
+        other._pipeline, other._end, other._meter = None, lambda: None, Meter()
+        return other
+
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
         self._end()
         self._pipeline = None
 
     def __repr__(self) -> str:
-        plan = self.plan(0)
-        waiting = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(self.rank))
-        held = waiting * _mean_bytes(self.index) / 1e6 if plan.shuffle else 0.0
         return (
             f"Loader({len(self.index)} samples in {len(self.index.shards)} shards, {len(self)} batches of {self.batch_size} "
-            f"on rank {self.rank} of {self.world_size}, shuffle_buffer={self.shuffle_buffer} holds about {held:.1f} MB)"
+            f"on rank {self.rank} of {self.world_size}, shuffle_buffer={self.shuffle_buffer} holds about {self._held:.1f} MB)"
         )
+
+    def _repr_html_(self) -> str:
+        from wdstrain.cards import loader_card
+
+        what = "what the transform makes" if self.transform is not None else self.fields
+        epoch, step = self._start or self._position or (0, 0)
+        doing = {"workers": self.num_workers or "threads", "position": f"epoch {epoch}, step {step} of {len(self)}"}
+        return loader_card(self.index, self.plan(0), self.rank, what, self._held, doing, self.report())
+
+    @property
+    def _held(self) -> float:
+        """MB that the shuffle buffer holds at a time, about."""
+        plan = self.plan(0)
+        waiting = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(self.rank))
+        return waiting * _mean_bytes(self.index) / 1e6 if plan.shuffle else 0.0
 
 
 class _Host:

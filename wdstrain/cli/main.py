@@ -22,6 +22,7 @@ from typing import NoReturn
 from wdstrain import __version__
 from wdstrain.cli.bench import add_bench
 from wdstrain.cli.convert import add_convert
+from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.console import Teller, say, show
@@ -155,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         urls(one)
 
     add_bench(verbs)
+    add_show(verbs)
     add_training(verbs)
 
     serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
