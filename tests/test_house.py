@@ -23,8 +23,8 @@ PACKAGE = ROOT / "wdstrain"
 
 # a module imports only from floors below its own
 FLOORS = [
-    {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "console", "packing.collector", "picturing"},
-    {"bodies", "turbo", "wording"},
+    {"errors", "bits", "children", "checksum", "sizes", "locks", "pieces", "console", "packing.collector", "looking.picturing"},
+    {"bodies", "turbo", "looking.wording"},
     {"http", "objects"},
     {"remote"},
     {"policies", "charts"},
@@ -45,8 +45,8 @@ FLOORS = [
     },
     {
         "verifying",
-        "seeing",
-        "picking",
+        "looking.seeing",
+        "looking.picking",
         "workers",
         "reader",
         "tasks",
@@ -58,8 +58,8 @@ FLOORS = [
     },
     {
         "pipeline",
-        "figures",
-        "sheets",
+        "looking.figures",
+        "looking.sheets",
         "packing.shard",
         "packing.spill",
         "packing.stage",
@@ -70,7 +70,8 @@ FLOORS = [
     },
     {"packing.convert", "batches", "augmentation", "cards"},
     {"packing.doors", "packing", "loader", "device", "limits"},
-    {"streaming", "mixed", "benching", "delivered"},
+    {"streaming", "mixed", "benching", "looking.delivered"},
+    {"looking.doors"},
     {"looking"},
     {
         "training.configuration",

@@ -21,8 +21,8 @@ from tests.conftest import picture, write_class_folder, write_tar
 from tests.servers import serving
 from wdstrain.cli import main
 from wdstrain.fields import image
-from wdstrain.looking import peek_varied
-from wdstrain.picking import Wanted
+from wdstrain.looking.doors import peek_varied
+from wdstrain.looking.picking import Wanted
 
 RED = (200, 65, 43)
 

@@ -32,7 +32,7 @@ from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.benching import Bench, bench
-    from wdstrain.looking import Peek, peek
+    from wdstrain.looking.doors import Peek, peek
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -92,8 +92,8 @@ __all__ = [
 _LATER = {
     "Bench": "benching",
     "bench": "benching",
-    "peek": "looking",
-    "Peek": "looking",
+    "peek": "looking.doors",
+    "Peek": "looking.doors",
     "train": "training.doors",
     "evaluate": "training.doors",
     "predict": "training.predicting",

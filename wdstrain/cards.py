@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from wdstrain import charts
 from wdstrain.fields import Field
-from wdstrain.figures import facts
 from wdstrain.indexing import Index
 from wdstrain.plan import Order
 
@@ -42,7 +42,7 @@ def loader_card(
     if report["batches"]:
         rows["verdict"] = report["verdict"]
         rows |= {"bad samples": str(report["bad"])} if report["bad"] else {}
-    return facts("Loader", rows)
+    return charts.part("Loader", charts.table(rows))
 
 
 def _said(field: Field, rows: int) -> str:

@@ -144,8 +144,8 @@ def page(title: str, body: str) -> str:
 
 
 def part(title: str, body: str) -> str:
-    """A part of somebody else's page, such as a notebook's: with our looks, and nothing of its own changed."""
-    return f'<div class="wdstrain"><style>@scope(.wdstrain){{{_PART}}}</style><h4>{escape(title)}</h4>{body}</div>'
+    """A part of somebody else's page, such as a notebook's: with our looks, which are under a name of their own and disturb nothing there."""
+    return f'<div class="wdstrain"><style>{_PART}</style><h4>{escape(title)}</h4>{body}</div>'
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -236,11 +236,13 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 """
 
 _PART = """
-:scope{font:13px/1.45 system-ui,sans-serif;max-width:760px}h4{font-size:14px;margin:0 0 6px}p{margin:0 0 6px}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
-td{text-align:left;padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars th{white-space:nowrap}.bars td:last-child{text-align:right;width:5em}
-.bar{width:70%}.bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
-.shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
-.shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}.shown img{width:100%;height:auto;border-radius:4px}.small{image-rendering:pixelated}
-.wrong{color:#d05032}.key{opacity:.7;font-size:11px}
+.wdstrain{font:13px/1.45 system-ui,sans-serif;text-align:left;max-width:760px}.wdstrain h4{font-size:14px;margin:0 0 6px}.wdstrain p{margin:0 0 6px}
+.wdstrain table{font:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}
+.wdstrain th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
+.wdstrain td{text-align:left;padding:2px 8px 2px 0;overflow-wrap:anywhere}.wdstrain .bars{width:100%}.wdstrain .bars th{white-space:nowrap}
+.wdstrain .bars td:last-child{text-align:right;width:5em}.wdstrain .bar{width:70%}
+.wdstrain .bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
+.wdstrain svg{width:100%;max-width:520px;height:auto;display:block}.wdstrain svg text{fill:currentColor;opacity:.7;font-size:11px}
+.wdstrain .grid{stroke:#8886}.wdstrain .legend span{margin-right:14px;opacity:.8}
+.wdstrain .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """

@@ -48,8 +48,8 @@ def add_show(verbs: Any) -> None:
 def _show(arguments: argparse.Namespace) -> int:
     from wdstrain.console import say
     from wdstrain.console import show as put
-    from wdstrain.looking import check_ending, peek, peek_varied
-    from wdstrain.picking import Wanted
+    from wdstrain.looking.doors import check_ending, peek, peek_varied
+    from wdstrain.looking.picking import Wanted
 
     if arguments.out:
         check_ending(arguments.out)

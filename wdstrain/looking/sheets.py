@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from wdstrain.picturing import Pixels
-from wdstrain.seeing import Seen
-from wdstrain.wording import printable
+from wdstrain.looking.picturing import Pixels
+from wdstrain.looking.seeing import Seen
+from wdstrain.looking.wording import printable
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 

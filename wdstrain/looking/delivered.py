@@ -20,9 +20,9 @@ from wdstrain.errors import UsageError
 from wdstrain.fields import Label, Labels
 from wdstrain.indexing import Label as IndexLabel
 from wdstrain.loader import Loader
+from wdstrain.looking.picturing import NARROWEST
+from wdstrain.looking.seeing import Seen, View
 from wdstrain.meter import Finding
-from wdstrain.picturing import NARROWEST
-from wdstrain.seeing import Seen, View
 
 _NOTED = 3  # bad samples that are told of
 _NEARLY = 0.03  # how far numbers of bfloat16, or of a resized picture, may lie beyond their ends

@@ -7,15 +7,15 @@ is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from rich.cells import cell_len, set_cell_size
 
 from wdstrain import charts
-from wdstrain.picturing import SIDE
-from wdstrain.seeing import Seen
-from wdstrain.wording import printable
+from wdstrain.looking.picturing import SIDE
+from wdstrain.looking.seeing import Seen
+from wdstrain.looking.wording import printable
 
 _ROWS = 20  # of a table in a terminal; the rest is counted
 _LETTERS = 160  # of a text or a key under a picture
@@ -39,20 +39,15 @@ def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     across = f"minmax(min(100%,{min(8, wide) * 152}px),1fr)"
     said = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
     cells = "".join(_figure(one) for one in samples)
-    return (
-        f'<div class="wdstrain-look"><style>{_STYLE}</style><h4>{escape(printable(title))}</h4>{said}'
-        f'<div class="grid" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div></div>'
+    body = (
+        f'<style>{_STYLE}</style>{said}<div class="grid" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div>'
     )
+    return charts.part(printable(title), body)
 
 
 def page(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     """The same as a page of its own."""
     return charts.page(f"{printable(title)} - wdstrain", f'<section class="card">{figures(samples, title, notes)}</section>')
-
-
-def facts(title: str, rows: Mapping[str, str]) -> str:
-    """Names and values as a small table that stands anywhere."""
-    return f'<div class="wdstrain-look"><style>{_STYLE}</style><h4>{escape(title)}</h4>{charts.table(rows)}</div>'
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -99,13 +94,11 @@ def _fitted(text: str, width: int, tail: int = 0) -> str:
 
 
 _STYLE = """
-.wdstrain-look{font:13px/1.4 system-ui,sans-serif;text-align:left}.wdstrain-look h4{font-size:14px;margin:0 0 6px}
-.wdstrain-look p{margin:0 0 6px;opacity:.75}.wdstrain-look .grid{display:grid;gap:10px}
-.wdstrain-look figure{margin:0;padding:6px;border:1px solid #8884;border-radius:6px;min-width:0;overflow-wrap:anywhere}
-.wdstrain-look figure.broken{border:2px solid #d05032}.wdstrain-look .error{color:#d05032}
-.wdstrain-look .pictures{display:flex;gap:4px;margin-bottom:4px}.wdstrain-look .pictures>div{flex:1 1 0;min-width:0;max-width:256px}
-.wdstrain-look img{display:block;width:100%;height:auto;aspect-ratio:1;object-fit:contain;background:#8882;border-radius:4px;margin:0}
-.wdstrain-look img.small{image-rendering:pixelated}
-.wdstrain-look b,.wdstrain-look small{display:block}.wdstrain-look small{opacity:.7;font-size:11px}
-.wdstrain-look table{font:inherit;border-collapse:collapse}.wdstrain-look th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}.wdstrain-look td{text-align:left;padding:2px 0}
+.wdstrain p{opacity:.75}.wdstrain .grid{display:grid;gap:10px}
+.wdstrain figure{margin:0;padding:6px;border:1px solid #8884;border-radius:6px;min-width:0;overflow-wrap:anywhere}
+.wdstrain figure.broken{border:2px solid #d05032}.wdstrain .error{color:#d05032}
+.wdstrain .pictures{display:flex;gap:4px;margin-bottom:4px}.wdstrain .pictures>div{flex:1 1 0;min-width:0;max-width:256px}
+.wdstrain img{display:block;width:100%;height:auto;aspect-ratio:1;object-fit:contain;background:#8882;border-radius:4px;margin:0}
+.wdstrain img.small{image-rendering:pixelated}
+.wdstrain b,.wdstrain small{display:block}.wdstrain small{opacity:.7;font-size:11px}
 """

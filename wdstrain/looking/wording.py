@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.picturing import ends
+from wdstrain.looking.picturing import ends
 
 Array = npt.NDArray[Any]
 

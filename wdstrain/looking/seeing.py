@@ -25,9 +25,9 @@ from wdstrain.errors import SampleError
 from wdstrain.fields import Field, array, scalar
 from wdstrain.indexing import Index, Ints, Label
 from wdstrain.labels import classes_in
-from wdstrain.picturing import Array, Pixels, picture_in, small
+from wdstrain.looking.picturing import Array, Pixels, picture_in, small
+from wdstrain.looking.wording import LETTERS, array_said, bytes_said, cut, number_said, printable, shares_said
 from wdstrain.storage import Source, open_source
-from wdstrain.wording import LETTERS, array_said, bytes_said, cut, number_said, printable, shares_said
 
 _TEXTS = ("txt", "text", "caption", "transcript")
 _NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # what webdataset takes for numbers
