@@ -39,9 +39,7 @@ def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     across = f"minmax(min(100%,{min(8, wide) * 152}px),1fr)"
     said = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
     cells = "".join(_figure(one) for one in samples)
-    body = (
-        f'<style>{_STYLE}</style>{said}<div class="grid" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div>'
-    )
+    body = f'<style>{_STYLE}</style>{said}<div class="sheet" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div>'
     return charts.part(printable(title), body)
 
 
@@ -94,7 +92,7 @@ def _fitted(text: str, width: int, tail: int = 0) -> str:
 
 
 _STYLE = """
-.wdstrain p{opacity:.75}.wdstrain .grid{display:grid;gap:10px}
+.wdstrain p{opacity:.75}.wdstrain .sheet{display:grid;gap:10px}
 .wdstrain figure{margin:0;padding:6px;border:1px solid #8884;border-radius:6px;min-width:0;overflow-wrap:anywhere}
 .wdstrain figure.broken{border:2px solid #d05032}.wdstrain .error{color:#d05032}
 .wdstrain .pictures{display:flex;gap:4px;margin-bottom:4px}.wdstrain .pictures>div{flex:1 1 0;min-width:0;max-width:256px}

@@ -1,0 +1,178 @@
+"""What holds loading back is measured, what a change would give is predicted, and the prediction comes true."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import wdstrain as wt
+from tests.conftest import picture, write_shards, write_tar
+from tests.servers import serving
+from wdstrain.limits import excerpt
+from wdstrain.opening import open_index
+from wdstrain.workers import cores
+
+SHORT = 0.4  # seconds of a measurement
+
+
+class Sleepy:
+    """A field that takes 4 ms for a sample and no processor."""
+
+    names, example = ("txt",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> str:
+        time.sleep(0.004)
+        return bytes(data).decode()
+
+
+def photograph(number: int, side: int) -> bytes:
+    """A JPEG of smooth noise, so that it takes as long to decode as a photograph of its size."""
+    pixels = np.random.Generator(np.random.PCG64(number)).integers(0, 255, (side // 16, side // 12, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((side * 4 // 3, side), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def photographs(folder: Path, count: int, side: int) -> Path:
+    write_tar(folder / "a.tar", [(f"k{i:03d}", {"jpg": photograph(i, side), "cls": b"0"}) for i in range(count)])
+    wt.index(folder)
+    return folder
+
+
+def within_a_fifth(predicted: float, then: float) -> bool:
+    return 0.8 <= then / predicted <= 1.25
+
+
+@pytest.mark.alone
+def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [200])
+    wt.index(shards)
+    fields: Mapping[str, Any] = {"txt": Sleepy()}
+    now = wt.bench(shards, fields, batch_size=8, num_workers=1, seconds=SHORT)
+    assert now.binding == "decode"
+    assert "decoding binds" in now.verdict
+    (change,) = now.changes
+    workers = int(change.what.removeprefix("num_workers="))
+    then = wt.bench(shards, fields, batch_size=8, num_workers=workers, seconds=SHORT)
+    assert within_a_fifth(now.predicted(1), now.achieved)
+    assert within_a_fifth(change.rate, then.achieved), (change, then)
+
+
+@pytest.mark.alone
+def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [20] * 40)
+    wt.index(shards)
+    fields: Mapping[str, Any] = {"txt": Sleepy()}
+    with serving(shards) as served:
+        served.delay = 0.3
+        url = f"{served.url}/index.json"
+        now = wt.bench(url, fields, batch_size=8, seconds=1.5)
+        assert now.binding == "storage"
+        (change,) = [change for change in now.changes if "cache_dir" in change.what]
+        loader = wt.Loader(url, batch_size=8, cache_dir=tmp_path / "cache", tail="keep")
+        for _ in loader:
+            pass  # the first epoch fills it
+        loader.close()
+        then = wt.bench(url, fields, batch_size=8, seconds=SHORT, cache_dir=tmp_path / "cache")
+    assert within_a_fifth(change.rate, then.achieved), (change, then)
+
+
+@pytest.mark.alone
+def test_what_smaller_pictures_give_is_what_was_predicted(tmp_path: Path) -> None:
+    shards = photographs(tmp_path / "large", 96, 720)
+    fields = {"image": wt.image(size=64, augment="rrc+flip")}
+    now = wt.bench(shards, fields, batch_size=16, seconds=1.0)
+    (change,) = [change for change in now.changes if "--resize" in change.what]
+    wt.pack_tars(str(shards), str(tmp_path / "small"), resize=int(change.what.rpartition(" ")[2]))
+    then = wt.bench(tmp_path / "small", fields, batch_size=16, seconds=1.0)
+    assert change.rate > 1.5 * now.achieved
+    assert within_a_fifth(change.rate, then.achieved), (change, then)
+
+
+def test_tuning_tries_other_workers_and_names_the_best(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [200])
+    wt.index(shards)
+    found = wt.bench(shards, {"txt": Sleepy()}, batch_size=8, seconds=0.1, tune=True)
+    assert [one.num_workers for one in found.tries] == sorted({0, 1, cores(), *[2**n for n in range(9) if 2**n <= cores()]})
+    assert found.best is not None
+    assert found.best.rate >= 0.99 * max(one.rate for one in found.tries)
+    assert ("best", f"num_workers={found.best.num_workers}: {found.best.rate:.0f} samples/s") in found.rows()
+    assert "what holds loading back" in found._repr_html_()
+    assert json.loads(json.dumps(found.as_dict()))["verdict"] == found.verdict
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_transforms_and_bytes_are_measured_too(tmp_path: Path, workers: int) -> None:
+    shards = write_shards(tmp_path / "shards", [64])
+    wt.index(shards)
+
+    def transform(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+        return {"x": np.full(4, rng.random()), "n": len(sample["txt"])}
+
+    made = wt.bench(shards, transform=transform, batch_size=8, num_workers=workers, seconds=0.1, multiprocessing_context="fork")
+    plain = wt.bench(shards, batch_size=8, num_workers=workers, seconds=0.1)
+    for found in (made, plain):
+        assert found.achieved > 0
+        assert found.storage > 0
+        assert found.binding in found.verdict.replace("decoding", "decode").replace("the 2 processors", "processors")
+    assert plain.handoff == {}
+    assert set(made.handoff) == {"threads", "processes"}
+
+
+def test_samples_that_are_bad_are_counted_and_end_nothing(tmp_path: Path) -> None:
+    samples = [(f"k{i:02d}", {"png": picture(i) if i % 4 else b"none", "cls": b"0"}) for i in range(32)]
+    write_tar(tmp_path / "shards" / "a.tar", samples)
+    found = wt.bench(tmp_path / "shards", {"image": wt.image(size=8)}, batch_size=8, seconds=0.1)
+    assert found.bad > 0
+    assert any(name == "bad samples" for name, _ in found.rows())
+
+
+def test_an_excerpt_is_a_tar_of_its_own_of_samples_from_all_over(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [100, 100, 100])
+    wt.index(shards)
+    with serving(shards) as served:
+        index = open_index(f"{served.url}/index.json")
+        few = excerpt(index, 40, str(tmp_path / "few.tar"))
+    said = [int((tmp_path / "few.tar").read_bytes()[offset : offset + size]) for offset, size in _classes(few)]
+    assert 40 <= len(few) <= 44
+    assert said == sorted(said)
+    assert {number // 100 for number in said} == {0, 1, 2}
+    assert said[0] == 0
+    assert said[-1] >= 289
+
+
+def _classes(index: wt.Index) -> list[tuple[int, int]]:
+    return [(offset, size) for n in range(len(index)) for name, offset, size in index.members(n) if name == "cls"]
+
+
+def test_the_verb_prints_limits_and_verdict(tmp_path: Path) -> None:
+    shards = photographs(tmp_path / "shards", 32, 96)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "wdstrain", "bench", str(shards), "--batch-size", "8", "--seconds", "0.1", *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    shown = run("--image-size", "32", "--cold")
+    assert shown.returncode == 0, shown.stderr
+    for word in ("storage", "decode, threads", "decode, processes", "hand-off", "achieved", "first batch", "verdict", "binds"):
+        assert word in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    found = json.loads(run("--bytes", "--json").stdout)
+    assert found["binding"] in ("storage", "decode")
+    assert found["achieved"] > 0
+    wrong = run("--seconds", "0")
+    assert (wrong.returncode, "each measurement takes some" in wrong.stderr) == (2, True)
+    texts = write_shards(tmp_path / "texts", [9])
+    done = subprocess.run([sys.executable, "-m", "wdstrain", "bench", str(texts)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "these shards hold no pictures, but cls, txt. Use --bytes" in done.stderr
