@@ -20,8 +20,10 @@ from wdstrain.errors import (
     UsageError,
     WdstrainError,
 )
+from wdstrain.facts import Info
 from wdstrain.fields import Example, Field, array, image, json, label, number, text
 from wdstrain.indexing import Index, Label, Shard
+from wdstrain.inspecting import info
 from wdstrain.loader import Loader
 from wdstrain.mixed import mix
 from wdstrain.opener import gopen
@@ -43,6 +45,7 @@ __all__ = [
     "Example",
     "Field",
     "Index",
+    "Info",
     "Label",
     "Loader",
     "Plan",
@@ -62,6 +65,7 @@ __all__ = [
     "gopen",
     "image",
     "index",
+    "info",
     "json",
     "label",
     "mix",

@@ -135,6 +135,18 @@ def table(rows: Mapping[str, object]) -> str:
     )
 
 
+def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table with a line of names above its columns."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    cells = ("".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows)
+    return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def fragment(body: str) -> str:
+    """A part for a notebook's page, whose colours it takes; its few rules reach nothing else there."""
+    return f'<div class="wdstrain"><style>{_WITHIN}</style>{body}</div>'
+
+
 def page(title: str, body: str) -> str:
     """A whole page."""
     return (
@@ -228,4 +240,10 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}.shown img{width:100%;height:auto;border-radius:4px}.small{image-rendering:pixelated}
 .wrong{color:#d05032}.key{color:var(--soft);font-size:11px}
+"""
+_WITHIN = """
+.wdstrain table{margin:0 0 10px;border-collapse:collapse;font-variant-numeric:tabular-nums}
+.wdstrain th,.wdstrain td{text-align:left!important;vertical-align:top;padding:2px 12px 2px 0;background:none;overflow-wrap:anywhere}
+.wdstrain th{font-weight:600}.wdstrain .bars{width:100%;max-width:640px}.wdstrain .bar{width:60%;vertical-align:middle}
+.wdstrain .bar span{display:block;height:11px;min-width:1px;border-radius:2px;background:#3b7dd8}.wdstrain .wrong{color:#d05032}
 """
