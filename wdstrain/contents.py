@@ -103,6 +103,8 @@ class Looker:
 
     def content(self) -> Content:
         """What they were."""
+        if "number" in self._groups:
+            self._groups["number"] += self._groups.pop("whole number", [])
         kinds = Counter({kind: len(found) for kind, found in self._groups.items()})
         words, entries, images = [], dict[str, str](), None
         for kind, count in kinds.most_common():

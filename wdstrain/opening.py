@@ -65,7 +65,7 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
     for (folder, is_index), paths in groupby(listed, key=lambda path: (beside(path, ""), is_json(path))):
         if is_remote(folder):
             if is_index:
-                parts += [load(path) for path in paths]
+                parts += [check(load(path)) for path in paths]
                 continue
         else:
             check_finished(folder)
