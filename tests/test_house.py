@@ -28,7 +28,7 @@ FLOORS = [
     {"http", "objects"},
     {"remote"},
     {"policies", "charts"},
-    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},
+    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter", "dimensions"},
     {"indexing", "arena", "pinned", "mixing", "packing.options", "packing.expression", "packing.jobs"},
     {"fields", "cache"},
     {"forward", "labels", "contents", "provenance"},

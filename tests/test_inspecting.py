@@ -8,6 +8,10 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,12 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_class_folder, write_tar
+from tests.servers import serving, stall
+from tests.test_cli import wait_for
 from wdstrain import surveying
 from wdstrain.cli import main
-from wdstrain.contents import Looker, Value
+from wdstrain.contents import Looker
+from wdstrain.dimensions import Value
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.serving import Server
 from wdstrain.tar import END
@@ -117,6 +124,7 @@ def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> N
     assert angle.numbers.deviation == pytest.approx(values.std())
     assert (angle.numbers.smallest, angle.numbers.largest, angle.numbers.not_finite) == (0.25, 2.0, 1)
     assert angle.numbers.quartiles == pytest.approx(tuple(np.quantile(values, (0.25, 0.5, 0.75))))
+    assert angle.numbers.commonest[1] == 1 / 8
     assert tags.classes == {"a": 6, "b": 3, "c": 0}
     assert tags.per_sample == (0, 1, 2)
     assert tags.empty == ("c",)
@@ -205,6 +213,17 @@ def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path
     assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
+def test_of_very_many_shards_only_some_are_asked_for(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surveying, "LOOKED_INTO", 2)
+    monkeypatch.setattr(surveying, "_SIZED", 3)
+    with Server(foreign) as server:
+        found = wt.info(f"{server.url}s-{{00..11}}.tar")
+        assert server.requests <= 2 * 2 + 1 + 1
+    assert found.shards == 12
+    assert found.bytes == pytest.approx(sum(path.stat().st_size for path in foreign.glob("*.tar")), rel=0.1)
+    assert found.samples == pytest.approx(1800, rel=0.1)
+
+
 def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 120, "dog": 80})
     wt.pack_folder(str(photos), str(tmp_path / "out"), shard_samples=15)
@@ -238,6 +257,25 @@ def test_labels_far_inside_large_samples_are_asked_for(tmp_path: Path) -> None:
         found = wt.info(server.url)
     assert found.histograms[0].numbers is not None
     assert found.histograms[0].numbers.mean == 2
+
+
+def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path) -> None:
+    released = threading.Event()
+    try:
+        with serving(foreign) as server:
+            server.faults += [stall(1000, released) for _ in range(12)]
+            command = [sys.executable, "-m", "wdstrain", "info", f"{server.url}/s-{{00..11}}.tar"]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+                wait_for(lambda: any(path.endswith(".tar") for path, _ in list(server.requests)), process)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=10)  # a stalled read is given up after 20 s
+            released.set()
+    finally:
+        released.set()
+    assert process.returncode == 130
+    assert out == ""
+    assert "interrupted" in err
+    assert "Traceback" not in err
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -416,6 +454,13 @@ def test_a_notebook_shows_escaped_tables(tmp_path: Path) -> None:
     index = wt.index(tmp_path / "s")._repr_html_()
     assert "<th>samples</th><td>1</td>" in index
     assert "&lt;i&gt;" in index
+
+
+def test_a_shard_without_samples_is_told_of(tmp_path: Path, capsys: Any) -> None:
+    path = write_tar(tmp_path / "s" / "a.tar", [])
+    assert main(["info", str(path)]) == 0
+    assert "samples" in capsys.readouterr().out
+    assert (wt.info(path).samples, wt.info(path).exact) == (0, True)
 
 
 def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> None:

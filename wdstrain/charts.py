@@ -242,8 +242,8 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 .wrong{color:#d05032}.key{color:var(--soft);font-size:11px}
 """
 _WITHIN = """
-.wdstrain table{margin:0 0 10px;border-collapse:collapse;font-variant-numeric:tabular-nums}
+.wdstrain table{margin:0 0 10px;color:inherit;font:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums}
 .wdstrain th,.wdstrain td{text-align:left!important;vertical-align:top;padding:2px 12px 2px 0;background:none;overflow-wrap:anywhere}
-.wdstrain th{font-weight:600}.wdstrain .bars{width:100%;max-width:640px}.wdstrain .bar{width:60%;vertical-align:middle}
+.wdstrain th{font-weight:600}.wdstrain p{font:inherit;margin:0 0 4px}.wdstrain .bars{width:100%;max-width:640px}.wdstrain .bar{width:60%;vertical-align:middle}
 .wdstrain .bar span{display:block;height:11px;min-width:1px;border-radius:2px;background:#3b7dd8}.wdstrain .wrong{color:#d05032}
 """

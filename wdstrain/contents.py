@@ -1,8 +1,7 @@
 """What the values of a field are, told from some of them: pictures and how large, arrays of which kind, JSON of which entries, text.
 
-A value tells it by its own bytes, and by the name of its field only where those do not. Of a picture the header is read and no
-pixel is decoded, so that what breaks decoders or fills memory does neither here. Nothing is unpickled, ever: what looks like a
-pickle is named as one.
+A value tells it by its own bytes, and by the name of its field only where those do not. Nothing is unpickled, ever: what looks like
+a pickle is named as one.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ from __future__ import annotations
 import codecs
 import io
 import json
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
 from wdstrain.decode import EXTENSIONS
+from wdstrain.dimensions import Images, Value, header, images_of, printable
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _MAGIC = {
@@ -41,42 +39,7 @@ _MAGIC = {
     (0, b"PK\x03\x04"): "zip (npz)",
     (0, b"%PDF"): "PDF",
 }
-_ORIENTATION = 274  # EXIF
 _NAMED = 12  # entries of JSON and shapes that are named
-
-
-class Value(NamedTuple):
-    """A field of a sample. data: its first bytes; whole: reads more of it, where the first are not enough."""
-
-    size: int
-    data: bytes
-    whole: Callable[[], bytes]
-
-
-class Range(NamedTuple):
-    """The least, the middle and the most of some numbers."""
-
-    smallest: float
-    median: float
-    largest: float
-
-
-@dataclass(frozen=True)
-class Images:
-    """What the headers of some pictures say. turned: share of those whose EXIF says that they lie otherwise than they are stored.
-
-    width, height: in pixels, as stored. unreadable: pictures whose header says nothing, the first because of `reason`.
-    """
-
-    looked_at: int
-    unreadable: int = 0
-    reason: str = ""
-    formats: dict[str, int] = field(default_factory=dict)
-    modes: dict[str, int] = field(default_factory=dict)
-    width: Range | None = None
-    height: Range | None = None
-    megapixels: Range | None = None
-    turned: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +73,7 @@ class Looker:
         for kind, count in kinds.most_common():
             found = self._groups[kind]
             if kind == "image":
-                images = _images(found)
+                images = images_of(found)
                 said = " or ".join(images.formats) + " image" if images.formats else "image"
             elif kind == "array":
                 said = _arrays(found)
@@ -126,17 +89,6 @@ class Looker:
         return Content("; ".join(words) or "nothing was looked at", kinds.total(), dict(kinds), entries, images)
 
 
-def of_all(values: Iterable[float]) -> Range | None:
-    """The least, the middle (one of them) and the most; None of none."""
-    found = sorted(values)
-    return Range(found[0], found[(len(found) - 1) // 2], found[-1]) if found else None
-
-
-def printable(text: str) -> str:
-    """A text from data as it may be shown: without what steers a terminal or is no Unicode."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
-
-
 # --- one value -------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +99,7 @@ def _kind(name: str, value: Value) -> tuple[str, Any]:
         return "empty", None
     magic = next((kind for (at, start), kind in _MAGIC.items() if data[at : at + len(start)] == start), None)
     if magic == "image" or (magic is None and last in EXTENSIONS):
-        return "image", _header(value)
+        return "image", header(value)
     if magic == "array":
         return _array(value)
     if magic is not None:
@@ -196,46 +148,7 @@ def _array(value: Value) -> tuple[str, Any]:
     return "array", (str(dtype), tuple(shape), None if number is None else float(number))
 
 
-def _header(value: Value) -> tuple[str, str, int, int, bool] | str:
-    """(format, mode, width, height, whether EXIF turns it) of a picture, or why its header says nothing."""
-    found = _opened(value.data)
-    if isinstance(found, str) and len(value.data) < value.size:  # a large profile before the size, or a table at the end
-        found = _opened(value.whole())
-    return found
-
-
-def _opened(data: bytes) -> tuple[str, str, int, int, bool] | str:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pictures that are large, and of tags that are odd
-            with Image.open(io.BytesIO(data)) as image:
-                exif = Image.Exif()
-                if image.info.get("exif"):
-                    exif.load(image.info["exif"])
-                tags = getattr(image, "tag_v2", exif)  # of TIFF
-                return str(image.format), image.mode, image.width, image.height, tags.get(_ORIENTATION, 1) in range(2, 9)
-    except UnidentifiedImageError:
-        return "no image of a known format"
-    except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-        return printable(str(error) or type(error).__name__)
-
-
 # --- many values -----------------------------------------------------------------------------------------------------
-
-
-def _images(found: list[tuple[str, str, int, int, bool] | str]) -> Images:
-    good, bad = [one for one in found if not isinstance(one, str)], [one for one in found if isinstance(one, str)]
-    return Images(
-        looked_at=len(found),
-        unreadable=len(bad),
-        reason=bad[0] if bad else "",
-        formats=dict(Counter(one[0] for one in good).most_common()),
-        modes=dict(Counter(one[1] for one in good).most_common()),
-        width=of_all(one[2] for one in good),
-        height=of_all(one[3] for one in good),
-        megapixels=of_all(round(one[2] * one[3] / 1e6, 4) for one in good),
-        turned=sum(one[4] for one in good) / max(1, len(good)),
-    )
 
 
 def _arrays(found: list[tuple[str, tuple[int, ...], float | None]]) -> str:

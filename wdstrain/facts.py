@@ -8,12 +8,11 @@ from html import escape
 from typing import Any
 
 from wdstrain import charts
-from wdstrain.contents import Content, Range
-from wdstrain.histograms import Histogram
+from wdstrain.contents import Content
+from wdstrain.dimensions import Range
+from wdstrain.histograms import Histogram, notes, plural, shown, spread
 from wdstrain.indexing import Label
 from wdstrain.sizes import written
-
-SHOWN = 20  # classes of a histogram
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Info:
 
     exact: samples and sizes are counted; otherwise samples, splits, overhead, per_shard and the counts and totals of fields are
     estimated from what was `looked` at, and `error` is how far off, as a share, if the rest is like it (two standard deviations).
+    bytes: of all shards; of those on servers at most 200 are asked for theirs, others are taken to be like them.
     overhead: bytes that are headers and padding. per_shard: samples of a shard. made: how it was made, in words; info: the same
     as the index has it. findings: what is wrong with shards that are left away, a sentence each.
     """
@@ -129,7 +129,7 @@ class Info:
             )
         if any(self.splits):
             splits = (
-                f"{name or 'without a name'} {count} ({_plural(self.split_shards[name], 'shard')})"
+                f"{name or 'without a name'} {count} ({plural(self.split_shards[name], 'shard')})"
                 for name, count in self.splits.items()
             )
             rows.append(("splits", ", ".join(splits)))
@@ -142,11 +142,11 @@ class Info:
         if self.keys:
             rows.append(("first keys", ", ".join(self.keys)))
         if self.looked is not None and not self.exact:
-            requests = f", {_plural(self.looked.requests, 'request')}" if self.looked.requests else ""
+            requests = f", {plural(self.looked.requests, 'request')}" if self.looked.requests else ""
             rows.append(
                 (
                     "looked at",
-                    f"{_plural(self.looked.samples, 'sample')} at the beginning of {_plural(self.looked.shards, 'shard')}, "
+                    f"{plural(self.looked.samples, 'sample')} at the beginning of {plural(self.looked.shards, 'shard')}, "
                     f"{written(self.looked.bytes)}{requests}; the rest is estimated, --exact counts",
                 )
             )
@@ -178,7 +178,7 @@ def label_words(label: Label) -> str:
     if label.kind == "number":
         return "a number"
     some = ", ".join(label.classes[:10]) + (", ..." if len(label.classes) > 10 else "")
-    return f"{'any of ' * (label.kind == 'multi')}{_plural(len(label.classes), 'class')}: {some}"
+    return f"{'any of ' * (label.kind == 'multi')}{plural(len(label.classes), 'class')}: {some}"
 
 
 def told(one: FieldFacts) -> str:
@@ -201,50 +201,11 @@ def told(one: FieldFacts) -> str:
     return f"{'; '.join(parts)}; of {found.looked_at} looked at"
 
 
-def notes(one: Histogram) -> list[str]:
-    """What is to be said of a histogram beside its bars."""
-    found = [f"{'all' if one.exact else 'about, by'} {_plural(one.looked_at, 'sample')}"]
-    if one.imbalance is not None and one.imbalance > 1:
-        found.append(f"the largest class has {one.imbalance:.3g} times the samples of the smallest")
-    if one.empty:
-        some = ", ".join(one.empty[:5]) + (", ..." if len(one.empty) > 5 else "")
-        found.append(f"{len(one.empty)} without a sample: {some}")
-    if one.per_sample is not None:
-        low, middle, high = map(int, one.per_sample)
-        found.append(f"{low} to {high} classes a sample, median {middle}")
-    wrong = {"of none of the classes": one.unknown, "cannot be read": one.unreadable, "samples have none": one.without}
-    return found + [f"{count} {what}" for what, count in wrong.items() if count]
-
-
-def shown(one: Histogram) -> dict[str, int]:
-    """The classes of a histogram that are shown: all in their order, or the largest and the sum of the rest."""
-    if len(one.classes) <= SHOWN:
-        return one.classes
-    ranked = sorted(one.classes.items(), key=lambda item: -item[1])
-    rest = ranked[SHOWN:]
-    return {**dict(ranked[:SHOWN]), f"{len(rest)} others": sum(count for _, count in rest)}
-
-
-def spread(one: Histogram) -> list[tuple[str, str]]:
-    """Names and values of a number."""
-    if one.numbers is None:
-        return [("values", "none that is a number")]
-    found = one.numbers
-    rows = [("mean", f"{found.mean:.5g}, deviation {found.deviation:.5g}"), ("smallest", f"{found.smallest:.5g}")]
-    rows.append(("quartiles", ", ".join(f"{value:.5g}" for value in found.quartiles)))
-    rows.append(("largest", f"{found.largest:.5g}"))
-    return rows + [("not finite", str(found.not_finite))] * (found.not_finite > 0)
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _share(name: str, count: int, counts: Mapping[str, int]) -> str:
     return name if len(counts) == 1 else f"{name} {count / sum(counts.values()):.0%}"
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('s') else 's'}"
 
 
 def _plain(value: Any) -> Any:

@@ -12,23 +12,30 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from wdstrain.contents import Range, of_all, printable
+from wdstrain.dimensions import Range, of_all, printable
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import scalar
 from wdstrain.indexing import Label
 from wdstrain.labels import named
 
+SHOWN = 20  # classes of a histogram
+_COMMON = 0.05  # share of a value from which on it is worth a word
+
 
 @dataclass(frozen=True)
 class Numbers:
-    """The spread of a number: of those that are finite, and how many are not numbers (NaN) or infinite."""
+    """The spread of a number: of those that are finite, and how many are not numbers (NaN) or infinite.
+
+    commonest: the value that most of them have, and the share of them that do.
+    """
 
     mean: float
     deviation: float
     smallest: float
     quartiles: tuple[float, float, float]
     largest: float
-    not_finite: int = 0
+    commonest: tuple[float, float]
+    not_finite: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,48 @@ class Counting:
         )
 
 
+def notes(one: Histogram) -> list[str]:
+    """What is to be said of a histogram beside its bars."""
+    found = [f"{'all' if one.exact else 'about, by'} {plural(one.looked_at, 'sample')}"]
+    if one.imbalance is not None and one.imbalance > 1:
+        found.append(f"the largest class has {one.imbalance:.3g} times the samples of the smallest")
+    if one.empty:
+        some = ", ".join(one.empty[:5]) + (", ..." if len(one.empty) > 5 else "")
+        found.append(f"{len(one.empty)} without a sample: {some}")
+    if one.per_sample is not None:
+        low, middle, high = map(int, one.per_sample)
+        found.append(f"{low} to {high} classes a sample, median {middle}")
+    wrong = {"of none of the classes": one.unknown, "cannot be read": one.unreadable, "samples have none": one.without}
+    return found + [f"{count} {what}" for what, count in wrong.items() if count]
+
+
+def shown(one: Histogram) -> dict[str, int]:
+    """The classes of a histogram that are shown: all in their order, or the largest and the sum of the rest."""
+    if len(one.classes) <= SHOWN:
+        return one.classes
+    ranked = sorted(one.classes.items(), key=lambda item: -item[1])
+    rest = ranked[SHOWN:]
+    return {**dict(ranked[:SHOWN]), f"{len(rest)} others": sum(count for _, count in rest)}
+
+
+def spread(one: Histogram) -> list[tuple[str, str]]:
+    """Names and values of a number."""
+    if one.numbers is None:
+        return [("values", "none that is a number")]
+    found = one.numbers
+    rows = [("mean", f"{found.mean:.5g}, deviation {found.deviation:.5g}"), ("smallest", f"{found.smallest:.5g}")]
+    rows.append(("quartiles", ", ".join(f"{value:.5g}" for value in found.quartiles)))
+    rows.append(("largest", f"{found.largest:.5g}"))
+    value, share = found.commonest
+    rows += [("commonest", f"{value:.5g}, {share:.0%} of all")] * (share >= _COMMON)
+    return rows + [("not finite", str(found.not_finite))] * (found.not_finite > 0)
+
+
+def plural(count: int, word: str) -> str:
+    """A number of things."""
+    return f"{count} {word}{'' if count == 1 else 'es' if word.endswith('s') else 's'}"
+
+
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -123,4 +172,7 @@ def _numbers(values: list[float]) -> Numbers | None:
     if not len(finite):
         return None
     low, first, middle, third, high = map(float, np.quantile(finite, (0, 0.25, 0.5, 0.75, 1)))
-    return Numbers(float(finite.mean()), float(finite.std()), low, (first, middle, third), high, len(values) - len(finite))
+    found, counts = np.unique(finite, return_counts=True)
+    commonest = float(found[counts.argmax()]), float(counts.max() / len(finite))
+    lost = len(values) - len(finite)
+    return Numbers(float(finite.mean()), float(finite.std()), low, (first, middle, third), high, commonest, lost)

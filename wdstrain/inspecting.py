@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain import histograms
-from wdstrain.contents import Looker, of_all, printable
+from wdstrain.contents import Looker
+from wdstrain.dimensions import of_all, printable
 from wdstrain.errors import WdstrainError
 from wdstrain.facts import FieldFacts, Info, Looked, Sizes
 from wdstrain.histograms import Counting, Histogram

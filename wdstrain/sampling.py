@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from wdstrain.contents import Value
+from wdstrain.dimensions import Value
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.indexing import Index, Ints
 from wdstrain.labels import label_bytes

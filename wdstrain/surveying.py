@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
@@ -142,15 +142,37 @@ class _EnoughError(Exception):
 
 
 def _at_once(things: Sequence[Asked], ask: Callable[[Asked, threading.Event], Glimpse]) -> list[Glimpse]:
-    """What is asked of each, of eight at a time; all end early when this thread is interrupted."""
-    stopping = threading.Event()
-    with ThreadPoolExecutor(LOOKED_INTO) as threads:
-        try:
-            return list(threads.map(lambda one: ask(one, stopping), things))
-        except BaseException:
-            stopping.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+    """What is asked of each, of eight at a time. When this thread is interrupted it waits for none of them."""
+    stopping, todo = threading.Event(), deque(enumerate(things))
+    found: SimpleQueue[tuple[int, Glimpse | BaseException]] = SimpleQueue()
+
+    def work() -> None:
+        while not stopping.is_set():
+            try:
+                number, one = todo.popleft()
+            except IndexError:
+                return
+            try:
+                found.put((number, ask(one, stopping)))
+            except BaseException as error:  # handed to who asked
+                found.put((number, error))
+
+    count = min(LOOKED_INTO, len(things))
+    threads = [threading.Thread(target=work, name=f"wdstrain-look-{i}", daemon=True) for i in range(count)]
+    glimpses: dict[int, Glimpse] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        while len(glimpses) < len(things):
+            number, one = found.get()
+            if isinstance(one, BaseException):
+                raise one
+            glimpses[number] = one
+    finally:
+        stopping.set()
+    for thread in threads:
+        thread.join()
+    return [glimpses[number] for number in range(len(things))]
 
 
 def _look(path: str, into: bool, end: bool, stopping: threading.Event) -> Glimpse:

@@ -27,7 +27,8 @@ def add_info(verbs: Any) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.facts import SIZES, notes, shown, spread, told
+    from wdstrain.facts import SIZES, told
+    from wdstrain.histograms import notes, shown, spread
     from wdstrain.inspecting import info
 
     with Teller() as teller:
@@ -41,8 +42,9 @@ def _info(arguments: argparse.Namespace) -> int:
         show(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
         table(found.summary())
-        grid(["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents])
-        table((one.name, told(one)) for one in found.contents)
+        if found.contents:
+            grid(["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents])
+            table((one.name, told(one)) for one in found.contents)
         for one in found.histograms:
             line = f"{one.label}: {'; '.join(notes(one))}"
             show(f"\n{fill(line, get_terminal_size().columns)}")
