@@ -42,7 +42,7 @@ FLOORS = [
         "packing.rows",
         "landing",
         "decoder",
-        "surveying",
+        "glimpses",
         "facts",
     },
     {

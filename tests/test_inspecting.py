@@ -24,7 +24,7 @@ import wdstrain as wt
 from tests.conftest import Sample, picture, write_class_folder, write_tar
 from tests.servers import serving, stall
 from tests.test_cli import wait_for
-from wdstrain import surveying
+from wdstrain import glimpses
 from wdstrain.cli import main
 from wdstrain.contents import Looker
 from wdstrain.dimensions import Value
@@ -140,7 +140,7 @@ def test_shards_of_others_are_told_of_at_once_within_the_stated_error(foreign: P
     assert 0 < found.error < 0.1
     assert abs(found.samples - 1800) <= found.error * 1800
     assert found.looked is not None
-    assert found.looked.shards == surveying.LOOKED_INTO
+    assert found.looked.shards == glimpses.LOOKED_INTO
     assert found.looked.bytes <= found.bytes / 2
     assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
     assert [one.name for one in found.contents] == ["cls", "json", "png"]
@@ -180,7 +180,7 @@ def test_a_huge_shard_is_answered_from_its_beginning(tmp_path: Path) -> None:
     os.truncate(path, 1 << 36)
     found = wt.info(path)
     assert found.looked is not None
-    assert found.looked.bytes <= surveying.FIRST + 2 * (128 << 10) + len(END)
+    assert found.looked.bytes <= glimpses.FIRST + 2 * (128 << 10) + len(END)
     assert found.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
 
 
@@ -189,7 +189,7 @@ def test_large_samples_are_found_by_their_headers_within_bounds(tmp_path: Path) 
     path = write_tar(tmp_path / "s" / "films.tar", rows)
     found = wt.info(path)
     assert found.looked is not None
-    assert found.looked.bytes <= surveying.FIRST + surveying.MORE * (128 << 10) + len(END)
+    assert found.looked.bytes <= glimpses.FIRST + glimpses.MORE * (128 << 10) + len(END)
     assert found.samples == pytest.approx(30, rel=0.05)
     assert found.contents[0].content.what == "MP4 video"
     assert found.histograms[0].classes.keys() == {"1"}
@@ -205,17 +205,17 @@ def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path
     assert not found.exact
     assert abs(found.samples - 1800) <= found.error * 1800
     assert found.looked is not None
-    assert found.looked.bytes <= surveying.LOOKED_INTO * (surveying.FIRST + len(END))
+    assert found.looked.bytes <= glimpses.LOOKED_INTO * (glimpses.FIRST + len(END))
     assert sent <= found.looked.bytes + 12  # a byte of each, for its size
     assert asked == found.looked.requests + 1  # and one for an index beside them
-    assert asked <= 2 * surveying.LOOKED_INTO + 4 + 1
+    assert asked <= 2 * glimpses.LOOKED_INTO + 4 + 1
     assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
     assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
 def test_of_very_many_shards_only_some_are_asked_for(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surveying, "LOOKED_INTO", 2)
-    monkeypatch.setattr(surveying, "_SIZED", 3)
+    monkeypatch.setattr(glimpses, "LOOKED_INTO", 2)
+    monkeypatch.setattr(glimpses, "_SIZED", 3)
     with Server(foreign) as server:
         found = wt.info(f"{server.url}s-{{00..11}}.tar")
         assert server.requests <= 2 * 2 + 1 + 1
@@ -230,7 +230,7 @@ def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -
     here = wt.info(tmp_path / "out")
     with Server(tmp_path / "out") as server:
         there = wt.info(server.url)
-        assert server.requests <= 2 + surveying.LOOKED_INTO
+        assert server.requests <= 2 + glimpses.LOOKED_INTO
     assert there.exact
     for name in ("samples", "shards", "bytes", "splits", "overhead", "per_shard", "made", "histograms", "keys"):
         assert getattr(there, name) == getattr(here, name)
@@ -329,7 +329,7 @@ def test_compressed_tars_pages_and_empty_folders_are_refused(tmp_path: Path, sha
         wt.info(page)
     with Server(shards) as server, pytest.raises(StorageError, match="404"):
         wt.info(f"{server.url}none.tar")
-    with pytest.raises(ShardError, match="is a gzip file.*with 1 more: no shard can be read"):
+    with pytest.raises(ShardError, match="is a gzip file.*None of the other 1 can be read either"):
         wt.info([packed, page])
     with pytest.raises(UsageError, match="named twice"):
         wt.info([shards, shards / "part-000.tar"])

@@ -53,7 +53,7 @@ class Info:
     exact: samples and sizes are counted; otherwise samples, splits, overhead, per_shard and the counts and totals of fields are
     estimated from what was `looked` at, and `error` is how far off, as a share, if the rest is like it (two standard deviations).
     bytes: of all shards; of those on servers at most 200 are asked for theirs, others are taken to be like them.
-    overhead: bytes that are headers and padding. per_shard: samples of a shard. made: how it was made, in words; info: the same
+    overhead: bytes that are headers and padding. per_shard: samples of the smallest, the middle and the largest shard. made: how it was made, in words; info: the same
     as the index has it. findings: what is wrong with shards that are left away, a sentence each.
     """
 

@@ -2,7 +2,7 @@
 
 What an index knows costs nothing, so it is told exactly: samples, sizes of fields, splits, and classes where the conversion
 counted them. What only the values know is told from some of them. Shards without an index are looked into within bounds
-(`surveying`), and all that follows from those samples is called an estimate; `exact` walks over every header, which is remembered,
+(`glimpses`), and all that follows from those samples is called an estimate; `exact` walks over every header, which is remembered,
 and reads every label. A damaged shard is named and left away, and the others are told of.
 """
 
@@ -20,6 +20,7 @@ from wdstrain.contents import Looker
 from wdstrain.dimensions import of_all, printable
 from wdstrain.errors import WdstrainError
 from wdstrain.facts import FieldFacts, Info, Looked, Sizes
+from wdstrain.glimpses import beginnings, evenly, look_into
 from wdstrain.histograms import Counting, Histogram
 from wdstrain.index_files import check_size
 from wdstrain.indexing import Index, Ints, Label, Shard, Table, join
@@ -29,7 +30,6 @@ from wdstrain.provenance import ignored, made
 from wdstrain.remote import name_of
 from wdstrain.sampling import Sampler
 from wdstrain.storage import Urls
-from wdstrain.surveying import beginnings, evenly, survey
 
 Progress = Callable[[str, int, int], None]  # (what is done, how many, of how many)
 Floats = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
     found = _Gathered(exact, note)
     index = gather(urls, found.sound, found.unindexed)
     known = index.pick(i for i, shard in enumerate(index.shards) if shard.path not in found.fresh)
-    seen = survey(list(found.fresh)) if found.fresh else None
+    seen = look_into(list(found.fresh)) if found.fresh else None
     index = join([part for part in (known, seen.index if seen else None) if part is not None and part.shards] or [known])
     found.failed += seen.errors if seen else []
     if not index.shards and found.failed:
@@ -178,5 +178,5 @@ def _histograms(
 
 def _all_wrong(failed: list[WdstrainError]) -> WdstrainError:
     """The first of what is wrong with all shards, and how many more there are."""
-    more = f" So it is, or otherwise, with {len(failed) - 1} more: no shard can be read." if len(failed) > 1 else ""
+    more = f" None of the other {len(failed) - 1} can be read either." if len(failed) > 1 else ""
     return type(failed[0])(f"{failed[0]}{more}")

@@ -12,11 +12,11 @@ import numpy as np
 
 from wdstrain.dimensions import Value
 from wdstrain.errors import StorageError, WdstrainError
+from wdstrain.glimpses import evenly
 from wdstrain.indexing import Index, Ints
 from wdstrain.labels import label_bytes
 from wdstrain.remote import is_remote
 from wdstrain.storage import LocalFile
-from wdstrain.surveying import evenly
 
 FIRST_BYTES = 64 << 10  # of a value: enough for the header of nearly every picture
 _MOST_BYTES = 4 << 20  # of a value whose first bytes are not enough

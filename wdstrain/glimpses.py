@@ -53,7 +53,7 @@ class Glimpse:
 
 
 @dataclass
-class Survey:
+class Seen:
     """What was found: an index of the samples that were looked at, and what it stands for.
 
     index: all shards that are not known to be damaged, those that were not looked into with no samples. samples: in all,
@@ -74,7 +74,7 @@ class Survey:
     errors: list[WdstrainError]
 
 
-def survey(paths: Sequence[str]) -> Survey:
+def look_into(paths: Sequence[str]) -> Seen:
     """Look into some shards that no index lists, at most 8, and tell of all. What is wrong with some is in `errors`."""
     chosen = {paths[i] for i in evenly(len(paths), LOOKED_INTO)}
     asked = {paths[i] for i in evenly(len(paths), _SIZED)} | chosen
@@ -97,7 +97,7 @@ def survey(paths: Sequence[str]) -> Survey:
     ignored: Counter[str] = Counter()
     for one in within:
         ignored.update(one.walk.ignored)
-    return Survey(
+    return Seen(
         index=Index(tuple(shards), tuple(fields), Table.join(tables)),
         samples=sum(counts),
         exact=len(within) == len(shards) and all(one.whole for one in within),
