@@ -32,6 +32,8 @@ from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.benching import Bench, bench
+    from wdstrain.inspecting.doors import info
+    from wdstrain.inspecting.facts import Info
     from wdstrain.looking.doors import Peek, peek
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
@@ -46,6 +48,7 @@ __all__ = [
     "Example",
     "Field",
     "Index",
+    "Info",
     "Label",
     "Loader",
     "Peek",
@@ -67,6 +70,7 @@ __all__ = [
     "gopen",
     "image",
     "index",
+    "info",
     "json",
     "label",
     "mix",
@@ -92,6 +96,8 @@ __all__ = [
 _LATER = {
     "Bench": "benching",
     "bench": "benching",
+    "info": "inspecting.doors",
+    "Info": "inspecting.facts",
     "peek": "looking.doors",
     "Peek": "looking.doors",
     "train": "training.doors",

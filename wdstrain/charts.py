@@ -135,6 +135,13 @@ def table(rows: Mapping[str, object]) -> str:
     )
 
 
+def grid(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table with a line of names above its columns."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    cells = ("".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows)
+    return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
 def page(title: str, body: str) -> str:
     """A whole page."""
     return (
@@ -237,12 +244,13 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 
 _PART = """
 .wdstrain{font:13px/1.45 system-ui,sans-serif;text-align:left;max-width:760px}.wdstrain h4{font-size:14px;margin:0 0 6px}.wdstrain p{margin:0 0 6px}
-.wdstrain table{font:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}
-.wdstrain th{text-align:left;font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
-.wdstrain td{text-align:left;padding:2px 8px 2px 0;overflow-wrap:anywhere}.wdstrain .bars{width:100%}.wdstrain .bars th{white-space:nowrap}
+.wdstrain table{font:inherit;color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}
+.wdstrain th{font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
+.wdstrain th,.wdstrain td{text-align:left!important;background:none}.wdstrain td{padding:2px 8px 2px 0;overflow-wrap:anywhere;vertical-align:top}.wdstrain .bars{width:100%}.wdstrain .bars th{white-space:nowrap}
 .wdstrain .bars td:last-child{text-align:right;width:5em}.wdstrain .bar{width:70%}
 .wdstrain .bar span{display:block;height:12px;background:#3b7dd8;border-radius:2px;min-width:1px}
 .wdstrain svg{width:100%;max-width:520px;height:auto;display:block}.wdstrain svg text{fill:currentColor;opacity:.7;font-size:11px}
 .wdstrain .grid{stroke:#8886}.wdstrain .legend span{margin-right:14px;opacity:.8}
+.wdstrain .wrong{color:#d05032}
 .wdstrain .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -98,6 +99,16 @@ def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     drawn.add_column(overflow="fold")
     for name, value in rows:
         drawn.add_row(name, value)
+    _Stdout(highlight=False, markup=False).print(drawn)
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table with a line of names above its columns, on stdout; all columns but the first hold figures."""
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for number, name in enumerate(head):
+        drawn.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        drawn.add_row(*row)
     _Stdout(highlight=False, markup=False).print(drawn)
 
 

@@ -82,7 +82,7 @@ class Answer:
 class HttpFile:
     """An object on a server, read by position. Not shared between threads.
 
-    size: as the index says, or None, then it is asked for. A read that follows the last one goes on with the same response.
+    size: as the index says, or None, then it is asked for, with `first` bytes or all of it on their way. A read that follows the last one goes on with the same response.
     """
 
     path: str
@@ -93,6 +93,7 @@ class HttpFile:
     retries: int = 0
     fetched: int = 0  # bytes that were asked for and came
     cached: int = 0
+    first: int | None = None
     _answer: Answer | None = field(default=None, repr=False)
     _stop: int = 0  # where the response in hand ends
 
@@ -100,7 +101,7 @@ class HttpFile:
         tries, begun = 0, time.monotonic()
         while self.known_size is None and self._answer is None:
             try:
-                self._ask(0, None)
+                self._ask(0, self.first)
             except (HTTPError, HTTPException, OSError) as error:
                 tries += 1
                 self._pause(error, 0, tries, begun)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.errors import ShardError
+from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import INDEX_NAME, LocalFile, beside, open_source, read_whole, write_whole
@@ -104,16 +104,24 @@ def load(path: str, *, base: str | None = None) -> Index:
     return index
 
 
-def scan(paths: Iterable[str]) -> Index:
-    """An index made by walking over the headers of local tars; nothing is known of checksums and labels."""
+def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Index:
+    """An index made by walking over the headers of tars; nothing is known of checksums and labels.
+
+    failed: takes what is wrong with shards, which are then left away; None: the first that is wrong is raised.
+    """
     fields: list[str] = []
-    shards, tables, walk = [], [], Walk()
+    shards, tables, walk = [], [Table.of([], fields)], Walk()
     for path in paths:
-        with open_source(path) as source:
-            found = list(samples(source.read, source.size, _shown(path), walk))
-            tag = "" if isinstance(source, LocalFile) else source.tag or ""
-            shards.append(Shard(path, len(found), source.size, tag=tag))
-            tables.append(Table.of(found, fields))
+        try:
+            with open_source(path) as source:
+                found = list(samples(source.read, source.size, _shown(path), walk))
+                tag = "" if isinstance(source, LocalFile) else source.tag or ""
+                tables.append(Table.of(found, fields))
+                shards.append(Shard(path, len(found), source.size, tag=tag))
+        except WdstrainError as error:
+            if failed is None:
+                raise
+            failed.append(error)
     info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
     return Index(tuple(shards), tuple(fields), Table.join(tables), info=info)
 
@@ -151,18 +159,23 @@ def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
 def check_sizes(index: Index, *, cut: bool = False) -> None:
     """Raise ShardError for a shard that is not there or has not the size its index says. cut: it may be smaller."""
     for shard in index.shards:
-        if is_remote(shard.path):
-            continue  # compared when its first byte comes
-        try:
-            size = os.stat(shard.path).st_size
-        except OSError as error:
-            raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
-        if size != shard.bytes and not (cut and size < shard.bytes):
-            folder = os.path.dirname(shard.path) or "."
-            raise ShardError(
-                f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
-                f"or accept it as it is: wdstrain index {folder}"
-            )
+        check_size(shard, cut=cut)
+
+
+def check_size(shard: Shard, *, cut: bool = False) -> None:
+    """The same for one shard; that of a server is compared when its first byte comes."""
+    if is_remote(shard.path):
+        return
+    try:
+        size = os.stat(shard.path).st_size
+    except OSError as error:
+        raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
+    if size != shard.bytes and not (cut and size < shard.bytes):
+        folder = os.path.dirname(shard.path) or "."
+        raise ShardError(
+            f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
+            f"or accept it as it is: wdstrain index {folder}"
+        )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wdstrain import charts
 from wdstrain.errors import ShardError
 from wdstrain.remote import is_remote, name_of, redacted
 from wdstrain.tar import Sample
@@ -168,6 +169,18 @@ class Index:
     def __repr__(self) -> str:
         size = sum(shard.bytes for shard in self.shards)
         return f"Index({len(self)} samples, {len(self.shards)} shards, {size / 1e6:.1f} MB, fields {', '.join(self.fields)})"
+
+    def _repr_html_(self) -> str:
+        splits = {split: sum(shard.samples for shard in self.shards if shard.split == split) for split in self.splits}
+        rows = {
+            "samples": len(self),
+            "shards": len(self.shards),
+            "MB": f"{sum(shard.bytes for shard in self.shards) / 1e6:.1f}",
+            "splits": ", ".join(f"{name or 'without a name'} {count}" for name, count in splits.items()),
+            "fields": ", ".join(self.fields),
+            "labels": ", ".join(label.name for label in self.labels) or "none are known",
+        }
+        return charts.part("Index", charts.table(rows))
 
     @cached_property
     def counts(self) -> Ints:

@@ -6,15 +6,16 @@ part of a large set, and of a small one where each label is a request to a serve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import scalar
-from wdstrain.indexing import Index, Ints
+from wdstrain.indexing import Index, Ints, Label
 from wdstrain.remote import is_remote
-from wdstrain.storage import open_source
+from wdstrain.storage import LocalFile, open_source
 
 MOST_FAR = 200  # labels of shards on a server that are read: each is a request
 
@@ -25,8 +26,23 @@ def even_part(index: Index, most: int) -> Ints:
     return np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
 
 
-def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memoryview]]:
-    """(id, bytes of the field) of those of the samples that have it. ids: int64[...], ascending, so that reads go forward."""
+def said_counts(index: Index, label: Label) -> dict[str, int]:
+    """Samples of each class as the index has them from its conversion; nothing if it does not say."""
+    said = index.info.get("samples", {})
+    said = {split: said[split] for split in index.splits if split in said} if isinstance(said, dict) else {}
+    sums: Counter[str] = Counter()
+    for counts in said.values():
+        sums.update(counts if isinstance(counts, dict) else {})
+    if label.column is None and sums and set(sums) <= set(label.classes) and sums.total() == len(index):
+        return {name: sums.get(name, 0) for name in label.classes}
+    return {}
+
+
+def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -> Iterator[tuple[int, memoryview]]:
+    """(id, bytes of the field) of those of the samples that have it. ids: int64[...], ascending, so that reads go forward.
+
+    through: a shard of a server is read as one stream with what lies between, where each would be a request.
+    """
     if field not in index.fields:
         return
     number, table, shards = index.fields.index(field), index.table, index.shard_of(ids)
@@ -36,8 +52,11 @@ def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memo
             for i in ids[shards == shard_number].tolist():
                 for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
                     if table.member_field[row] == number:
-                        data = memoryview(bytearray(int(table.member_size[row])))
-                        source.read_into([data], int(table.member_offset[row]))
+                        offset, data = int(table.member_offset[row]), memoryview(bytearray(int(table.member_size[row])))
+                        if through and not isinstance(source, LocalFile):
+                            source.read_into([data], offset, last=shard.bytes)
+                        else:
+                            source.read_into([data], offset)
                         yield i, data
                         break
 
@@ -45,11 +64,16 @@ def label_bytes(index: Index, field: str, ids: Ints) -> Iterator[tuple[int, memo
 def classes_in(data: memoryview, column: str | None, classes: Sequence[str]) -> list[str]:
     """The classes that a label names, by name where `classes` have one; none where it cannot be read."""
     try:
-        value = scalar(data, column)
+        return named(scalar(data, column), column, classes)
     except (WdstrainError, ValueError):
         return []
+
+
+def named(value: object, column: str | None, classes: Sequence[str]) -> list[str]:
+    """The classes that the value of a label means."""
     if isinstance(value, list):
         return [str(one) for one in value]
-    if column is None and str(value).isdecimal() and int(value) < len(classes):
-        return [classes[int(value)]]
-    return [str(value)]
+    text = str(value)
+    if column is not None and text in classes:  # an entry of a table is what the table said
+        return [text]
+    return [classes[int(text)]] if text.isdecimal() and int(text) < len(classes) else [text]

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 
 import numpy as np
 
-from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
 from wdstrain.indexing import Index, Shard, join
 from wdstrain.remote import is_remote, name_of, open_remote, redacted
@@ -49,24 +50,33 @@ def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> In
     Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
     what their index says. `note` is told what a walk costs. cut: shards may be shorter than their index says.
     """
+    return gather(urls, partial(_checked, cut=cut), partial(walked, note=note))
+
+
+def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]) -> Index:
+    """The index of the shards that `urls` mean, by somebody's own way with shards that are damaged and those that no index lists.
+
+    check: given a part of the set that its index knows, returns what is to be used of it. walk: given shards of one folder that
+    no index lists, returns theirs.
+    """
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
     listed = expand(urls)
     for (folder, is_index), paths in groupby(listed, key=lambda path: (beside(path, ""), is_json(path))):
         if is_remote(folder):
             if is_index:
-                parts += [load(path) for path in paths]
+                parts += [check(load(path)) for path in paths]
                 continue
         else:
             check_finished(folder)
         if is_index and is_ours(os.path.join(folder, INDEX_NAME)):
-            parts += [_checked(load(path), cut) for path in paths]
+            parts += [check(load(path)) for path in paths]
             continue
         if is_index:  # an index of somebody else's: the shards beside it speak for themselves
             paths = iter(tars_of(folder))
         for known_to_us, group in groupby(paths, key=lambda path: _number(path, known) is not None):
             run = list(group)
-            parts.append(_picked(run, known, cut) if known_to_us else _walked(run, note))
+            parts.append(check(_picked(run, known)) if known_to_us else walk(run))
     index = join(parts)
     twice = [name for name, count in Counter(shard.path for shard in index.shards).items() if count > 1]
     if twice:
@@ -159,13 +169,13 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
     return index.numbers.get(name_of(path)) if index is not None else None
 
 
-def _picked(paths: list[str], known: dict[str, Index | None], cut: bool) -> Index:
+def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
     index = known[beside(paths[0], "")]
     assert index is not None
-    return _checked(index.pick(index.numbers[name_of(path)] for path in paths), cut)
+    return index.pick(index.numbers[name_of(path)] for path in paths)
 
 
-def _checked(index: Index, cut: bool) -> Index:
+def _checked(index: Index, *, cut: bool) -> Index:
     check_sizes(index, cut=cut)
     return index
 
@@ -199,27 +209,42 @@ def _same_samples(a: Index, b: Index) -> bool:
 # --- remembering -----------------------------------------------------------------------------------------------------
 
 
-def _walked(paths: list[str], note: Note | None) -> Index:
-    """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others."""
-    folder = beside(paths[0], "") if is_remote(paths[0]) else os.path.dirname(paths[0])
-    for path in paths:
-        if path.endswith(".tmp"):
-            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    remembered = _recall(folder, {name_of(path) for path in paths})
-    fresh = [path for path in paths if remembered is None or name_of(path) not in remembered.numbers]
+def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | None = None) -> Index:
+    """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others.
+
+    failed: takes what is wrong with shards, which are then left away; None: the first that is wrong is raised.
+    """
+    known = recall(paths)
+    fresh = [path for path in paths if name_of(path) not in known.numbers]
+    if not fresh:
+        return known
     begun = time.perf_counter()
-    walked = scan(fresh) if fresh else None
-    index = join([part for part in (remembered, walked) if part is not None])
-    if walked is not None:
-        seconds = time.perf_counter() - begun
-        place = _remember(index, folder)
+    found = scan(fresh, failed)
+    seconds, index = time.perf_counter() - begun, join([part for part in (known, found) if part.shards] or [known])
+    if found.shards:
+        place = _remember(index, _folder(paths))
         if note:
             kept = f"remembered in {place}" if place else "not remembered: neither the folder nor the cache can be written"
             note(
-                f"no index beside {walked.shards[0].shown}: walked over the headers of {len(walked)} samples in {seconds:.2f} s "
-                f"({len(walked) / max(seconds, 1e-9):.0f}/s); {kept}"
+                f"no index beside {found.shards[0].shown}: walked over the headers of {len(found)} samples in {seconds:.2f} s "
+                f"({len(found) / max(seconds, 1e-9):.0f}/s); {kept}"
             )
-    return index.pick(index.numbers[name_of(path)] for path in paths)
+    return index.pick(index.numbers[name] for name in map(name_of, paths) if name in index.numbers)
+
+
+def recall(paths: list[str]) -> Index:
+    """The index of those of some shards of one folder of which an earlier walk is remembered, in their order."""
+    for path in paths:
+        if path.endswith(".tmp"):
+            raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
+    found = _recall(_folder(paths), {name_of(path) for path in paths})
+    if found is None:
+        return scan([])
+    return found.pick(found.numbers[name] for name in map(name_of, paths) if name in found.numbers)
+
+
+def _folder(paths: list[str]) -> str:
+    return beside(paths[0], "") if is_remote(paths[0]) else os.path.dirname(paths[0])
 
 
 def _places(folder: str) -> Iterator[str]:

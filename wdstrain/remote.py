@@ -19,11 +19,18 @@ def is_remote(path: str) -> bool:
 
 
 def open_remote(
-    path: str, size: int | None = None, tag: str | None = None, stopping: threading.Event | None = None
+    path: str,
+    size: int | None = None,
+    tag: str | None = None,
+    stopping: threading.Event | None = None,
+    first: int | None = None,
 ) -> RemoteFile:
-    """An object to read from. size and tag: as they are known; stopping: set when reading is to end."""
+    """An object to read from. size and tag: as they are known; stopping: set when reading is to end.
+
+    first: bytes that are wanted of its beginning, if nothing else is sure to be; the answer that tells the size brings no more.
+    """
     event = stopping or threading.Event()
-    return ObjectFile(path, size, tag, event) if is_object(path) else HttpFile(path, size, tag, event)
+    return ObjectFile(path, size, tag, event) if is_object(path) else HttpFile(path, size, tag, event, first=first)
 
 
 def read_remote(path: str) -> bytes | None:

@@ -23,3 +23,12 @@ def bytes_of(text: str) -> int:
         return int(float(number) * _UNITS[text.strip().upper()[len(number) :].strip()])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{text!r} is no size; write for example 256MB") from None
+
+
+def written(size: float) -> str:
+    """A number of bytes, short: 512 B, 7.3 KB, 94.1 MB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

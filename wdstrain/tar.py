@@ -197,7 +197,9 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
                     f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit."
                 )
             _inside(shard, "an extension header", data, length, size)
-            extra.read(kind, bytes(read(data, length)), shard, offset)
+            inside = data - base + length <= len(window)  # nothing is read twice: a server would be asked anew
+            payload = window[data - base : data - base + length] if inside else read(data, length)
+            extra.read(kind, bytes(payload), shard, offset)
             offset = data + length + padding(length)
             continue
         length = extra.size if extra.size is not None else length

@@ -22,6 +22,7 @@ from typing import NoReturn
 from wdstrain import __version__
 from wdstrain.cli.bench import add_bench
 from wdstrain.cli.convert import add_convert
+from wdstrain.cli.info import add_info
 from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
@@ -73,14 +74,6 @@ def _index(arguments: argparse.Namespace) -> int:
 
     index = make_index(arguments.urls)
     result(arguments, facts(index), summary(index))
-    return 0
-
-
-def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.opening import open_index
-
-    index = open_index(arguments.urls, note=say)
-    result(arguments, {**facts(index), "info": index.info}, summary(index))
     return 0
 
 
@@ -150,9 +143,9 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(verbs)
 
     index = verb(verbs, "index", _index, "make or refresh the index of shards", "index shards/photos")
-    info = verb(verbs, "info", _info, "what is in shards", "info shards/photos")
+    add_info(verbs)
     check = verb(verbs, "verify", _verify, "read everything and compare it with the index", "verify shards/photos")
-    for one in (index, info, check):
+    for one in (index, check):
         urls(one)
 
     add_bench(verbs)

@@ -19,7 +19,7 @@ from wdstrain.looking.figures import figures, page, text_table
 from wdstrain.looking.picking import Order, Wanted, pick, place_of
 from wdstrain.looking.seeing import Seen, Variants, seen_at
 from wdstrain.looking.sheets import sheet
-from wdstrain.looking.wording import printable
+from wdstrain.printing import printable
 from wdstrain.storage import Urls, write_whole
 
 _ENDINGS = (".png", ".html")

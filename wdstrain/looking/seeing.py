@@ -26,7 +26,9 @@ from wdstrain.fields import Field, array, scalar
 from wdstrain.indexing import Index, Ints, Label
 from wdstrain.labels import classes_in
 from wdstrain.looking.picturing import Array, Pixels, picture_in, small
-from wdstrain.looking.wording import LETTERS, array_said, bytes_said, cut, number_said, printable, shares_said
+from wdstrain.looking.wording import LETTERS, array_said, cut, number_said, shares_said
+from wdstrain.printing import printable
+from wdstrain.sizes import written
 from wdstrain.storage import Source, open_source
 
 _TEXTS = ("txt", "text", "caption", "transcript")
@@ -158,11 +160,9 @@ class View:
 
     def leave(self, name: str, size: int) -> None:
         """A field that is not looked into."""
-        self.fields[name] = bytes_said(size)
+        self.fields[name] = written(size)
         if size > _LARGEST and _kind(name) in EXTENSIONS:
-            self.wrong(
-                name, f"its {bytes_said(size)} are more than the {bytes_said(_LARGEST)} that are read to look at a picture"
-            )
+            self.wrong(name, f"its {written(size)} are more than the {written(_LARGEST)} that are read to look at a picture")
 
     def add_bytes(self, name: str, data: bytes | memoryview) -> None:
         """A field as it lies in a shard."""
@@ -173,7 +173,7 @@ class View:
         try:
             if kind in EXTENSIONS:
                 pixels = decode_image(data)
-                self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {bytes_said(len(data))}"
+                self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {written(len(data))}"
                 self._pictures[name] = small(pixels)
             elif kind == "npy":
                 self._add_npy(name, data, any(label.column is None for label in mine))
@@ -182,7 +182,7 @@ class View:
             elif not mine:
                 self._add_text(name, data, kind)
         except (SampleError, ValueError, OSError, EOFError) as error:
-            self.fields[name] = bytes_said(len(data))
+            self.fields[name] = written(len(data))
             self.wrong(name, str(error))
 
     def add_value(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
@@ -206,7 +206,7 @@ class View:
 
     def vary(self, name: str, data: memoryview, variants: Variants, number: int) -> None:
         """The picture of a sample as a loader delivers it, once for each epoch."""
-        self.fields[name] = bytes_said(len(data))
+        self.fields[name] = written(len(data))
         example = variants.field.example
         for epoch in variants.epochs:
             draws = uniform(np.array([number]), DRAWS, "sample", variants.seed, epoch)[0]
@@ -255,10 +255,10 @@ class View:
         except UnicodeDecodeError:
             if kind in _TEXTS:
                 self.wrong(name, "it is no UTF-8 text")
-            self.fields[name] = bytes_said(len(data))
+            self.fields[name] = written(len(data))
             return
         if kind not in (*_TEXTS, *_NUMBERS) and not "".join(said.split()).isprintable():
-            self.fields[name] = bytes_said(len(data))
+            self.fields[name] = written(len(data))
         elif kind in _NUMBERS:
             self.labels[name] = cut(said.strip())
         elif kind in _TEXTS and not self._text:

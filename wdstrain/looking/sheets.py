@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from wdstrain.looking.picturing import Pixels
 from wdstrain.looking.seeing import Seen
-from wdstrain.looking.wording import printable
+from wdstrain.printing import printable
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 

@@ -1,4 +1,4 @@
-"""What is seen of a sample in words: numbers, arrays, shares of classes, and texts that any terminal, font and file can hold."""
+"""What is seen of a sample in words: numbers, arrays, shares of classes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,10 @@ LETTERS = 300  # of a text that are kept
 _SHARES = 3  # classes of a mixed label that are named
 
 
-def printable(text: str) -> str:
-    """A text as one line that any terminal, font and file can hold: what cannot be printed is shown as a mark."""
-    return "".join(one if one.isprintable() or one in "\u200c\u200d" else " " if one.isspace() else "\ufffd" for one in text)
-
-
 def cut(text: str) -> str:
     """The beginning of a text."""
     text = " ".join(text.split())
     return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
-
-
-def bytes_said(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"
 
 
 def array_said(value: Array) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import scalar
 from wdstrain.indexing import Index
-from wdstrain.labels import classes_in, even_part, label_bytes
+from wdstrain.labels import classes_in, even_part, label_bytes, said_counts
 from wdstrain.training.task import Head, Task
 
 _MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and for the mean of numbers
@@ -29,14 +29,7 @@ def class_counts(index: Index, head: Head) -> dict[str, int]:
 
 def counts_said(index: Index, head: Head) -> dict[str, int]:
     """Samples by class as the index has them; nothing if it does not say."""
-    said = index.info.get("samples", {})
-    said = {split: said[split] for split in index.splits if split in said} if isinstance(said, dict) else {}
-    sums: Counter[str] = Counter()
-    for counts in said.values():
-        sums.update(counts if isinstance(counts, dict) else {})
-    if head.target.column is None and sums and set(sums) <= set(head.classes) and sums.total() == len(index):
-        return {name: sums.get(name, 0) for name in head.classes}
-    return {}
+    return said_counts(index, head.target)
 
 
 def class_weights(index: Index, head: Head, asked: str, device: torch.device) -> Tensor | None:
