@@ -32,6 +32,7 @@ from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
+    from wdstrain.repairing import Repair, repair
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
     from wdstrain.training.predicting import predict
@@ -47,6 +48,7 @@ __all__ = [
     "Loader",
     "Plan",
     "PlanError",
+    "Repair",
     "SampleError",
     "Shard",
     "ShardError",
@@ -74,6 +76,7 @@ __all__ = [
     "pack_tars",
     "pack_torchvision",
     "predict",
+    "repair",
     "stream",
     "text",
     "to_device",
@@ -88,6 +91,8 @@ _LATER = {
     "evaluate": "training.doors",
     "predict": "training.predicting",
     "export": "training.exporting",
+    "repair": "repairing",
+    "Repair": "repairing",
 }
 
 
