@@ -29,7 +29,7 @@ FLOORS = [
     {"remote"},
     {"policies", "charts"},
     {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter"},
-    {"indexing", "arena", "pinned", "mixing", "packing.options", "packing.expression", "packing.jobs"},
+    {"indexing", "search", "arena", "pinned", "mixing", "packing.options", "packing.expression", "packing.jobs"},
     {"fields", "cache", "salvage", "passage"},
     {"forward", "labels", "trial"},
     {"index_files", "slots", "packing.listing", "survey"},

@@ -27,7 +27,7 @@ from wdstrain.packing.stage import Stage
 from wdstrain.passage import Passage
 from wdstrain.remote import is_remote, name_of, redacted
 from wdstrain.rescue import Whole, rescue
-from wdstrain.salvage import holds_header
+from wdstrain.search import holds_header
 from wdstrain.storage import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
 from wdstrain.trial import Readers, misfit
 from wdstrain.verifying import finding_of, sum_of

@@ -2,11 +2,8 @@
 
 `tar.samples` is for readers and raises at the first fault, since a reader must not guess. This is for those who want to know
 all that is wrong with a shard, or to save the rest of it: where a header is not valid, or a member runs beyond the file, the
-damage is noted and the next header is looked for, at any byte and not at every 512th alone, since a shard that lost some
-bytes in its middle has its later headers anywhere. A header found so has the ustar magic and the right checksum, which
-bytes of pictures have not; a tar that is itself a member is the one thing that can be taken for the shard's own.
-
-The walk goes forward only, each byte is searched once, and what it holds is a few megabytes, whatever the headers claim.
+damage is noted, the next header is looked for (`search`), and the walk goes on from there. It goes forward only, each byte is
+searched once, and what it holds is a few megabytes, whatever the headers claim.
 """
 
 from __future__ import annotations
@@ -16,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.errors import ShardError
+from wdstrain.search import Search
 from wdstrain.tar import (
     ASIDE,
     BLOCK,
@@ -40,8 +37,7 @@ from wdstrain.tar import (
     split_name,
 )
 
-_SEARCHED = 1 << 20  # bytes that are searched for headers at a time
-_KINDS = frozenset(b"0\x007xgLK")  # of headers that a search stops at: regular files, and extensions before them
+_ZEROS = 1 << 20  # bytes that are looked at together where there may be nothing but zeros
 
 Look = Callable[[str, str, int, int], int]  # (key, field, offset, size) of a member that is passed -> its crc32
 
@@ -114,11 +110,6 @@ def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | D
         yield current
 
 
-def holds_header(data: bytes | memoryview) -> bool:
-    """Whether the bytes of a field hold a tar header: then bytes before it are missing, and it is the next sample's."""
-    return len(_headers_in(data)) > 0
-
-
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +120,7 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
     except ShardError as error:
         yield Damage(0, size, _said(error))
         return
-    search = _Search(read, size)
+    search = Search(read, size)
     offset, start, extra = 0, None, Extra()
     fault: Damage | None = None  # it ends where the next sound member begins
     while True:
@@ -220,7 +211,7 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
 def _zeros_until(read: Read, offset: int, size: int) -> int:
     """The first byte from offset on that is not zero, or the size."""
     while offset < size:
-        data = read(offset, min(size - offset, _SEARCHED))
+        data = read(offset, min(size - offset, _ZEROS))
         if bytes(data).count(0) < len(data):
             return offset + int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
         offset += max(1, len(data))
@@ -230,55 +221,3 @@ def _zeros_until(read: Read, offset: int, size: int) -> int:
 def _said(error: ShardError) -> str:
     """What a reader's error says, without the shard's name, which is empty here, and its advice, which is its last sentence."""
     return str(error).strip().rpartition(". ")[0]
-
-
-class _Search:
-    """Looks for headers, a run of bytes at a time; what was found in a run is kept until the next one is searched."""
-
-    def __init__(self, read: Read, size: int) -> None:
-        self._read, self._size = read, size
-        self._base = self._stop = 0  # headers that begin in [base, stop) are known
-        self._places: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def after(self, offset: int) -> int | None:
-        """The first byte from offset on where a header begins."""
-        while offset + BLOCK <= self._size:
-            if not self._base <= offset < self._stop:
-                data = self._read(offset, min(self._size - offset, _SEARCHED + BLOCK))
-                self._base, self._stop = offset, offset + len(data) - BLOCK + 1
-                self._places = offset + _headers_in(data)
-            at = int(np.searchsorted(self._places, offset))
-            if at < len(self._places):
-                return int(self._places[at])
-            offset = self._stop
-        return None
-
-
-def _headers_in(data: bytes | memoryview) -> npt.NDArray[np.int64]:
-    """Where headers begin in a run of bytes: sums are compared for all places with the magic at once. int64[...], ascending"""
-    nothing = np.zeros(0, np.int64)
-    view = np.frombuffer(data, np.uint8)
-    if len(view) < BLOCK or bytes(data).find(b"ustar", 257) < 0:
-        return nothing
-    last = len(view) - BLOCK + 1
-    hits = view[257 : 257 + last] == ord("u")
-    for place, letter in enumerate(b"star", 258):
-        hits &= view[place : place + last] == letter
-    places = np.flatnonzero(hits)
-    sums = np.zeros(len(view) + 1, np.uint32)  # of the bytes before each place
-    np.cumsum(view, dtype=np.uint32, out=sums[1:])
-    total = (sums[places + BLOCK] - sums[places] - (sums[places + 156] - sums[places + 148])).astype(np.int64) + 8 * ord(" ")
-    stored = np.zeros(len(places), np.int64)
-    for place in range(148, 156):
-        digit = view[places + place].astype(np.int64) - ord("0")
-        stored = np.where((digit >= 0) & (digit < 8), 8 * stored + digit, stored)
-    sound = [place for place in places[stored == total].tolist() if _is_header(bytes(data[place : place + BLOCK]))]
-    return np.array(sound, np.int64)
-
-
-def _is_header(block: bytes) -> bool:
-    try:
-        size_in(block, "", 0)
-    except ShardError:
-        return False
-    return block[156] in _KINDS
