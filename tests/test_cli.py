@@ -109,6 +109,7 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
         *[["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")],
         ["train"],
         ["verify"],
+        ["repair"],
         ["demo"],
         ["evaluate"],
     ],

@@ -18,6 +18,7 @@ from wdstrain.survey import Survey, crcs_at, survey
 from wdstrain.trial import Readers, Trials
 
 _MOST = 1000  # findings of one shard that are told one by one
+_EMPTY = "it has 0 bytes"
 _COMPARED = ("start", "stop", "keys", "member_first", "member_field", "member_offset", "member_size")
 
 
@@ -63,8 +64,10 @@ def inspect(passage: Passage, promised: Index | None, path: str, trials: Trials 
     _empty(done, found, table, {label.field for label in labels} | {"cls"})
     if promised is not None:
         _compare(done, found, table, promised, passage)
-    for misfit in trials.misfits if trials is not None else []:
-        done.add(*misfit)
+    empty = {one.offset for one in done.findings if one.reason == _EMPTY}
+    for key, name, offset, reason in trials.misfits if trials is not None else []:
+        if offset not in empty:  # it was told as such
+            done.add(key, name, offset, reason)
     done.close()
     return done
 
@@ -106,7 +109,7 @@ def _empty(done: Inspection, found: Survey, table: Table, labels: set[str]) -> N
     for row, place in zip(rows.tolist(), (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(), strict=True):
         name = found.fields[table.member_field[row]]
         if name in labels or name.rpartition(".")[2] in EXTENSIONS:
-            done.add(key_of(table, place), name, int(table.member_offset[row]), "it has 0 bytes")
+            done.add(key_of(table, place), name, int(table.member_offset[row]), _EMPTY)
 
 
 def _compare(done: Inspection, found: Survey, table: Table, promised: Index, passage: Passage) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import time
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def add_check(verbs: Any) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from wdstrain.verifying import Verification, verify
 
+    _quiet()
     begun = time.monotonic()
     with Teller() as teller:
 
@@ -56,11 +58,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     rows = [("shards", str(done.shards)), ("samples", str(done.samples)), ("MB", f"{done.bytes / 1e6:.1f}")]
     rows.append(("fields", _counts(done.fields)))
     if done.unindexed:
-        rows.append(("without checksums", f"{done.unindexed} shards: no index has any, so their structure alone was checked"))
+        what = f"{done.unindexed} of {done.shards} shards: no index has any, so only structure was checked"
+        rows.append(("without checksums", what))
     if arguments.decode:
         rows.append(("decoded", _counts(done.decoded) or "nothing"))
     if done.not_decoded:
-        rows.append(("not decoded", f"{_counts(done.not_decoded)}: nothing here reads such fields"))
+        rows.append(("not decoded", f"{_counts(done.not_decoded)}: such fields, or ones of more than 1 GiB, are not tried"))
     rows += [("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())]
     if done.repeated:
         rows.append(("keys of several shards", f"{done.repeated} samples; their bytes differ, so they are no copies"))
@@ -74,6 +77,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _repair(arguments: argparse.Namespace) -> int:
     from wdstrain.repairing import repair
 
+    _quiet()
     begun = time.monotonic()
     with Teller() as teller:
 
@@ -98,6 +102,11 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _quiet() -> None:
+    """What Pillow warns of in a picture that it can decode is nobody's finding."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _counts(counts: dict[str, int]) -> str:
