@@ -110,6 +110,7 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
         ["train"],
         ["show"],
         ["verify"],
+        ["repair"],
         ["demo"],
         ["evaluate"],
     ],

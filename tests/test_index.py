@@ -256,47 +256,6 @@ def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
     assert len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7  # both were named
 
 
-def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path) -> None:
-    wt.index(shards)
-    assert wt.verify(shards).ok
-    found = wt.verify(f"{shards}/part-*.tar")
-    assert (found.ok, found.shards, found.samples) == (True, 3, 21)
-    os.truncate(shards / "part-002.tar", 100)
-    findings = wt.verify(shards).findings
-    assert any("part-002.tar has 100 bytes, its index says" in finding for finding in findings)
-
-
-def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import convert
-    from wdstrain.packing.folder import list_folder
-    from wdstrain.packing.options import Options
-
-    (tmp_path / "in" / "cat").mkdir(parents=True)
-    for i in range(4):
-        (tmp_path / "in" / "cat" / f"{i}.png").write_bytes(picture(i))
-    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
-    path = tmp_path / "out" / "train-000000.tar"
-    name, offset, _ = index.members(2)[0]
-    data = bytearray(path.read_bytes())
-    data[offset + 60] ^= 1
-    path.write_bytes(data)
-    findings = wt.verify(tmp_path / "out").findings
-    assert len(findings) == 1
-    assert f"'{index.key(2)}', field '{name}' at offset {offset}" in findings[0]
-
-
-def test_other_samples_than_indexed_are_found(shards: Path) -> None:
-    wt.index(shards)
-    data = bytearray((shards / "part-000.tar").read_bytes())
-    at = data.find(b"s000003.cls")
-    data[at + 6 : at + 7] = b"9"
-    data[at + 148 : at + 156] = b"%06o\0 " % (sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256)
-    (shards / "part-000.tar").write_bytes(data)
-    findings = wt.verify(shards).findings
-    assert len(findings) == 1
-    assert "holds other samples than its index says" in findings[0]
-
-
 def test_indexing_one_shard_indexes_its_folder(shards: Path) -> None:
     wt.index(shards)
     assert wt.index(shards / "part-001.tar").counts.tolist() == [7, 13, 1]
@@ -336,9 +295,3 @@ def test_an_index_with_wrong_parts_is_refused_with_a_sentence(shards: Path, dama
 def test_a_shard_named_twice_is_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match="part-000.tar is named twice"):
         open_index([shards, shards / "part-000.tar"])
-
-
-def test_a_tar_beside_the_index_that_does_not_list_it_is_found(shards: Path) -> None:
-    wt.index(shards)
-    write_tar(shards / "stray.tar", [("k", {"txt": b"1"})])
-    assert "stray.tar lies beside the index" in wt.verify(shards).findings[0]

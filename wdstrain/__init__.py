@@ -28,7 +28,6 @@ from wdstrain.opener import gopen
 from wdstrain.opening import make_index as index
 from wdstrain.plan import Plan
 from wdstrain.streaming import Stream, stream, to_example
-from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
     from wdstrain.benching import Bench, bench
@@ -39,6 +38,8 @@ if TYPE_CHECKING:
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
     from wdstrain.training.predicting import predict
+    from wdstrain.verifying.doors import Verification, verify
+    from wdstrain.verifying.repairing import Repair, repair
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ __all__ = [
     "Peek",
     "Plan",
     "PlanError",
+    "Repair",
     "SampleError",
     "Shard",
     "ShardError",
@@ -84,6 +86,7 @@ __all__ = [
     "pack_torchvision",
     "peek",
     "predict",
+    "repair",
     "stream",
     "text",
     "to_device",
@@ -104,6 +107,10 @@ _LATER = {
     "evaluate": "training.doors",
     "predict": "training.predicting",
     "export": "training.exporting",
+    "verify": "verifying.doors",
+    "Verification": "verifying.doors",
+    "repair": "verifying.repairing",
+    "Repair": "verifying.repairing",
 }
 
 

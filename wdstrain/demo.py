@@ -20,7 +20,7 @@ from wdstrain.packing.folder import list_folder
 from wdstrain.packing.options import Options
 from wdstrain.training.doors import train
 from wdstrain.training.telling import Tell
-from wdstrain.verifying import verify
+from wdstrain.verifying.doors import verify
 
 _OPTIONS: dict[str, Any] = {"model": "small", "epochs": 6, "batch_size": 32, "lr": 4e-3, "image_size": 16}
 

@@ -115,8 +115,8 @@ class Table:
         return cls(
             start=np.array([s.start for s in found], np.int64),
             stop=np.array([s.stop for s in found], np.int64),
-            key_first=_firsts([len(key) for key in raw]),
-            member_first=_firsts([len(s.fields) for s in found]),
+            key_first=firsts([len(key) for key in raw]),
+            member_first=firsts([len(s.fields) for s in found]),
             member_field=np.array([numbers[name] for name, _, _ in members], np.uint16),
             member_offset=np.array([offset for _, offset, _ in members], np.int64),
             member_size=np.array([size for _, _, size in members], np.int64),
@@ -131,7 +131,7 @@ class Table:
             return tables[0]
         parts = {name: np.concatenate([getattr(t, name) for t in tables]) for name in ARRAYS if "first" not in name}
         for name in ("key_first", "member_first"):
-            parts[name] = _firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
+            parts[name] = firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
         if not all(len(t.member_crc) == len(t.member_field) for t in tables):
             parts["member_crc"] = np.zeros(0, np.uint32)
         return cls(**parts)
@@ -190,7 +190,7 @@ class Index:
     @cached_property
     def first(self) -> Ints:
         """Id of the first sample of each shard, and the number of samples. int64[shards + 1]"""
-        return _firsts(self.counts)
+        return firsts(self.counts)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -257,7 +257,8 @@ def join(parts: Sequence[Index]) -> Index:
     )
 
 
-def _firsts(counts: Sequence[int] | Ints) -> Ints:
+def firsts(counts: Sequence[int] | Ints) -> Ints:
+    """Where each of several runs begins, and where the last ends. int64[n + 1]"""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

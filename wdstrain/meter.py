@@ -22,7 +22,11 @@ _KEPT = 100  # bad samples that are listed one by one; all are counted
 
 
 class Finding(NamedTuple):
-    """A bad sample: where it lies and what is wrong with it. `field` is empty where the sample as a whole is at fault."""
+    """What is wrong with a sample or a shard, and where. `str` of it is a sentence.
+
+    `field` is empty where the sample as a whole is at fault, `key` where it is the shard; the reason then goes on from the
+    shard's name ("has 100 bytes, its index says 512").
+    """
 
     shard: str
     key: str
@@ -32,8 +36,13 @@ class Finding(NamedTuple):
 
     @property
     def sentence(self) -> str:
+        if not self.key:
+            return f"{self.shard} {self.reason}."
         what = f"field '{self.field}' at offset {self.offset}" if self.field else f"the sample at offset {self.offset}"
         return f"{self.shard}: '{self.key}', {what}: {self.reason}."
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 class Report(dict[str, Any]):

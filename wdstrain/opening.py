@@ -85,9 +85,11 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
     return index
 
 
-def one_of(path: str) -> Index | None:
-    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked."""
-    known: dict[str, Index | None] = {}
+def one_of(path: str, known: dict[str, Index | None]) -> Index | None:
+    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked.
+
+    known: the indexes read so far, by folder; empty at first.
+    """
     number = _number(path, known)
     index = known[beside(path, "")]
     return index.pick([number]) if index is not None and number is not None else None

@@ -24,8 +24,8 @@ BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
-_RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
-_EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
+RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
+EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
 _SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
 
@@ -122,6 +122,19 @@ def split_name(path: str) -> tuple[str, str] | None:
     return (found.group(1), found.group(2).lower()) if found else None
 
 
+def is_aside(name: str) -> bool:
+    """Whether a member is no part of a sample by its name: notes on the set (__*__), side files of a Mac (._*)."""
+    return (name.startswith("__") and name.endswith("__")) or name.rpartition("/")[2].startswith("._")
+
+
+NO_KEY, ASIDE = "no key in the name", "not a sample"  # why a member is passed over
+
+
+def other_kind(kind: bytes, name: str) -> str:
+    """Why a member that is no regular file is passed over."""
+    return "a directory" if kind == b"5" or name.endswith("/") else "a link or device"
+
+
 def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iterator[Sample]:
     """Samples of a shard of `size` bytes, in order; only headers are looked at.
 
@@ -134,9 +147,8 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
     current: Sample | None = None
     for name, start, data, length in _members(read, size, shard, walk):
         parts = split_name(name)
-        base = name.rpartition("/")[2]
-        if parts is None or (name.startswith("__") and name.endswith("__")) or base.startswith("._"):
-            walk.ignore("no key in the name" if parts is None else "not a sample")
+        if parts is None or is_aside(name):
+            walk.ignore(NO_KEY if parts is None else ASIDE)
             continue
         key, field_name = parts
         stop = data + length + padding(length)
@@ -164,10 +176,8 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
 def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[str, int, int, int]]:
     """(name, offset of the first header block, offset of the data, size) of each regular file."""
     window, base = read(0, min(size, _WINDOW)), 0
-    for magic, what in _FOREIGN.items():
-        if bytes(window[: len(magic)]) == magic and bytes(window[257:262]) != b"ustar":
-            raise ShardError(f"{shard} is a {what} file, not a plain tar; offsets need plain tars. Unpack it first.")
-    offset, start, extra = 0, None, _Extra()
+    check_plain(window, shard)
+    offset, start, extra = 0, None, Extra()
     while True:
         if offset + BLOCK > size:
             raise ShardError(
@@ -187,39 +197,35 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
             if start is not None:
                 raise ShardError(f"{shard} ends at offset {offset} after an extension header without its member. Repack it.")
             return
-        length = _check(block, shard, offset)
+        length = size_in(block, shard, offset)
         kind = block[156:157]
         start = offset if start is None else start
         data = offset + BLOCK
         if kind in b"xgLK":
-            if length > _EXTENSION_LIMIT:
-                raise ShardError(
-                    f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit."
-                )
-            _inside(shard, "an extension header", data, length, size)
+            check_extension(shard, offset, length, size)
             inside = data - base + length <= len(window)  # nothing is read twice: a server would be asked anew
             payload = window[data - base : data - base + length] if inside else read(data, length)
             extra.read(kind, bytes(payload), shard, offset)
             offset = data + length + padding(length)
             continue
         length = extra.size if extra.size is not None else length
-        name = extra.path or _name(block)
-        _inside(shard, f"'{name}'", data, length, size)
+        name = extra.path or name_in(block)
+        check_inside(shard, f"'{name}'", data, length, size)
         if kind == b"S" or extra.sparse:
-            raise ShardError(f"{shard} holds the sparse file '{name}' at offset {offset}. Repack it without --sparse.")
+            raise sparse(shard, name, offset)
         if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
             yield name, start, data, length
         else:
-            walk.ignore("a directory" if kind == b"5" or name.endswith("/") else "a link or device")
+            walk.ignore(other_kind(kind, name))
             length = 0 if kind in b"123456" else length
-        offset, start, extra = data + length + padding(length), None, _Extra()
+        offset, start, extra = data + length + padding(length), None, Extra()
 
 
 def _only_zeros(read: Read, offset: int, size: int, shard: str) -> None:
     """After the end marker nothing but zeros may follow: tars one after another, or a shard zeroed in part, are refused."""
-    if size - offset > _RECORD:
+    if size - offset > RECORD:
         raise ShardError(
-            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does; {_RECORD} are the most that tar "
+            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does; {RECORD} are the most that tar "
             f"adds. It is damaged, or several tars in one. Pack it again."
         )
     if any(bytes(read(offset, size - offset))):
@@ -227,7 +233,7 @@ def _only_zeros(read: Read, offset: int, size: int, shard: str) -> None:
 
 
 @dataclass
-class _Extra:
+class Extra:
     """What extension headers say of the next member."""
 
     path: str | None = None
@@ -261,7 +267,7 @@ def _records(payload: bytes, shard: str, offset: int) -> Iterator[tuple[bytes, b
         at += length
 
 
-def _check(block: bytes, shard: str, offset: int) -> int:
+def size_in(block: bytes, shard: str, offset: int) -> int:
     """The member's size, after the header's checksum was found right."""
     stored = block[148:156].strip(b"\0 ")
     summed = block[:148] + b"        " + block[156:]
@@ -281,7 +287,27 @@ def _check(block: bytes, shard: str, offset: int) -> int:
     return int(digits, 8)
 
 
-def _inside(shard: str, what: str, data: int, length: int, size: int) -> None:
+def check_plain(window: bytes | memoryview, shard: str) -> None:
+    """Raise ShardError for a file that begins as a compressed one."""
+    for magic, what in _FOREIGN.items():
+        if bytes(window[: len(magic)]) == magic and bytes(window[257:262]) != b"ustar":
+            raise ShardError(f"{shard} is a {what} file, not a plain tar; offsets need plain tars. Unpack it first.")
+
+
+def check_extension(shard: str, offset: int, length: int, size: int) -> None:
+    """Raise ShardError for an extension header that is too large or runs beyond the end of the shard."""
+    if length > EXTENSION_LIMIT:
+        raise ShardError(f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit.")
+    check_inside(shard, "an extension header", offset + BLOCK, length, size)
+
+
+def sparse(shard: str, name: str, offset: int) -> ShardError:
+    """The error for a sparse file, whose bytes do not lie as its size says."""
+    return ShardError(f"{shard} holds the sparse file '{name}' at offset {offset}. Repack it without --sparse.")
+
+
+def check_inside(shard: str, what: str, data: int, length: int, size: int) -> None:
+    """Raise ShardError for a member that runs beyond the end of the shard."""
     if data + length > size:
         raise ShardError(
             f"{shard} ends inside {what}: {length} bytes promised at offset {data}, {max(0, size - data)} found. "
@@ -289,7 +315,8 @@ def _inside(shard: str, what: str, data: int, length: int, size: int) -> None:
         )
 
 
-def _name(block: bytes) -> str:
+def name_in(block: bytes) -> str:
+    """The member's name as its header has it."""
     name = block[:100].split(b"\0", 1)[0]
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")

@@ -15,12 +15,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
 from typing import NoReturn
 
 from wdstrain import __version__
 from wdstrain.cli.bench import add_bench
+from wdstrain.cli.check import add_check
 from wdstrain.cli.convert import add_convert
 from wdstrain.cli.info import add_info
 from wdstrain.cli.show import add_show
@@ -77,24 +77,6 @@ def _index(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
-    from wdstrain.verifying import verify
-
-    with Teller() as teller:
-        done = verify(
-            arguments.urls,
-            lambda so_far, total: teller.step("verifying", so_far.shards, total, f"{so_far.bytes / 1e6:.1f} MB", "shards"),
-        )
-    rows = [("shards", str(done.shards)), ("samples", str(done.samples)), ("MB", f"{done.bytes / 1e6:.1f}")]
-    if done.unindexed:
-        rows.append(("without checksums", f"{done.unindexed} shards have no index; only their structure was checked"))
-    rows.append(("findings", str(len(done.findings)) if done.findings else "none"))
-    result(arguments, {**asdict(done), "ok": done.ok}, rows)
-    for finding in done.findings:
-        say(finding)
-    return 0 if done.ok else 1
-
-
 def _serve(arguments: argparse.Namespace) -> int:
     from wdstrain.serving import Server
 
@@ -143,10 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(verbs)
 
     index = verb(verbs, "index", _index, "make or refresh the index of shards", "index shards/photos")
+    urls(index)
     add_info(verbs)
-    check = verb(verbs, "verify", _verify, "read everything and compare it with the index", "verify shards/photos")
-    for one in (index, check):
-        urls(one)
+    add_check(verbs)
 
     add_bench(verbs)
     add_show(verbs)

@@ -116,7 +116,7 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
         is_json(listed[0]) and not is_remote(listed[0]) and not is_ours(listed[0])
     ):  # somebody else's: the shards speak for themselves
         paths = [*tars_of(os.path.dirname(listed[0])), *listed[1:]]
-    elif is_json(listed[0]) or one_of(listed[0]) is not None:
+    elif is_json(listed[0]) or one_of(listed[0], {}) is not None:
         return None
     else:
         paths = list(listed)

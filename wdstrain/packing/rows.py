@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError
-from wdstrain.indexing import MOST_FIELDS, Table
+from wdstrain.indexing import MOST_FIELDS, Table, firsts
 from wdstrain.packing.listing import Part
 from wdstrain.tar import BLOCK, header
 
@@ -58,8 +56,8 @@ class Rows:
         return Table(
             start=np.array(self._starts, np.int64),
             stop=samples[:, 0].copy(),
-            key_first=_firsts(samples[:, 1]),
-            member_first=_firsts(samples[:, 2]),
+            key_first=firsts(samples[:, 1]),
+            member_first=firsts(samples[:, 2]),
             member_field=members[:, 3].astype(np.uint16),
             member_offset=members[:, 0].copy(),
             member_size=members[:, 1].copy(),
@@ -72,9 +70,3 @@ class Rows:
             raise ShardError(f"these samples have more than {MOST_FIELDS} different fields. Are they samples?")
         number = self.fields[field] = len(self.fields)
         return number
-
-
-def _firsts(counts: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out

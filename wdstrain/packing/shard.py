@@ -11,7 +11,7 @@ import hashlib
 import os
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -77,45 +77,63 @@ def write_shard(
     memory: bytes of samples held at a time while they are put in order.
     """
     path = os.path.join(folder, piece.name)
-    # a name of its own: on a cluster, a node that was given up may still be writing the same shard
-    temporary = os.path.join(folder, f".{piece.name}.{uuid.uuid4().hex[:12]}.tmp")
-    rows, places, bad = Rows(), array("q"), []
+    places, bad = array("q"), []
+
+    def good() -> Iterator[tuple[str, list[Part]]]:
+        for place, number, parts in _fetched(piece.numbers, catalog, memory):
+            try:
+                if isinstance(parts, SampleError):
+                    raise parts
+                parts = recipe.apply(parts)
+            except SampleError as error:
+                bad.append(catalog.bad(number, str(error)))
+                if not collect:
+                    raise _Refused from None
+                continue
+            places.append(place)
+            yield catalog.key(number), parts
+
     try:
-        with open(temporary, "wb", buffering=0) as file, _Digest() as digest, collector_paused():
-            chunk: list[bytes] = []
-            begun = 0
-            for place, number, parts in _fetched(piece.numbers, catalog, memory):
-                try:
-                    if isinstance(parts, SampleError):
-                        raise parts
-                    parts = recipe.apply(parts)
-                except SampleError as error:
-                    bad.append(catalog.bad(number, str(error)))
-                    if not collect:
-                        return Packed(Index((), (), Rows().table()), piece.numbers[:0], bad)
-                    continue
-                chunk += rows.add(catalog.key(number), parts)
-                places.append(place)
-                if rows.stop - begun >= _CHUNK:
-                    _write(file, digest, chunk)
-                    chunk, begun = [], rows.stop
-                    tick(len(places), rows.stop)
-            _write(file, digest, [*chunk, END])
-            sha256 = digest.finish()
-            tick(len(places), rows.stop)
-        publish(temporary, path)
-        shard = Shard(path, len(places), rows.stop + len(END), piece.split, sha256)
-        index = Index((shard,), tuple(rows.fields), rows.table())
+        with collector_paused():
+            index = write_samples(path, piece.split, good(), tick)
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}
         write_whole(path + PART, pack_part(index, extra))
+    except _Refused:
+        return Packed(Index((), (), Rows().table()), piece.numbers[:0], bad)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}. Free some space or choose another folder; --resume goes on."
         ) from error
+    return Packed(index, piece.numbers[np.array(places, np.int64)], bad)
+
+
+class _Refused(Exception):
+    """A bad sample came, and none is to be left out."""
+
+
+def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]]], tick: Tick) -> Index:
+    """Write a shard of these samples, (key, parts) each, whole or not at all; returns its index. Raises OSError."""
+    # a name of its own: on a cluster, a node that was given up may still be writing the same shard
+    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
+    rows = Rows()
+    try:
+        with open(temporary, "wb", buffering=0) as file, _Digest() as digest:
+            chunk: list[bytes] = []
+            begun = 0
+            for key, parts in samples:
+                chunk += rows.add(key, parts)
+                if rows.stop - begun >= _CHUNK:
+                    _write(file, digest, chunk)
+                    chunk, begun = [], rows.stop
+                    tick(len(rows), rows.stop)
+            _write(file, digest, [*chunk, END])
+            sha256 = digest.finish()
+            tick(len(rows), rows.stop)
+        publish(temporary, path)
+        return Index((Shard(path, len(rows), rows.stop + len(END), split, sha256),), tuple(rows.fields), rows.table())
     finally:
         with suppress(OSError):
             os.unlink(temporary)
-    return Packed(index, piece.numbers[np.array(places, np.int64)], bad)
 
 
 def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int, int, list[Part] | SampleError]]:

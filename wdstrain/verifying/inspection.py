@@ -1,0 +1,139 @@
+"""One shard against what its index promises, and against what a sound tar is: findings, each with its place.
+
+Damage is told where it lies, and by the samples that it hit where the index has checksums. A shard that is full of one fault is
+told of by its first thousand findings and a count of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from wdstrain.decode import EXTENSIONS
+from wdstrain.indexing import Index, Ints, Table
+from wdstrain.meter import Finding
+from wdstrain.verifying.passage import Passage
+from wdstrain.verifying.survey import Survey, crcs_at, survey
+from wdstrain.verifying.trial import Readers, Trials
+
+_MOST = 1000  # findings of one shard that are told one by one
+_EMPTY = "it has 0 bytes"
+_COMPARED = ("start", "stop", "keys", "member_first", "member_field", "member_offset", "member_size")
+
+
+@dataclass
+class Inspection:
+    """A shard that was looked at. found: None where it could not be read to its end."""
+
+    path: str
+    shown: str
+    findings: list[Finding] = field(default_factory=list)
+    found: Survey | None = None
+    starts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of its samples
+    compared: bool = False  # its bytes, with checksums of an index
+    left_out: int = 0  # findings that were counted only
+
+    def add(self, key: str, name: str, offset: int, reason: str) -> None:
+        if len(self.findings) < _MOST:
+            self.findings.append(Finding(self.shown, key, name, offset, reason))
+        else:
+            self.left_out += 1
+
+    def close(self) -> None:
+        """Say how many findings were left out, if any were."""
+        if self.left_out:
+            reason = f"has {self.left_out} more findings; the first {len(self.findings)} are told one by one"
+            self.findings.append(Finding(self.shown, "", "", 0, reason))
+            self.left_out = 0
+
+
+def inspect(passage: Passage, promised: Index | None, path: str, trials: Trials | None) -> Inspection:
+    """Pass over a shard once and compare it. Raises StorageError or ShardError where it cannot be read to its end."""
+    done = Inspection(path, passage.shown)
+    labels = promised.labels if promised is not None else ()
+    found = done.found = survey(passage, Readers(labels) if trials is not None else None, trials)
+    table = found.table()
+    done.starts = table.start
+    if promised is not None and passage.size != promised.shards[0].bytes:
+        done.add("", "", 0, f"has {passage.size} bytes, its index says {promised.shards[0].bytes}")
+    for damage in found.damages:
+        nothing = f"; bytes {damage.start} to {damage.stop} hold no sample" if damage.stop > damage.start else ""
+        done.add("", "", damage.start, damage.reason + nothing)
+    _grouping(done, found, table)
+    _empty(done, found, table, {label.field for label in labels} | {"cls"})
+    if promised is not None:
+        _compare(done, found, table, promised, passage)
+    empty = {one.offset for one in done.findings if one.reason == _EMPTY}
+    for key, name, offset, reason in trials.misfits if trials is not None else []:
+        if offset not in empty:  # it was told as such
+            done.add(key, name, offset, reason)
+    done.close()
+    return done
+
+
+def key_of(table: Table, place: int) -> str:
+    """The key of a sample."""
+    first, stop = table.key_first[place : place + 2]
+    return table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+
+
+def returning(found: Survey, table: Table) -> list[tuple[int, int]]:
+    """(place, place of the first) of each sample whose key was there before in its shard."""
+    names = found.names
+    order = np.argsort(names, kind="stable")
+    again = np.flatnonzero(names[order][1:] == names[order][:-1]) + 1
+    firsts: dict[str, int] = {}
+    twice = []
+    for at in again.tolist():
+        before, place = int(order[at - 1]), int(order[at])
+        key = key_of(table, place)
+        if key_of(table, before) == key:  # and not its hash alone
+            twice.append((place, firsts.setdefault(key, before)))
+    return sorted(twice)
+
+
+def _grouping(done: Inspection, found: Survey, table: Table) -> None:
+    for place, name, offset in found.twice:
+        done.add(key_of(table, place), name, offset, "it is the second member of this name. Repack the shard")
+    for place, first in returning(found, table):
+        where = (
+            f"its members lie in two places, the first at offset {table.start[first]}; the fields of a sample must be adjacent"
+        )
+        done.add(key_of(table, place), "", int(table.start[place]), where)
+
+
+def _empty(done: Inspection, found: Survey, table: Table, labels: set[str]) -> None:
+    """Pictures and labels of 0 bytes."""
+    rows = np.flatnonzero(table.member_size == 0)
+    for row, place in zip(rows.tolist(), (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(), strict=True):
+        name = found.fields[table.member_field[row]]
+        if name in labels or name.rpartition(".")[2] in EXTENSIONS:
+            done.add(key_of(table, place), name, int(table.member_offset[row]), _EMPTY)
+
+
+def _compare(done: Inspection, found: Survey, table: Table, promised: Index, passage: Passage) -> None:
+    """The samples, and the bytes of the shard, then of its members, with those that the index says."""
+    mine, theirs = promised.shards[0].sha256, promised.table
+    done.compared = bool(mine) or len(theirs.member_crc) > 0
+    changed = not mine or mine != found.sha256
+    clean, before = not found.damages, len(done.findings)
+    if changed and len(theirs.member_crc):
+        crcs = crcs_at(theirs, table, passage)
+        for row in np.flatnonzero(crcs != theirs.member_crc).tolist():
+            place = int(np.searchsorted(theirs.member_first, row, side="right")) - 1
+            name, offset, size = promised.members(place)[row - int(theirs.member_first[place])]
+            gone = f"the shard has ended before byte {offset + size}, where it should"
+            why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
+            done.add(promised.key(place), name, offset, why)
+    fields = {name: number for number, name in enumerate(promised.fields)}
+    numbers = np.array([fields.get(name, -1) for name in found.fields] or [0], np.int64)
+    same = {name: np.array_equal(getattr(table, name), getattr(theirs, name)) for name in _COMPARED if name != "member_field"}
+    same["member_field"] = np.array_equal(numbers[table.member_field], theirs.member_field)
+    differing = [name for name in _COMPARED if not same[name]]
+    if clean and differing:
+        others = f"holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it"
+        done.add("", "", 0, others)
+    elif clean and mine and changed and len(done.findings) == before:
+        said = ", though every field is as packed" if len(theirs.member_crc) else ""
+        done.add("", "", 0, f"has another sha256 than its index says{said}")

@@ -1,0 +1,238 @@
+"""What is whole in damaged shards, copied into sound ones, with an index; and what was lost, by name.
+
+Each shard is written anew under its own name into another folder, by the writer that packs: fixed headers, an end marker,
+checksums. All is made on a stage and put in place together, the index last, as a conversion does, so that a full disk leaves
+nothing that a reader would take. Mending a shard in its place was not wanted: a repair that is cut short must not
+make things worse, and what was lost may still be got out of the damaged file by other means.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wdstrain.checksum import crc32
+from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.index_files import BIN_NAME, is_ours, load, save_index
+from wdstrain.indexing import Index, join
+from wdstrain.meter import Finding
+from wdstrain.opening import one_of, tars_of
+from wdstrain.packing.listing import Part
+from wdstrain.packing.shard import write_samples
+from wdstrain.packing.stage import Stage
+from wdstrain.remote import is_remote, name_of, redacted
+from wdstrain.storage import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
+from wdstrain.verifying.doors import finding_of, sum_of
+from wdstrain.verifying.passage import Passage
+from wdstrain.verifying.rescue import Whole, rescue
+from wdstrain.verifying.search import holds_header
+from wdstrain.verifying.trial import Readers, misfit
+
+_MOST = 4 << 30  # bytes of one sample: it is held in memory while it is copied
+_TOLD = 1000  # lost samples of one shard that are told one by one
+
+
+@dataclass
+class Repair:
+    """What was copied, and what was lost.
+
+    samples: copied. lost: samples that are known to be lost; findings: each of them, and what else was lost ("bytes 512 to
+    4096 hold no sample"), each with shard, key, field, offset, reason and `sentence`. notes: what is to be known besides.
+    """
+
+    out: str
+    shards: int = 0
+    samples: int = 0
+    bytes: int = 0
+    lost: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was lost."""
+        return not self.findings
+
+    def report(self) -> dict[str, Any]:
+        """All of it, JSON-able."""
+        findings = [{**one._asdict(), "sentence": one.sentence} for one in self.findings]
+        return {**vars(self), "findings": findings, "ok": self.ok}
+
+
+Progress = Callable[[int, int | None], None]  # bytes read, and bytes in all if that is known
+
+
+def repair(
+    urls: Urls, out: str | os.PathLike[str], *, decode: bool = False, overwrite: bool = False, progress: Progress | None = None
+) -> Repair:
+    """Copy all samples that are whole out of the shards that `urls` mean into shards of the same names in the folder `out`.
+
+    With an index that has checksums, samples are whole whose bytes have them; else those whose headers are sound. decode:
+    samples are left out whose pictures cannot be decoded, or whose labels, json, npy or txt cannot be parsed. Splits, labels
+    and what the index says of its making are kept. Raises UsageError if `out` is the folder of the shards, or is in use and
+    `overwrite` does not allow it; ShardError if nothing is whole; StorageError for a disk that fails. `out` is then as it was.
+    """
+    result = Repair(os.fspath(out))
+    todo = _listed(urls, result)
+    _check(result.out, [path for path, _ in todo])
+    stage, total, read = Stage(result.out, overwrite=overwrite, resume=False), sum_of(todo), 0
+
+    def tick(size: int) -> None:
+        nonlocal read
+        read += size
+        if progress is not None:
+            progress(read, total)
+
+    try:
+        folder = stage.folder("shards")
+        made = [_one(path, promised, folder, result, decode, tick) for path, promised in todo]
+        parts = [index for index in made if index is not None]
+        if not parts:
+            first = f" The first: {result.findings[0]}" if result.findings else ""
+            raise ShardError(f"none of {len(todo)} shards holds a sample that is whole.{first}")
+        index = _with_what_was_known(join(parts), [promised for _, promised in todo if promised is not None], result)
+        save_index(index, folder)
+        names = [shard.name for shard in index.shards]
+        stage.put_in_place(folder, {name: name for name in [*names, BIN_NAME, INDEX_NAME]})
+    except BaseException as error:
+        stage.clear()
+        if isinstance(error, OSError):
+            raise StorageError(
+                f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another folder."
+            ) from error
+        raise
+    result.shards, result.samples = len(index.shards), len(index)
+    result.bytes = sum(shard.bytes for shard in index.shards)
+    return result
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def _one(
+    path: str, promised: Index | None, folder: str, result: Repair, decode: bool, tick: Callable[[int], None]
+) -> Index | None:
+    """Write one shard anew; None if nothing of it is whole."""
+    shown = redacted(path) if is_remote(path) else path
+    try:
+        with Passage(path, threading.Event(), tick) as passage:
+            saved = rescue(passage, promised)
+    except WdstrainError as error:
+        found = finding_of(shown, error)
+        count = len(promised) if promised is not None else 0
+        lost = f"; its {count} samples are lost" if count else ""
+        result.findings.append(found._replace(reason=found.reason + lost))
+        result.lost += count
+        return None
+    readers = Readers(promised.labels if promised is not None else ()) if decode else None
+    split, lost_here = promised.shards[0].split if promised is not None else "", saved.lost
+    try:
+        with open_source(path) as source:
+            entries = _entries(source, saved.whole, readers, lost_here, shown)
+            index = write_samples(os.path.join(folder, name_of(path)), split, entries, lambda samples, size: None)
+    except OSError as error:
+        raise StorageError(
+            f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another folder."
+        ) from error
+    result.lost += len(lost_here)
+    result.findings += [*lost_here[:_TOLD], *saved.gaps]
+    if len(lost_here) > _TOLD:
+        result.findings.append(Finding(shown, "", "", 0, f"has lost {len(lost_here) - _TOLD} more samples"))
+    if not len(index):
+        os.unlink(index.shards[0].path)
+        return None
+    return index
+
+
+def _entries(
+    source: Source, whole: Iterator[Whole], readers: Readers | None, lost: list[Finding], shown: str
+) -> Iterator[tuple[str, list[Part]]]:
+    """The samples as they are written; those that prove not whole when their bytes are seen go to `lost`."""
+    for one in whole:
+        parts: list[Part] = []
+        why = _refusal(one)
+        at = ("", one.start)
+        for name, offset, size, crc in [] if why else one.members:
+            at = (name, offset)
+            data = _read(source, offset, size, shown)
+            if crc32(data) != crc:
+                why = "its bytes changed while they were read"
+            elif one.doubtful and holds_header(data):
+                why = "the next sample begins within it: bytes before that are missing"
+            elif readers is not None and (read := readers.of(name)) is not None:
+                why = misfit(read, data)
+            if why:
+                break
+            parts.append((name, data))
+        if why:
+            lost.append(Finding(shown, one.key, at[0], at[1], why))
+        else:
+            yield one.key, parts
+
+
+def _refusal(one: Whole) -> str:
+    """Why a sample cannot be a sample; empty if it can."""
+    if sum(size for _, _, size, _ in one.members) > _MOST:
+        return f"it claims more than {_MOST >> 30} GiB"
+    return "a NUL character is in its name" if any("\0" in name for name in [one.key, *(m[0] for m in one.members)]) else ""
+
+
+def _read(source: Source, offset: int, size: int, shown: str) -> bytes:
+    try:
+        return source.read(offset, size)
+    except OSError as error:
+        raise StorageError(f"{shown} cannot be read at offset {offset}: {error.strerror}.") from error
+
+
+# --- the set ---------------------------------------------------------------------------------------------------------
+
+
+def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
+    """The shards to repair, with what their index promises. An index that is damaged itself is gone without, and told."""
+    todo: dict[str, Index | None] = {}
+    known: dict[str, Index | None] = {}
+    for path in expand(urls):
+        folder = os.path.dirname(path)
+        if not is_remote(path):
+            check_finished(folder)
+        try:
+            if not is_json(path):
+                todo[path] = one_of(path, known)
+            elif is_ours(path):
+                index = load(path)
+                todo.update({shard.path: index.pick([i]) for i, shard in enumerate(index.shards)})
+            else:
+                todo.update({tar: None for tar in tars_of(folder)})
+        except ShardError as error:
+            if is_remote(path) and is_json(path):
+                raise
+            note = f"repaired without an index, by headers alone: {error}"
+            result.notes += [note] if note not in result.notes else []
+            todo.update({tar: None for tar in (tars_of(folder) if is_json(path) else [path])})
+    return list(todo.items())
+
+
+def _check(out: str, paths: list[str]) -> None:
+    """Raise UsageError for a folder that the repaired shards cannot go to."""
+    if is_remote(out):
+        raise UsageError(f"{redacted(out)}: repaired shards go to a folder of this machine. Name one.")
+    if not paths:
+        raise UsageError("these addresses mean no shards. Name a folder with .tar files.")
+    inputs = {os.path.realpath(os.path.dirname(path) or ".") for path in paths if not is_remote(path)}
+    if os.path.realpath(out) in inputs:
+        raise UsageError(f"{out} is the folder of the shards, which a repair never writes to. Name another one.")
+    twice = [name for name, count in Counter(map(name_of, paths)).items() if count > 1]
+    if twice:
+        raise UsageError(f"two shards are named {twice[0]}, and one folder holds one. Repair their folders one by one.")
+
+
+def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
+    """Labels and making as the old index says; what it counted is not kept where samples are lost."""
+    labels = known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
+    stale = {"made", "times"} | ({"samples", "listed"} if result.findings else set())
+    former = {name: value for name, value in (known[0].info if known else {}).items() if name not in stale}
+    return replace(index, labels=labels, info={**former, "repaired": {"copied": len(index), "lost": result.lost}})

@@ -1,0 +1,223 @@
+"""A walk over a shard that does not stop at the first damage: whole samples, and the byte ranges that hold none.
+
+`tar.samples` is for readers and raises at the first fault, since a reader must not guess. This is for those who want to know
+all that is wrong with a shard, or to save the rest of it: where a header is not valid, or a member runs beyond the file, the
+damage is noted, the next header is looked for (`search`), and the walk goes on from there. It goes forward only, each byte is
+searched once, and what it holds is a few megabytes, whatever the headers claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from wdstrain.errors import ShardError
+from wdstrain.tar import (
+    ASIDE,
+    BLOCK,
+    END,
+    NO_KEY,
+    RECORD,
+    Extra,
+    Read,
+    Walk,
+    check_extension,
+    check_inside,
+    check_plain,
+    is_aside,
+    name_in,
+    other_kind,
+    padding,
+    size_in,
+    sparse,
+    split_name,
+)
+from wdstrain.verifying.search import Search
+
+_ZEROS = 1 << 20  # bytes that are looked at together where there may be nothing but zeros
+
+Look = Callable[[str, str, int, int], int]  # (key, field, offset, size) of a member that is passed -> its crc32
+
+
+class Damage(NamedTuple):
+    """Bytes [start, stop) of a shard that hold no sample. `reason` goes on from the shard's name: "ends inside ...".
+
+    empty where nothing but the end marker is missing. `is_join`: what lies there is an end marker, with more samples behind.
+    """
+
+    start: int
+    stop: int
+    reason: str
+    is_join: bool = False
+
+
+@dataclass
+class Found:
+    """A sample as the walk came by it: `start`, `stop` and `fields` as of `tar.Sample`.
+
+    crcs: of its members. doubtful: it is the last before a damage, or the first behind one: it may have lost members.
+    twice: (field, offset) of members whose name another member of the sample has.
+    """
+
+    key: str
+    start: int
+    stop: int = 0
+    fields: list[tuple[str, int, int]] = field(default_factory=list)
+    crcs: list[int] = field(default_factory=list)
+    doubtful: bool = False
+    twice: list[tuple[str, int]] = field(default_factory=list)
+
+
+def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | Damage]:
+    """What a shard of `size` bytes holds, in order of the offsets; a damage comes before the sample that ends at it.
+
+    read: is asked forward, but for what lies less than 2 MiB before what it was asked for last. look: is told of each
+    member before the walk goes on, and gives its crc32. walk: counts what is passed over.
+    """
+    current: Found | None = None
+    after = False
+    named: set[str] = set()
+    for piece in _members(read, size, walk):
+        if isinstance(piece, Damage):
+            yield piece
+            after = True
+            if current is not None:
+                current.doubtful = True
+            continue
+        name, start, data, length = piece
+        parts = split_name(name)
+        if parts is None or is_aside(name):
+            walk.ignore(NO_KEY if parts is None else ASIDE)
+            continue
+        key, field_name = parts
+        if current is None or current.key != key:
+            if current is not None:
+                yield current
+            current, named = Found(key, start, doubtful=after), set()
+        after = False
+        current.stop = data + length + padding(length)
+        crc = look(key, field_name, data, length)
+        if field_name in named:
+            current.twice.append((field_name, data))
+            continue
+        named.add(field_name)
+        current.fields.append((field_name, data, length))
+        current.crcs.append(crc)
+    if current is not None:
+        yield current
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+
+def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int, int] | Damage]:
+    """(name, offset of the first header block, offset of the data, size) of each regular file, and the damages between."""
+    try:
+        check_plain(read(0, min(size, BLOCK)), "")
+    except ShardError as error:
+        yield Damage(0, size, _said(error))
+        return
+    search = Search(read, size)
+    offset, start, extra = 0, None, Extra()
+    fault: Damage | None = None  # it ends where the next sound member begins
+    while True:
+        begun = offset if start is None else start
+        try:
+            if offset + BLOCK > size:
+                yield _beyond(fault, offset, begun, size)
+                return
+            block = bytes(read(offset, BLOCK))
+            if not block[0] and block == bytes(BLOCK):
+                found = _end(read, offset, begun, size)
+                if found is None and fault is None:
+                    return
+                if found is None or found.stop == size:
+                    yield _until(fault or found or Damage(offset, size, ""), size)
+                    return
+                fault = fault or found
+                offset, start, extra = found.stop, None, Extra()
+                continue
+            length = size_in(block, "", offset)
+            kind, data = block[156:157], offset + BLOCK
+            if kind in b"xgLK":
+                check_extension("", offset, length, size)
+                extra.read(kind, bytes(read(data, length)), "", offset)
+                start, offset = begun, data + length + padding(length)
+                continue
+            length = extra.size if extra.size is not None else length
+            name = extra.path or name_in(block)
+            check_inside("", f"'{name}'", data, length, size)
+            if kind == b"S" or extra.sparse:
+                raise sparse("", name, offset)
+        except ShardError as error:
+            fault = fault or Damage(begun, size, _said(error))
+            following = search.after(offset + 1)
+            if following is None:
+                yield _until(fault, size)
+                return
+            offset, start, extra = following, None, Extra()
+            continue
+        if fault is not None:
+            yield _until(fault, begun)
+            fault = None
+        if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
+            yield name, begun, data, length
+        else:
+            walk.ignore(other_kind(kind, name))
+            length = 0 if kind in b"123456" else length
+        offset, start, extra = data + length + padding(length), None, Extra()
+
+
+def _until(fault: Damage, stop: int) -> Damage:
+    return fault._replace(stop=stop)
+
+
+def _beyond(fault: Damage | None, offset: int, begun: int, size: int) -> Damage:
+    """The damage of a shard that ends where a header should be."""
+    if fault is not None:
+        return _until(fault, size)
+    if begun < offset:
+        return Damage(begun, size, f"ends at byte {size} after an extension header without its member: it was cut")
+    if offset < size:
+        return Damage(offset, size, f"ends at byte {size} inside a header: it was cut")
+    return Damage(size, size, f"ends at byte {size} without the two zero blocks that end a tar: it was cut")
+
+
+def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
+    """What is wrong with a zero block where a header may be: None if it begins the end of the shard, and all is well.
+
+    A damage that stops before the end of the shard stops where something begins.
+    """
+    stop = _zeros_until(read, offset, size)
+    if stop < size:
+        stop -= (stop - offset) % BLOCK
+        if stop - offset < len(END):
+            return Damage(begun, stop, f"has a zero block at offset {offset} that is not the end: it is damaged")
+        what = f"ends at offset {offset}, and more follows at offset {stop}: several tars in one, or zeroed in part"
+        return Damage(begun, stop, what, is_join=True)
+    if begun < offset:
+        return Damage(begun, size, f"ends at offset {offset} after an extension header without its member")
+    if size - offset < len(END):
+        return Damage(offset, size, f"ends at byte {size} within the two zero blocks that end a tar: it was cut")
+    if size - offset > RECORD:
+        what = f"ends at offset {offset}, {size - offset} bytes before the file does; {RECORD} are the most that tar adds: it was zeroed in part"
+        return Damage(offset, size, what)
+    return None
+
+
+def _zeros_until(read: Read, offset: int, size: int) -> int:
+    """The first byte from offset on that is not zero, or the size."""
+    while offset < size:
+        data = read(offset, min(size - offset, _ZEROS))
+        if bytes(data).count(0) < len(data):
+            return offset + int(np.flatnonzero(np.frombuffer(data, np.uint8))[0])
+        offset += max(1, len(data))
+    return size
+
+
+def _said(error: ShardError) -> str:
+    """What a reader's error says, without the shard's name, which is empty here, and its advice, which is its last sentence."""
+    return str(error).strip().rpartition(". ")[0]
