@@ -27,5 +27,6 @@ beside=(--numprocesses auto --dist worksteal)
 check "${beside[@]}" -m "not slow and not alone" "$@"
 check -m "alone and not slow" "$@"
 if [ -n "${CI:-}" ]; then # what takes long, for nobody waits there
-    check "${beside[@]}" -m slow "$@"
+    check "${beside[@]}" -m "slow and not alone" "$@"
+    check -m "slow and alone" "$@"
 fi

@@ -22,7 +22,7 @@ from wdstrain.limits import excerpt
 from wdstrain.opening import open_index
 from wdstrain.workers import cores
 
-SHORT = 0.4  # seconds of a measurement
+SHORT = 1.5  # seconds of a measurement
 
 
 class Sleepy:
@@ -58,7 +58,7 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards", [200])
     wt.index(shards)
     fields: Mapping[str, Any] = {"txt": Sleepy()}
-    now = wt.bench(shards, fields, batch_size=8, num_workers=1, seconds=SHORT)
+    now = wt.bench(shards, fields, batch_size=8, num_workers=1, seconds=SHORT)  # a message of a worker is up to four batches
     assert now.binding == "decode"
     assert "decoding binds" in now.verdict
     (change,) = now.changes
@@ -68,9 +68,10 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
     assert within_a_fifth(change.rate, then.achieved), (change, then)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "shards", [20] * 40)
+    shards = write_shards(tmp_path / "shards", [10] * 12)
     wt.index(shards)
     fields: Mapping[str, Any] = {"txt": Sleepy()}
     with serving(shards) as served:
@@ -87,6 +88,7 @@ def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
     assert within_a_fifth(change.rate, then.achieved), (change, then)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_what_smaller_pictures_give_is_what_was_predicted(tmp_path: Path) -> None:
     shards = photographs(tmp_path / "large", 96, 720)

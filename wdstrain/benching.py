@@ -125,7 +125,8 @@ class Bench:
             found.append((f"decode, {kind}", f"{each} samples/s"))
         found += [(f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()]
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
-        found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}; first batch after {self.first_batch:.2f} s"))
+        found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}"))
+        found.append(("first batch", f"after {self.first_batch:.2f} s"))
         if self.bad:
             found.append(("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them"))
         found += [("change", f"{one.what}: about {one.rate:.0f} samples/s") for one in self.changes]

@@ -20,6 +20,7 @@ import numpy as np
 
 from wdstrain.augment import Draws
 from wdstrain.decoder import Decoder, Task, Transform
+from wdstrain.errors import SampleError
 from wdstrain.fields import Array, Example, Field
 from wdstrain.index_files import scan
 from wdstrain.indexing import Index
@@ -50,17 +51,19 @@ def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts
     starts = np.linspace(0, len(index) - count // _RUNS - 1, _RUNS).astype(np.int64).clip(0)
     ids = np.unique(np.concatenate([np.arange(start, start + -(-count // _RUNS)) for start in starts]).clip(0, len(index) - 1))
     shards = index.shard_of(ids)
+    runs = np.split(ids, np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1)
     with open(path, "wb") as file:
-        for number in np.unique(shards).tolist():
-            shard = index.shards[number]
+        for run in runs:
+            shard = index.shards[int(index.shard_of(run[:1])[0])]
+            start, stop = int(index.table.start[run[0]]), int(index.table.stop[run[-1]])
             with open_source(shard.path, shard.bytes) as source:
-                for i in ids[shards == number].tolist():
-                    parts = []
-                    for field, offset, size in index.members(i):
-                        data = bytearray(size)
-                        source.read_into([memoryview(data)], offset)
-                        parts.append((field, bytes(data)))
-                    for field, kept in change(parts) if change is not None else parts:
+                data = memoryview(bytearray(stop - start))
+                source.read_into([data], start)  # at once: of a server each read is a request
+                for i in run.tolist():
+                    parts = [(field, bytes(data[at - start : at - start + size])) for field, at, size in index.members(i)]
+                    with suppress(SampleError):  # a bad sample stays as it is
+                        parts = change(parts) if change is not None else parts
+                    for field, kept in parts:
                         # keys of several shards may be the same; these are for nobody to read
                         file.write(header(f"{i:012d}.{field}", len(kept)) + kept + bytes(padding(len(kept))))
         file.write(END)
