@@ -31,6 +31,7 @@ from wdstrain.streaming import Stream, stream, to_example
 from wdstrain.verifying import Verification, verify
 
 if TYPE_CHECKING:
+    from wdstrain.foresight import foresee
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -59,6 +60,7 @@ __all__ = [
     "array",
     "evaluate",
     "export",
+    "foresee",
     "gopen",
     "image",
     "index",
@@ -84,6 +86,7 @@ __all__ = [
 
 
 _LATER = {
+    "foresee": "foresight",
     "train": "training.doors",
     "evaluate": "training.doors",
     "predict": "training.predicting",
@@ -92,7 +95,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What packs and what trains is imported when it is first used: who writes his own loop needs neither."""
+    """What packs, trains and foresees is imported when it is first used: who writes his own loop needs neither."""
     module = "packing.doors" if name.startswith("pack") else _LATER.get(name)
     if module is not None and name in __all__:
         return getattr(import_module(f"wdstrain.{module}"), name)

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from wdstrain import __version__
 from wdstrain.cli.convert import add_convert
+from wdstrain.cli.plan import add_plan
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.console import Teller, say, show
@@ -153,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     for one in (index, info, check):
         urls(one)
 
+    add_plan(verbs)
     add_training(verbs)
 
     serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
