@@ -10,8 +10,8 @@ within batches tell how classes are mixed, and samples drawn one by one would ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, replace
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,16 +19,15 @@ import numpy.typing as npt
 
 from wdstrain.errors import UsageError
 from wdstrain.indexing import Index, Ints, Label
-from wdstrain.itinerary import RankShare, Reads, Waiting, reads_of, seen, share_of, waiting
+from wdstrain.itinerary import Reads, Waiting, reads_of, seen, share_of, waiting
 from wdstrain.labels import MOST_FAR, classes_in, label_bytes
-from wdstrain.loader import Loader
+from wdstrain.loader import Loader, open_shards
+from wdstrain.outlook import lines, page, verdict
 from wdstrain.plan import Plan, Tail
+from wdstrain.prospect import Mix, Prospect
 from wdstrain.remote import is_remote
-from wdstrain.shuffling import ClassMix, NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
+from wdstrain.shuffling import NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
 from wdstrain.storage import Urls
-
-GOOD_EFFECT = 1.1  # a design effect up to this is good enough: batches as even as ideal ones that are a tenth smaller
-GOOD_NEIGHBOURS = 0.1  # of the nearest samples on disk, so many more than ideally may share a batch, or twice the ideal number
 
 _MOST = 1 << 21  # samples of an epoch that are looked at for what ranks hold
 _MOST_MIXED = 1 << 18  # for how well one buffer mixes, in parts of an epoch or over several
@@ -39,97 +38,20 @@ _FEW_LABELS = 500  # too few to say how a buffer mixes classes
 Tell = Callable[[int, int], None]
 
 
-def most_neighbours(ideal: float) -> float:
-    """How many of the nearest samples on disk may share a batch where ideally so many do: of a small set, twice as many."""
-    return ideal + max(GOOD_NEIGHBOURS, ideal)
-
-
-@dataclass(frozen=True)
-class Mix:
-    """How well one size of the shuffle buffer mixes, and what it holds on a rank. shuffle: False is the order on disk."""
-
-    buffer: int
-    shuffle: bool
-    held_samples: float
-    held_bytes: float
-    neighbours: Neighbours | None
-    classes: ClassMix | None
-
-    @property
-    def parts_neighbours(self) -> bool:
-        """Whether neighbours on disk seldom meet in a batch, or hardly more often than in an ideal order."""
-        return self.neighbours is None or self.neighbours.nearest <= most_neighbours(self.neighbours.nearest_ideal)
-
-    @property
-    def evens_classes(self) -> bool:
-        """Whether batches are as even in their classes as an ideal order's, or not told apart from that by one standard error."""
-        return self.classes is None or self.classes.design_effect <= GOOD_EFFECT + min(self.classes.error or 0.0, 1.0)
-
-    @property
-    def is_good(self) -> bool:
-        return self.parts_neighbours and self.evens_classes
-
-
-@dataclass(frozen=True)
-class Foresight:
-    """What an epoch would do.
-
-    ranks: what each of them does. exactly_once: whether every sample that is not left out is read and delivered once, as counted.
-    steps_looked_at: for what is held, out of `steps`. now: how well the order mixes; sizes: the same for other buffers, the
-    smallest first, and for this one. packed_at_random: as the index says of its conversion. label: whose classes were looked at, and labels_read how many; why_no_classes: why none.
-    """
-
-    samples: int
-    shards: int
-    bytes: int
-    on_a_server: bool
-    batch_size: int
-    world_size: int
-    lanes: int
-    shuffle: bool
-    shuffle_buffer: int
-    seed: int
-    epoch: int
-    tail: Tail
-    steps: int
-    left_out: int
-    exactly_once: bool
-    steps_looked_at: int
-    epochs_mixed: int
-    ranks: tuple[RankShare, ...]
-    now: Mix
-    sizes: tuple[Mix, ...]
-    packed_at_random: bool
-    label: str | None
-    labels_read: int
-    why_no_classes: str
-
-    @cached_property
-    def enough(self) -> Mix | None:
-        """The smallest buffer that is good enough, if there is one."""
-        return next((mix for mix in self.sizes if mix.shuffle and mix.is_good), None)
-
-    @property
-    def is_good(self) -> bool:
-        return self.now.is_good
+class Foresight(Prospect):
+    """What an epoch would do, as `foresee` finds it; it prints as a table, and is a page in a notebook."""
 
     def __str__(self) -> str:
-        from wdstrain.outlook import lines
-
         return "\n".join(lines(self))
 
     def __repr__(self) -> str:
         return f"Foresight({self.samples} samples, {self.world_size} ranks, {self.steps} steps, good enough: {self.is_good})"
 
     def _repr_html_(self) -> str:
-        from wdstrain.outlook import body
-
-        return body(self)
+        return f'<iframe srcdoc="{escape(page(self))}" style="width:100%;height:860px;border:0"></iframe>'
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
-        from wdstrain.outlook import verdict
-
         enough = None if self.enough is None else self.enough.buffer
         return {**asdict(self), "good_enough": self.is_good, "smallest_good_buffer": enough, "verdict": verdict(self)}
 
@@ -163,17 +85,13 @@ def foresee(
         words: dict[str, Any] = {"batch_size": batch_size, "lanes": lanes, "seed": seed, "tail": tail}
         return Loader(index, shuffle_buffer=buffer, shuffle=shuffled, rank=0, world_size=world_size, **words)
 
-    index: Index = urls if isinstance(urls, Index) else Loader(urls, batch_size=1, rank=0, world_size=1, tail="keep").index
+    index = urls if isinstance(urls, Index) else open_shards(urls)
     asked, why = _label(index, label) if read_labels else (None, "labels were not to be read")
     now = loader(shuffle_buffer, shuffle)
     plan, widest = _plan(now, epoch), loader(2**31 - 1, True).shuffle_buffer
     reads = [[reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in range(world_size)]
     held, steps, whole = _held(index, plan)
-    smallest = 1 << (plan.quota - 1).bit_length()
-    others = {min(1 << power, widest) for power in range(smallest.bit_length() - 1, widest.bit_length() + 1)}
-    plans = [
-        replace(plan, window=size, shuffle=True, _blocks={}) for size in sorted(others | {plan.window} if shuffle else others)
-    ]
+    plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
     plans = plans if shuffle else [plan, *plans]
     known = _Classes(index, asked, len(plans))
     looked = [_look(index, one, known, one.window == plan.window and one.shuffle == shuffle) for one in plans]

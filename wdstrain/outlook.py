@@ -13,8 +13,8 @@ from statistics import fmean
 
 from wdstrain import charts
 from wdstrain.charts import Line
-from wdstrain.foresight import GOOD_EFFECT, Foresight, Mix, most_neighbours
 from wdstrain.itinerary import RankShare
+from wdstrain.prospect import GOOD_EFFECT, Mix, Prospect, most_neighbours
 from wdstrain.shuffling import NEAREST
 
 _ROWS = 16  # of ranks that are told one by one
@@ -22,13 +22,13 @@ _BAR = 12  # characters of the longest bar
 _PACK = "wdstrain convert tars URLS OUT"
 
 
-def lines(what: Foresight, *, ascii_only: bool = False) -> list[str]:
-    """All of it, in lines of at most 80 columns but for the advice. ascii_only: where the output knows no other characters."""
+def lines(what: Prospect, *, ascii_only: bool = False) -> list[str]:
+    """All of it, in lines of at most 80 columns. ascii_only: where the output knows no other characters."""
     bar = "#" if ascii_only else "\u2588"
     return [*summary(what), "", *ranks(what), "", *quality(what), "", *plot(what, bar), "", *_folded(verdict(what))]
 
 
-def summary(what: Foresight) -> list[str]:
+def summary(what: Prospect) -> list[str]:
     """What the epoch is."""
     order = f"buffer of {what.shuffle_buffer} samples, seed {what.seed}" if what.shuffle else "none: the order on disk"
     left = (
@@ -50,10 +50,10 @@ def summary(what: Foresight) -> list[str]:
         rows.append(("padding", f"{padding} rows, marked invalid"))
     if what.tail == "keep":
         rows.append(("last batch", "short: it holds what is left"))
-    return [f"{name:<13} {text}" for name, text in rows]
+    return _named(rows)
 
 
-def ranks(what: Foresight) -> list[str]:
+def ranks(what: Prospect) -> list[str]:
     """A row for each rank; of many, for that which reads least and most, and their sum."""
     move = "requests" if what.on_a_server else "seeks"
     head = ("rank", "samples", "MB", "shards", "cut", "reads", move, "first MB", "held MB", "most MB")
@@ -68,9 +68,10 @@ def ranks(what: Foresight) -> list[str]:
     if len(what.ranks) > 1:
         rows.append(_sum_row(what))
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    found = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    gap = "  " if sum(widths) + 2 * len(widths) < 82 else " "
+    found = [gap.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
     notes = [
-        "cut: shards that are entered in the middle; first: read before the first batch is whole;",
+        "cut: shards entered in the middle; first: read before the first batch is whole;",
         "held: read and not delivered, on average and at most",
     ]
     if what.steps_looked_at < what.steps:
@@ -80,7 +81,7 @@ def ranks(what: Foresight) -> list[str]:
     return [*found, *notes]
 
 
-def quality(what: Foresight) -> list[str]:
+def quality(what: Prospect) -> list[str]:
     """How well it is shuffled."""
     near, classes = what.now.neighbours, what.now.classes
     rows = []
@@ -107,10 +108,10 @@ def quality(what: Foresight) -> list[str]:
         rows.append(("classes", f"not looked at: {why}"))
     if what.epochs_mixed > 1:
         rows.append(("", f"(over {what.epochs_mixed} epochs)"))
-    return [f"{name:<13} {text}" for name, text in rows]
+    return _named(rows)
 
 
-def plot(what: Foresight, bar: str = "\u2588") -> list[str]:
+def plot(what: Prospect, bar: str = "\u2588") -> list[str]:
     """A row for each buffer: what it holds, and bars of how far it is from an ideal shuffle."""
     head = f"{'buffer':>9} {'held MB':>9}  {'neighbours in a batch':<22}"
     found = [f"{head}design effect of classes" if any(mix.classes for mix in what.sizes) else head.rstrip()]
@@ -132,7 +133,7 @@ def plot(what: Foresight, bar: str = "\u2588") -> list[str]:
     return [*found, f"good enough: {limit}a design effect of at most {GOOD_EFFECT}"]
 
 
-def verdict(what: Foresight) -> str:
+def verdict(what: Prospect) -> str:
     """A few sentences: whether it is good enough, and what would be."""
     now, enough = what.now, what.enough
     parted = next((mix for mix in what.sizes if mix.shuffle and mix.parts_neighbours), None)
@@ -160,7 +161,7 @@ def verdict(what: Foresight) -> str:
     return " ".join(words)
 
 
-def body(what: Foresight) -> str:
+def body(what: Prospect) -> str:
     """All of it as HTML, with figures."""
     sizes = [mix for mix in what.sizes if mix.shuffle]
     across = "samples of the shuffle buffer, as powers of two"
@@ -205,7 +206,7 @@ def body(what: Foresight) -> str:
     return f'<p><b>{escape(verdict(what))}</b></p><div class="cards">{figures}</div>{told}'
 
 
-def page(what: Foresight) -> str:
+def page(what: Prospect) -> str:
     """A page in one file."""
     return charts.page("what an epoch would do", f"<h1>What an epoch would do</h1>{body(what)}")
 
@@ -219,7 +220,7 @@ def _rank_row(name: str, rank: RankShare, far: bool) -> tuple[str, ...]:
     return (name, str(rank.samples), _mb(rank.bytes), *map(str, counts), *map(_mb, sizes))
 
 
-def _sum_row(what: Foresight) -> tuple[str, ...]:
+def _sum_row(what: Prospect) -> tuple[str, ...]:
     def total(name: str) -> int:
         return sum(getattr(rank, name) for rank in what.ranks)
 
@@ -229,7 +230,7 @@ def _sum_row(what: Foresight) -> tuple[str, ...]:
     return ("all", str(total("samples")), _mb(total("bytes")), "", *counts, _mb(total("first_batch_bytes")), *map(_mb, means))
 
 
-def _faults(what: Foresight) -> list[str]:
+def _faults(what: Prospect) -> list[str]:
     """What is wrong with the order."""
     near, classes, found = what.now.neighbours, what.now.classes, []
     if near is not None and not what.now.parts_neighbours:
@@ -256,6 +257,11 @@ def _size(mix: Mix) -> str:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:.0f}" if size >= 1e8 else f"{size / 1e6:.1f}" if size >= 1e5 else f"{size / 1e6:.3f}"
+
+
+def _named(rows: list[tuple[str, str]]) -> list[str]:
+    """Names and texts beside them."""
+    return [f"{name if not i else '':<13} {part}" for name, text in rows for i, part in enumerate(_folded(text, 66))]
 
 
 def _folded(text: str, width: int = 80) -> list[str]:

@@ -62,9 +62,9 @@ def parts_of(plan: Plan, most: int) -> list[tuple[int, int]]:
     """Steps [first, stop) that stand for an epoch: all of it, or even parts of it with about `most` samples in all."""
     if plan.samples <= most:
         return [(0, plan.steps)]
-    # a part costs its own places and those of a window at both of its ends
-    margin = 2 * min(plan.window, plan.lane_samples(0)) * plan.lane_count
-    number = max(1, min(_PARTS, plan.samples // (margin + most // _PARTS)))
+    # to enter a lane somewhere, about five blocks of places are sorted, each with a window before and after it
+    entry = 15 * min(plan.window, plan.lane_samples(0)) * plan.lane_count
+    number = max(1, min(_PARTS, 4 * most // (entry + most // _PARTS)))
     length = min(plan.steps, max(1, most // (number * plan.global_batch)))
     firsts = ((np.arange(number) + 0.5) / number * (plan.steps - length)).astype(int).tolist()
     return [(first, first + length) for first in dict.fromkeys(firsts)]
