@@ -283,13 +283,15 @@ def test_batches_are_drawn_from_the_plan_itself(tmp_path: Path) -> None:
         assert len({one.pop() for one in steps}) == shape[0]
 
 
-def by_class(folder: Path, counts: list[int], classes: int) -> Path:
-    """Shards sorted by class."""
+def by_class(folder: Path, counts: list[int], classes: int, *, stray: float = 0.0) -> Path:
+    """Shards sorted by class. stray: share of samples that are of any."""
     total, number = sum(counts), 0
+    draws = uniform(np.arange(total), 2, "stray")
     for shard, count in enumerate(counts):
         samples: list[Sample] = []
         for _ in range(count):
-            samples.append((f"s{number:06d}", {"cls": str(number * classes // total).encode(), "txt": bytes(200)}))
+            place = draws[number, 1] if draws[number, 0] < stray else number / total
+            samples.append((f"s{number:06d}", {"cls": str(int(place * classes)).encode(), "txt": bytes(200)}))
             number += 1
         write_tar(folder / f"part-{shard:03d}.tar", samples)
     return folder
@@ -318,7 +320,7 @@ def test_sorted_shards_are_told_to_be_packed_again_and_are_good_afterwards(tmp_p
 
 
 def test_reading_a_part_of_the_labels_gives_the_same_within_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = wt.index(by_class(tmp_path, [2000, 2000, 1000], 10))
+    index = wt.index(by_class(tmp_path, [2000, 2000, 1000], 10, stray=0.5))
     every = foresee(index, batch_size=20, shuffle_buffer=300)
     assert every.labels_read == 5000
     monkeypatch.setattr(foresight, "_MOST_LABELS", 2500)

@@ -24,7 +24,7 @@ from wdstrain.labels import MOST_FAR, classes_in, label_bytes
 from wdstrain.loader import Loader, open_shards
 from wdstrain.outlook import lines, page, verdict
 from wdstrain.plan import Plan, Tail
-from wdstrain.prospect import Mix, Prospect
+from wdstrain.prospect import Mix, Prospect, parts_neighbours
 from wdstrain.remote import is_remote
 from wdstrain.shuffling import NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
 from wdstrain.storage import Urls
@@ -93,8 +93,11 @@ def foresee(
     held, steps, whole = _held(index, plan)
     plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
     plans = plans if shuffle else [plan, *plans]
-    known = _Classes(index, asked, len(plans))
-    looked = [_look(index, one, known, one.window == plan.window and one.shuffle == shuffle) for one in plans]
+    known = _Classes(index, asked)
+    looked = [_look(index, one, known) for one in plans]
+    at = next(i for i, one in enumerate(plans) if one.window == plan.window and one.shuffle == shuffle)
+    if asked is not None and not known.all:
+        looked = [_drawn(one, share) for one, share in zip(looked, known.shares(looked, at), strict=True)]
     known.read([one.ids for one in looked], tell)
     mixes = tuple(_mix(one, known) for one in looked)
     return Foresight(
@@ -116,7 +119,7 @@ def foresee(
         steps_looked_at=steps,
         epochs_mixed=_epochs(plan),
         ranks=tuple(share_of(index, plan, rank, reads[rank], held[rank]) for rank in range(world_size)),
-        now=next(mix for mix in mixes if mix.buffer == plan.window and mix.shuffle == shuffle),
+        now=mixes[at],
         sizes=mixes,
         packed_at_random=isinstance(options := index.info.get("options"), dict) and options.get("shuffle") is True,
         label=asked.name if asked is not None else None,
@@ -174,18 +177,20 @@ class _Looked(NamedTuple):
 class _Classes:
     """The classes of samples whose labels were read."""
 
-    def __init__(self, index: Index, label: Label | None, sizes: int) -> None:
+    def __init__(self, index: Index, label: Label | None) -> None:
         self._index, self._label = index, label
         far = any(is_remote(shard.path) for shard in index.shards)
-        most = MOST_FAR if far else _MOST_LABELS
-        self.all = label is not None and len(index) <= most
-        each = most // sizes
-        # labels for each buffer, and for the one that is asked for
-        self.each, self.now = (each, each) if each >= _FEW_LABELS else (0, most)
-        if label is None:
-            self.each = self.now = 0
+        self.most = MOST_FAR if far else _MOST_LABELS
+        self.all = label is not None and len(index) <= self.most
         self.kind = np.full(len(index), -1, np.int64)  # number of the class of each sample, -1: not known
         self.count = 0
+
+    def shares(self, looked: list[_Looked], now: int) -> list[int]:
+        """How many labels tell of each buffer: of the one asked for and those that part neighbours twice as many."""
+        weights = [2 if i == now or parts_neighbours(one.neighbours) else 1 for i, one in enumerate(looked)]
+        if self.most // len(looked) < _FEW_LABELS:
+            weights = [int(i == now) for i in range(len(looked))]
+        return [self.most * weight // sum(weights) for weight in weights]
 
     def read(self, wanted: list[Ints], tell: Tell | None) -> None:
         if self._label is None:
@@ -220,7 +225,7 @@ def _epochs(plan: Plan) -> int:
     return max(1, min(_MOST_MIXED // plan.samples, _MOST_LANES // plan.lane_count, _MOST_EPOCHS))
 
 
-def _look(index: Index, plan: Plan, known: _Classes, is_now: bool) -> _Looked:
+def _look(index: Index, plan: Plan, known: _Classes) -> _Looked:
     count, held = NeighbourCount(plan, index.first), list[Waiting]()
     batch, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for later in range(_epochs(plan)):
@@ -233,13 +238,17 @@ def _look(index: Index, plan: Plan, known: _Classes, is_now: bool) -> _Looked:
             if known.all:
                 batch += [places.step + later * one.steps for places in lanes]
                 ids += [places.ids for places in lanes]
-    if not known.all and (most := known.now if is_now else known.each):
-        rows = batches_drawn(plan, most)
-        batch.append(np.repeat(np.arange(len(rows)), rows.shape[1]))
-        ids.append(rows.reshape(-1))
     lanes_of_a_rank = plan.lane_count / plan.world_size
     samples, size = (lanes_of_a_rank * float(np.concatenate(one).mean()) for one in zip(*held, strict=True))
     return _Looked(plan, count.result(), samples, size, np.concatenate(batch), np.concatenate(ids))
+
+
+def _drawn(looked: _Looked, most: int) -> _Looked:
+    """With samples of batches drawn at random, whose labels are to be read."""
+    if not most:
+        return looked
+    rows = batches_drawn(looked.plan, most)
+    return looked._replace(batch=np.repeat(np.arange(len(rows)), rows.shape[1]), ids=rows.reshape(-1))
 
 
 def _mix(looked: _Looked, known: _Classes) -> Mix:

@@ -130,7 +130,11 @@ def plot(what: Prospect, bar: str = "\u2588") -> list[str]:
         found.append(row.rstrip())
     near = what.now.neighbours
     limit = "" if near is None else f"at most {most_neighbours(near.nearest_ideal):.2g} of {NEAREST} neighbours, "
-    return [*found, f"good enough: {limit}a design effect of at most {GOOD_EFFECT}"]
+    found.append(f"good enough: {limit}a design effect of at most {GOOD_EFFECT}")
+    errors = [mix.classes.error for mix in what.sizes if mix.classes is not None and mix.classes.error is not None]
+    if errors and max(errors) > GOOD_EFFECT - 1:
+        found.append(f"(few batches were looked at: standard errors of design effects go up to {max(errors):.1f})")
+    return found
 
 
 def verdict(what: Prospect) -> str:

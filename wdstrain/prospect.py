@@ -23,6 +23,11 @@ def most_neighbours(ideal: float) -> float:
     return ideal + max(GOOD_NEIGHBOURS, ideal)
 
 
+def parts_neighbours(found: Neighbours | None) -> bool:
+    """Whether so few of them share a batch; where no sample has a neighbour, none does."""
+    return found is None or found.nearest <= most_neighbours(found.nearest_ideal)
+
+
 @dataclass(frozen=True)
 class Mix:
     """How well one size of the shuffle buffer mixes, and what it holds on a rank. shuffle: False is the order on disk."""
@@ -37,7 +42,7 @@ class Mix:
     @property
     def parts_neighbours(self) -> bool:
         """Whether neighbours on disk seldom meet in a batch, or hardly more often than in an ideal order."""
-        return self.neighbours is None or self.neighbours.nearest <= most_neighbours(self.neighbours.nearest_ideal)
+        return parts_neighbours(self.neighbours)
 
     @property
     def evens_classes(self) -> bool:
