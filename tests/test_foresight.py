@@ -16,7 +16,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_shards, write_tar
-from wdstrain import foresight, reader
+from wdstrain import foresight, itinerary, reader
 from wdstrain.bits import bits, uniform
 from wdstrain.cli import main
 from wdstrain.errors import PlanError, UsageError
@@ -111,6 +111,18 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
         assert rank.shards == len({one.path for one in of_epoch})
         assert len(delivered) == rank.samples + rank.padding
         assert len(loader) == rank.steps
+
+
+def test_reads_are_the_same_however_many_are_found_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = wt.index(odd_shards(tmp_path / "odd"))
+    for options in SIZES:
+        plan = plan_of(index, **options)
+        whole = [reads_of(index, plan, lane) for lane in range(plan.lane_count)]
+        with monkeypatch.context() as patch:
+            patch.setattr(itinerary, "_CHUNK", 1030)  # more than one read takes
+            for lane, one in enumerate(whole):
+                parts = reads_of(index, plan, lane)
+                assert all((a == b).all() for a, b in zip(one, parts, strict=True))
 
 
 def plans(index: Index) -> list[Plan]:
@@ -356,6 +368,25 @@ def test_small_sets_are_looked_at_over_epochs_and_say_so(tmp_path: Path) -> None
     found = foresee(index, batch_size=4)
     assert found.epochs_mixed > 1
     assert f"over {found.epochs_mixed} epochs" in str(found)
+
+
+def test_a_large_epoch_is_looked_at_in_parts_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = wt.index(write_shards(tmp_path, [4000, 4000]))
+    whole = foresee(index, batch_size=5, shuffle_buffer=40, read_labels=False)
+    monkeypatch.setattr(foresight, "_MOST", 1000)
+    monkeypatch.setattr(foresight, "_MOST_MIXED", 1000)
+    part = foresee(index, batch_size=5, shuffle_buffer=40, read_labels=False)
+    assert whole.steps_looked_at == whole.steps == 1600
+    assert 0 < part.steps_looked_at < 300
+    assert f"({part.steps_looked_at} of 1600 steps looked at)" in " ".join(str(part).split())
+    names = ("samples", "bytes", "reads", "seeks", "first_batch_bytes")
+    assert [getattr(part.ranks[0], name) for name in names] == [getattr(whole.ranks[0], name) for name in names]
+    assert part.exactly_once
+    assert part.ranks[0].held_samples_mean == pytest.approx(whole.ranks[0].held_samples_mean, rel=0.1)
+    assert part.now.neighbours is not None
+    assert whole.now.neighbours is not None
+    pairs = 8 * 1000  # that were looked at, at least
+    assert abs(part.now.neighbours.nearest - whole.now.neighbours.nearest) < 4 * 16 / np.sqrt(pairs)
 
 
 # --- what is typed ---------------------------------------------------------------------------------------------------

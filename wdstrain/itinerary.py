@@ -116,10 +116,9 @@ def reads_of(index: Index, plan: Plan, lane: int) -> Reads:
             begins.append(at)  # a read that may go on behind the chunk begins the next one
             at = nexts[at]
         heads, ends = np.array(begins), np.array([*begins[1:], at])
-        ends = np.minimum(ends, len(ids))
-        used = np.add.reduceat(stops - starts, heads) if at >= len(ids) else np.add.reduceat((stops - starts)[:at], heads)
+        used = np.add.reduceat((stops - starts)[:at], heads)
         parts.append((ids[heads], ends - heads, shard[heads], starts[heads], stops[ends - 1], used))
-        begun += min(at, len(ids))
+        begun += at
     if not parts:
         return Reads(*(np.zeros(0, np.int64) for _ in Reads._fields))
     return Reads(*(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -9,12 +9,11 @@ from typing import Any, get_args
 
 from wdstrain.cli.words import urls, verb
 from wdstrain.console import Teller, say, show
+from wdstrain.plan import Tail
 
 
 def add_plan(verbs: Any) -> None:
     """Add the verb to those of the command line."""
-    from wdstrain.plan import Tail
-
     plan = verb(
         verbs,
         "plan",
