@@ -41,6 +41,12 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How well it mixes is looked at in one epoch alone: enough where something else is tested."""
+    monkeypatch.setattr(foresight, "_MOST_EPOCHS", 1)
+
+
 def plan_of(index: Index, **options: Any) -> Plan:
     """The plan of a loader with these options."""
     epoch = options.pop("epoch", 0)
@@ -66,6 +72,7 @@ def odd_shards(folder: Path) -> Path:
 
 @pytest.mark.parametrize("options", SIZES)
 @pytest.mark.parametrize("kind", ["odd", "few"])
+@pytest.mark.usefixtures("once")
 def test_reads_and_seeks_are_those_of_a_real_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
@@ -157,6 +164,7 @@ def test_what_waits_in_memory_is_what_a_replay_of_reads_and_deliveries_finds(tmp
                     assert list(zip(part.samples.tolist(), part.bytes.tolist(), strict=True)) == expected[first:stop]
 
 
+@pytest.mark.usefixtures("once")
 def test_a_rank_holds_what_its_lanes_hold(tmp_path: Path) -> None:
     index = wt.index(write_shards(tmp_path, [70, 113, 40]))
     for options in SIZES:
@@ -168,6 +176,7 @@ def test_a_rank_holds_what_its_lanes_hold(tmp_path: Path) -> None:
             assert rank.first_batch_bytes == held[0, 1]
 
 
+@pytest.mark.usefixtures("once")
 def test_every_rank_has_the_same_steps_and_every_sample_is_read_once(tmp_path: Path) -> None:
     index = wt.index(write_shards(tmp_path, [7, 113, 1, 40, 61]))
     for options in SIZES:
@@ -177,6 +186,7 @@ def test_every_rank_has_the_same_steps_and_every_sample_is_read_once(tmp_path: P
         assert sum(rank.samples for rank in found.ranks) == 222 - found.left_out
 
 
+@pytest.mark.usefixtures("once")
 def test_an_order_that_gives_a_sample_twice_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = wt.index(write_shards(tmp_path, [40]))
     ids = Plan.ids
@@ -349,6 +359,7 @@ def test_reading_a_part_of_the_labels_gives_the_same_within_its_error(tmp_path: 
             assert abs(one.classes.design_effect - other.classes.design_effect) < 4 * error
 
 
+@pytest.mark.usefixtures("once")
 def test_labels_of_a_server_are_few_and_tell_nonetheless(tmp_path: Path) -> None:
     folder = by_class(tmp_path, [600, 600], 3)
     wt.index(folder)
@@ -399,6 +410,7 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
+@pytest.mark.usefixtures("once")
 def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
     for words in ([], ["--world-size", "2", "--lanes", "4"], ["--world-size", "20", "--batch-size", "3"], ["--no-shuffle"]):
         assert main(["plan", str(folder), "--batch-size", "10", *words]) == 0
@@ -410,6 +422,7 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
     assert "Leave --no-shuffle away" in printed.out or "Not good enough" in printed.out
 
 
+@pytest.mark.usefixtures("once")
 def test_many_ranks_are_told_by_their_ends_and_their_sum(folder: Path) -> None:
     found = foresee(folder, world_size=20, batch_size=3)
     rows = [line.split()[0] for line in lines(found) if line.split()[:1] in (["least"], ["most"], ["all"], ["0"], ["19"])]
@@ -418,6 +431,7 @@ def test_many_ranks_are_told_by_their_ends_and_their_sum(folder: Path) -> None:
     assert [line.split()[0] for line in lines(few) if line.strip()[:2] in ("0 ", "1 ", "2 ")] == ["0", "1", "2"]
 
 
+@pytest.mark.usefixtures("once")
 def test_json_says_all_of_it(folder: Path, capsys: Any) -> None:
     assert main(["plan", str(folder), "--world-size", "2", "--batch-size", "7", "--epoch", "3", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -428,6 +442,7 @@ def test_json_says_all_of_it(folder: Path, capsys: Any) -> None:
     assert {mix["buffer"] for mix in told["sizes"]} >= {told["shuffle_buffer"], 64}
 
 
+@pytest.mark.usefixtures("once")
 def test_without_labels_nothing_of_the_shards_is_read(folder: Path, capsys: Any) -> None:
     assert main(["plan", str(folder), "--no-labels"]) == 0
     before = capsys.readouterr().out
@@ -440,6 +455,7 @@ def test_without_labels_nothing_of_the_shards_is_read(folder: Path, capsys: Any)
     assert "of one class, or none" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("once")
 def test_the_page_is_one_file_with_figures(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "plan.html"
     assert main(["plan", str(folder), "-o", str(out)]) == 0

@@ -31,7 +31,7 @@ from wdstrain.storage import Urls
 
 _MOST = 1 << 21  # samples of an epoch that are looked at for what ranks hold
 _MOST_MIXED = 1 << 18  # for how well one buffer mixes, in parts of an epoch or over several
-_MOST_EPOCHS, _MOST_LANES = 64, 4096  # of a small set; lanes cost something, however short they are
+_MOST_EPOCHS, _MOST_LANES = 32, 2048  # of a small set; lanes cost something, however short they are
 _MOST_LABELS = 20_000
 _FEW_LABELS = 500  # too few to say how a buffer mixes classes
 
@@ -195,7 +195,7 @@ class _Classes:
     def read(self, wanted: list[Ints], tell: Tell | None) -> None:
         if self._label is None:
             return
-        ids, numbers = np.unique(np.concatenate(wanted)), dict[str, int]()
+        ids, numbers = np.arange(len(self.kind)) if self.all else np.unique(np.concatenate(wanted)), dict[str, int]()
         for number, data in label_bytes(self._index, self._label.field, ids):
             names = classes_in(data, self._label.column, self._label.classes)
             if len(names) == 1:

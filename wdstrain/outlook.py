@@ -132,7 +132,7 @@ def plot(what: Prospect, bar: str = "\u2588") -> list[str]:
     limit = "" if near is None else f"at most {most_neighbours(near.nearest_ideal):.2g} of {NEAREST} neighbours, "
     found.append(f"good enough: {limit}a design effect of at most {GOOD_EFFECT}")
     errors = [mix.classes.error for mix in what.sizes if mix.classes is not None and mix.classes.error is not None]
-    if errors and max(errors) > GOOD_EFFECT - 1:
+    if errors and max(errors) > 2 * (GOOD_EFFECT - 1):
         found.append(f"(few batches were looked at: standard errors of design effects go up to {max(errors):.1f})")
     return found
 
@@ -199,8 +199,9 @@ def body(what: Prospect) -> str:
             charts.lines([Line("on average", at, [mix.held_bytes / 1e6 for mix in sizes], dots=True)], across=across),
         )
     )
+    some = f" (the first {_ROWS})" if len(what.ranks) > _ROWS else ""
     cards.append(
-        ("Bytes read by each rank, MB", charts.bars({f"rank {one.rank}": round(one.bytes / 1e6, 1) for one in what.ranks[:64]}))
+        (f"MB read by each rank{some}", charts.bars({str(one.rank): round(one.bytes / 1e6, 1) for one in what.ranks[:_ROWS]}))
     )
     text = [("Epoch", summary(what)), ("Shuffle", quality(what)), ("Ranks", ranks(what)), ("Buffers", plot(what))]
     figures = "".join(f'<div class="card"><h2>{escape(name)}</h2>{drawn}</div>' for name, drawn in cards)

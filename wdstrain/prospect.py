@@ -15,6 +15,7 @@ from wdstrain.plan import Tail
 from wdstrain.shuffling import ClassMix, Neighbours
 
 GOOD_EFFECT = 1.1  # a design effect up to this is good enough: batches as even as ideal ones that are a tenth smaller
+_MOST_ERROR = 0.5  # of a design effect that excuses it
 GOOD_NEIGHBOURS = 0.1  # of the nearest samples on disk, so many more than ideally may share a batch, or twice the ideal number
 
 
@@ -47,7 +48,7 @@ class Mix:
     @property
     def evens_classes(self) -> bool:
         """Whether batches are as even in their classes as an ideal order's, or not told apart from that by one standard error."""
-        return self.classes is None or self.classes.design_effect <= GOOD_EFFECT + min(self.classes.error or 0.0, 1.0)
+        return self.classes is None or self.classes.design_effect <= GOOD_EFFECT + min(self.classes.error or 0.0, _MOST_ERROR)
 
     @property
     def is_good(self) -> bool:

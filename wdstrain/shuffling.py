@@ -148,7 +148,7 @@ def class_mix(
     means over pairs, so they are unbiased whichever of the batches were drawn, and whichever of a batch's samples. Where only
     a part is known, P0 is taken from pairs within and between the batches drawn, each with the weight it has in the set: a class
     that is frequent in them by chance is so in both P and P0. The standard error is the jackknife's, leaving out a batch at
-    a time; of several epochs, a step of all of them: with a small buffer it has much the same samples in each.
+    a time; of several epochs, an epoch, since with a small buffer they have much the same batches.
     """
     if len(batch) == 0 or kinds.min() == kinds.max():
         return None
@@ -161,8 +161,8 @@ def class_mix(
     if not pairs.sum():
         return None
     several = (pairs > 0).sum() > 1
-    if counts is not None and steps is not None:
-        pairs, alike = (np.bincount(np.arange(most) % steps, weights=one) for one in (pairs, alike))
+    if counts is not None and steps is not None and most > steps:
+        pairs, alike = (np.bincount(np.arange(most) // steps, weights=one) for one in (pairs, alike))
     # the same sums over all batches, first with none, then with each of them left out: float[1 + batches]
     inside = (alike.sum() - np.r_[0, alike]) / np.maximum(pairs.sum() - np.r_[0, pairs], 1e-12)
     if counts is not None:
