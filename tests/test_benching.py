@@ -53,6 +53,7 @@ def within_a_fifth(predicted: float, then: float) -> bool:
     return 0.8 <= then / predicted <= 1.25
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards", [200])
@@ -71,8 +72,8 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "shards", [10] * 12)
-    wt.index(shards)
+    shards = tmp_path / "shards"
+    wt.pack(({"__key__": f"k{i:03d}", "txt": f"{i}"} for i in range(120)), str(shards), shard_samples=10)
     fields: Mapping[str, Any] = {"txt": Sleepy()}
     with serving(shards) as served:
         served.delay = 0.3

@@ -31,6 +31,7 @@ from wdstrain.streaming import Stream, stream, to_example
 
 if TYPE_CHECKING:
     from wdstrain.benching import Bench, bench
+    from wdstrain.foresight.doors import foresee
     from wdstrain.inspecting.doors import info
     from wdstrain.inspecting.facts import Info
     from wdstrain.looking.doors import Peek, peek
@@ -69,6 +70,7 @@ __all__ = [
     "bench",
     "evaluate",
     "export",
+    "foresee",
     "gopen",
     "image",
     "index",
@@ -103,6 +105,7 @@ _LATER = {
     "Info": "inspecting.facts",
     "peek": "looking.doors",
     "Peek": "looking.doors",
+    "foresee": "foresight.doors",
     "train": "training.doors",
     "evaluate": "training.doors",
     "predict": "training.predicting",
@@ -115,7 +118,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """What packs, shows and trains is imported when it is first used: who writes his own loop needs none of it."""
+    """What packs, shows, foresees and trains is imported when it is first used: who writes his own loop needs none of it."""
     module = "packing.doors" if name.startswith("pack") else _LATER.get(name)
     if module is not None and name in __all__:
         return getattr(import_module(f"wdstrain.{module}"), name)

@@ -35,7 +35,7 @@ from wdstrain.storage import open_source
 from wdstrain.watching import stack_of
 
 READ_BYTES = 4 << 20  # of one read
-_PIECES = 1024  # samples in one read
+READ_SAMPLES = 1024  # samples in one read
 _BUCKETS = 16  # slabs of a window leave in so many groups
 
 
@@ -108,7 +108,7 @@ class Reader:
         largest, total = int(np.max(extents)), int(np.sum(extents))
         lanes = len(plan.lanes_of(rank))
         window, self._ahead = reach(index, plan, rank, ahead)
-        self._ring = window + self._ahead + 2 * _PIECES + plan.quota
+        self._ring = window + self._ahead + 2 * READ_SAMPLES + plan.quota
         self._bucket = max(1, (window + self._ahead) // (plan.quota * _BUCKETS))
         buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
@@ -267,7 +267,7 @@ class Reader:
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""
         table, end = self._index.table, run.plan.lane_places(run.lane)
-        stop = min(run.begun + _PIECES, end)
+        stop = min(run.begun + READ_SAMPLES, end)
         due = self._due(run, run.begun, stop)
         ids = run.plan.ids(run.lane, np.arange(run.begun, run.begun + len(due)))
         wanted = due >= run.first_step
@@ -366,7 +366,7 @@ class Reader:
     def _asked(self, run: _Run, start: int, stop: int) -> tuple[Ints, Ints]:
         """(places, ids) at the delivery positions [start, stop) of a lane, computed for many positions at a time."""
         if not run.asked_start <= start <= stop <= run.asked_start + len(run.asked[0]):
-            places = run.plan.order(run.lane, start, max(stop, min(start + _PIECES, run.plan.lane_samples(run.lane))))
+            places = run.plan.order(run.lane, start, max(stop, min(start + READ_SAMPLES, run.plan.lane_samples(run.lane))))
             run.asked, run.asked_start = (places, run.plan.ids(run.lane, places)), start
         places, ids = run.asked
         return places[start - run.asked_start : stop - run.asked_start], ids[start - run.asked_start : stop - run.asked_start]
@@ -374,7 +374,7 @@ class Reader:
     def _due(self, run: _Run, start: int, stop: int) -> Ints:
         """Steps that need the places [start, stop), computed for a window of places at a time."""
         if not run.due_start <= start or stop > run.due_start + len(run.due):
-            block = max(run.plan.window, 4 * _PIECES)
+            block = max(run.plan.window, 4 * READ_SAMPLES)
             run.due_start = start
             last = min(start + block, run.plan.lane_places(run.lane))
             run.due = run.plan.due(run.lane, start, last)
@@ -398,7 +398,7 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     """
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
-    return -(-min(2 * longest, 2 * (window + ahead + _PIECES) + int(8 * window**0.5)) // plan.quota) + 4
+    return -(-min(2 * longest, 2 * (window + ahead + READ_SAMPLES) + int(8 * window**0.5)) // plan.quota) + 4
 
 
 def _joined(parts: list[Ints]) -> Ints:

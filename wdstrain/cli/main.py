@@ -23,6 +23,7 @@ from wdstrain.cli.bench import add_bench
 from wdstrain.cli.check import add_check
 from wdstrain.cli.convert import add_convert
 from wdstrain.cli.info import add_info
+from wdstrain.cli.plan import add_plan
 from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
@@ -131,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_bench(verbs)
     add_show(verbs)
+    add_plan(verbs)
     add_training(verbs)
 
     serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
