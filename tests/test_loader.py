@@ -741,6 +741,30 @@ def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(shards: Path, n
     loader.close()
 
 
+class CountsThreads:
+    """A field that computes with torch, and tells with how many threads."""
+
+    names, example = ("txt",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> int:
+        torch.nn.functional.interpolate(torch.rand(1, 3, 64, 64), (32, 32))
+        return torch.get_num_threads()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
+    """There is a decoder for each core: with a thread for each core in each of them they would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        loader = wt.Loader(shards, {"threads": CountsThreads()}, batch_size=4, num_workers=num_workers)
+        assert {count for batch in loader for count in batch["threads"]} == {1}
+        assert torch.get_num_threads() == 3
+        loader.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_loader_collected_in_one_of_its_own_threads_does_not_wait_for_itself(shards: Path) -> None:
     code = """
     import gc, sys, wdstrain as wt

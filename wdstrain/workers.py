@@ -271,15 +271,20 @@ def _begin_worker(stacks: Stacks, desks: Desks, worker: int) -> None:
     desks[worker].leave()
 
 
+def _on_one_core() -> None:
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
 def decoder_threads(count: int) -> ThreadPoolExecutor:
     """Threads in which torch computes on one core, theirs.
 
-    torch.set_num_threads is for the calling thread, and for all that have not computed yet: so the caller's own number is
-    fixed before, and put back for later threads when all of ours have theirs.
+    torch.set_num_threads is for the calling thread, and for all that have not asked for their number yet: so each of ours asks before
+    it sets its own, or its first computation would take the caller's; that is put back for later threads when all of ours have theirs.
     """
     threads = torch.get_num_threads()
     ready = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "wdstrain-decoder", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(count, "wdstrain-decoder", initializer=_on_one_core)
     for _ in range(count):
         pool.submit(ready.wait)
     ready.wait()
