@@ -23,6 +23,7 @@ from wdstrain.decode import EXTENSIONS, decode_image
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.fields import Field, Image, field_of
+from wdstrain.fields import array as array_field
 from wdstrain.fields import image as image_field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, takes_rng
@@ -34,9 +35,10 @@ from wdstrain.workers import cores
 
 _SAMPLES = 256  # of an excerpt, and four batches at least
 _WORTH = 1.1  # times as fast: less is not worth a change
+_LARGER = 1.25  # times a side: less makes too little of a difference to pack anew for it
 _MARGIN = 8 / 7  # a picture that is cropped may be this much larger than the crop, as 256 for 224
 
-Say = Callable[[str], None]
+Say = Callable[[str, int, int], None]  # what is measured, its number, and how many there are
 
 
 class Change(NamedTuple):
@@ -96,12 +98,12 @@ class Bench:
         whole = self.predicted(self.num_workers)
         share = self.achieved / whole if whole else 0.0
         words = {
-            "storage": f"storage: it gives {self.storage * self.mean_bytes / 1e6:.0f} MB/s",
-            "decode": "decoding",
-            "hand-off": "the hand-off of batches",
-            "processors": f"the {self.cores} processors, all of them at work",
+            "storage": f"storage binds, with {self.storage * self.mean_bytes / 1e6:.0f} MB/s",
+            "decode": "decoding binds",
+            "hand-off": "the hand-off of batches binds",
+            "processors": f"the {self.cores} processors bind, all of them at work",
         }
-        said = f"{words[self.binding]} binds: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
+        said = f"{words[self.binding]}: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
         if not self.changes:
             return f"{said} No change of those that were looked at would give a tenth more."
         best = max(self.changes, key=lambda one: one.rate)
@@ -179,12 +181,19 @@ def bench(
 
     seconds: of each measurement, of which there are seven or eight. tune: also run the loader with other numbers of workers. cold: local shards are first
     put out of the system's memory, as far as it lets them go, so that they come from the disk. note: is told what is
-    measured. options: those of `Loader`. Raises what `Loader` raises.
+    measured, the how many-th of how many that is. options: those of `Loader`. Raises what `Loader` raises.
     """
     if seconds <= 0:
         raise UsageError(f"seconds={seconds}: each measurement takes some. Give for example 1.5.")
     index = urls if isinstance(urls, Index) else open_shards(urls)
-    tell = note or (lambda text: None)
+    told = 0
+
+    def tell(what: str) -> None:
+        nonlocal told
+        if note is not None:
+            note(what, told, (4 if fields is None and transform is None else 7 + tune * len(_settings())))
+        told += 1
+
     options = {"on_bad": "replace", "max_bad": 1.0, **options}
     Loader(
         index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
@@ -241,12 +250,16 @@ def bench(
 
 
 def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | None:
-    """The fields that training would read: pictures of this size, and the labels that the index names; None if there are no pictures."""
+    """The fields that training would read: pictures of this size, else arrays, and the labels that the index names; None if there are neither."""
     names = [name for name in index.fields if name.rpartition(".")[2] in EXTENSIONS]
     plain = [name for name in names if "." not in name] or names
-    if not plain:
+    labels = {label.field for label in index.labels}
+    arrays = [name for name in index.fields if name.rpartition(".")[2] == "npy" and name not in labels]
+    if not plain and not arrays:
         return None
-    found: dict[str, Field] = {"image": image_field(";".join(plain), size=size, augment=augment)}
+    found: dict[str, Field] = {name: array_field(name) for name in arrays}
+    if plain:
+        found = {"image": image_field(";".join(plain), size=size, augment=augment)}
     for label in index.labels:
         found[f"label {label.name}"] = field_of(label)
     return found
@@ -384,4 +397,4 @@ def _smaller(few: Index, fields: Mapping[str, Field] | None) -> int | None:
                         sides.append(min(decode_image(file.read(size)).shape[:2]))
                     except SampleError:
                         continue
-    return wanted if sides and float(np.median(sides)) > wanted * _WORTH else None
+    return wanted if sides and float(np.median(sides)) >= wanted * _LARGER else None

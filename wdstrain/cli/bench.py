@@ -36,16 +36,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     fields = None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
     if fields is None and not arguments.bytes:
         raise UsageError(
-            f"these shards hold no pictures, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
+            f"these shards hold no pictures and no arrays, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
         )
-    done = 0
     with Teller() as teller:
-
-        def tell(text: str) -> None:
-            nonlocal done
-            teller.step("measuring", done, None, text, "limits")
-            done += 1
-
         found = bench(
             index,
             fields,
@@ -54,7 +47,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             seconds=arguments.seconds,
             tune=arguments.tune,
             cold=arguments.cold,
-            note=tell,
+            note=lambda what, done, total: teller.step("measuring", done, total, what, ""),
             cache_dir=arguments.cache_dir,
             cache_limit=arguments.cache_limit,
         )
