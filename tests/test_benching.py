@@ -167,7 +167,7 @@ def test_the_verb_prints_limits_and_verdict(tmp_path: Path) -> None:
 
     shown = run("--image-size", "32", "--cold")
     assert shown.returncode == 0, shown.stderr
-    for word in ("storage", "decode, threads", "decode, processes", "hand-off", "achieved", "first batch", "verdict", "binds"):
+    for word in ("storage", "decode, threads", "decode, processes", "hand-off", "achieved", "first batch", "verdict", "bind"):
         assert word in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 80
     found = json.loads(run("--bytes", "--json").stdout)

@@ -210,6 +210,7 @@ class SlowPart(dict[str, int]):
         return super().__getitem__(name)
 
 
+@pytest.mark.alone
 def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
     """20 samples at 4 ms each are 80 ms of the stage, and the other stages are far below."""
     shards = write_shards(tmp_path / "shards", [20])
