@@ -71,7 +71,7 @@ def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that the processes that share the tests end together."""
-    items.sort(key=lambda item: item.path.name not in ("test_house.py", "test_ray.py"))
+    items.sort(key=lambda item: item.path.name not in ("test_guides.py", "test_ray.py"))
 
 
 def flags(options: dict[str, Any]) -> list[str]:

@@ -57,7 +57,8 @@ class Loader:
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
     shuffle         False: file order. seed: of the order and of augmentation; each epoch differs
     shuffle_buffer  samples: how far a sample may be delivered after it was read; about half of them are held at a time.
-                    Default: 256 MB of samples, so that a smaller set is shuffled as a whole
+                    Default: 256 MB of samples. Of a smaller set that was packed shuffled it mixes as well as a shuffle of the
+                    whole; of one sorted by class its beginning and end stay uneven (`foresee` tells)
     tail            samples that fill no whole step on every rank: "drop", "pad" (marked) or "keep" (a short last batch,
                     of 0 rows on a rank for which no sample is left)
     lanes           default one per rank. Fix it to get the same global batches for every world size that divides it

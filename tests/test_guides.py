@@ -1,0 +1,241 @@
+"""What the README and the guides say is so: every block runs, every link leads somewhere, every name and option is there."""
+
+from __future__ import annotations
+
+import ast
+import html
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import h5py
+import numpy as np
+import pytest
+
+import wdstrain
+from tests.conftest import ROOT, write_class_folder
+from tests.test_house import PACKAGE, modules
+from tests.warm import warm
+from wdstrain.cli import main
+
+README = ROOT / "README.md"
+GUIDES = sorted((PACKAGE / "guides").glob("*.md"))
+TEXTS = [README, *GUIDES]
+
+# what begins with a folder of pictures alone; the others go on from the shards that these make
+FROM_NOTHING = ("README", "convert")
+# what takes long: torchrun's processes import torch anew
+SLOW = ("many-gpus",)
+
+
+class Block(NamedTuple):
+    """What stands between two fences, and the line of its first."""
+
+    language: str
+    code: str
+    line: int
+
+
+def blocks(text: Path) -> list[Block]:
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text.read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(one[1], one[2], text.read_text().count("\n", 0, one.start()) + 1) for one in found]
+
+
+def prose(text: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", text.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+# --- they run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with warm(tmp_path_factory.mktemp("bin")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the texts speak of: photos/, a table of them, arrays, an HDF5 file, and what the demo makes."""
+    write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40}, "jpg")
+    rows = [f"photos/{kind},{number / 80}" for number, kind in enumerate(names(tmp_path / "photos"))]
+    (tmp_path / "log.csv").write_text("\n".join(["file,angle", *rows]) + "\n")
+    for name, array in (("images", np.zeros((9, 8, 8), np.uint8)), ("labels", np.arange(9) % 3), ("depth", np.zeros((9, 2)))):
+        np.save(tmp_path / f"{name}.npy", array)
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["events/x"], file["events/energy"] = np.zeros((90, 4), np.float32), np.arange(90) / 8
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    wdstrain.pack_folder(
+        "photos", "shards/digits", split={"train": 0.8, "val": 0.2}
+    )  # the demo makes such a set of other pictures
+    return tmp_path
+
+
+def names(photos: Path) -> list[str]:
+    return [f"{path.parent.name}/{path.name}" for path in sorted(photos.rglob("*.jpg"))]
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(one, id=one.stem, marks=[pytest.mark.slow] if one.stem in SLOW else []) for one in TEXTS]
+)
+def test_what_a_text_says_runs(text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks in their order, in one folder: commands by a shell that stops at the first error, Python with warnings as errors."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts a Python of its own
+    if text.stem not in FROM_NOTHING:
+        wdstrain.pack_folder("photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify=True)
+    for block in blocks(text):
+        if block.language == "text" or "scripts/" in block.code:  # those have a test of their own
+            continue
+        if block.language == "python":
+            # a file, not -c: worker processes of some start methods import it
+            (newcomer / "block.py").write_text(block.code)
+        command = block.code if block.language == "bash" else "snippet block.py"
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True)
+        assert done.returncode == 0, f"{text.name}, line {block.line}\n{block.code}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.timeout(300)
+def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
+    """From another folder; the demo in a folder of its own, and the checks without the tests, which are running already.
+
+    The demo learns the digits, says what it did, and what to type next.
+    """
+    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
+        pytest.skip("the tests run in another environment than scripts/test.sh makes")
+    (block,) = [block.code for block in blocks(README) if block.language == "bash" and "scripts/" in block.code]
+    commands = [line.split("#")[0].split() for line in block.splitlines() if line.strip()]
+    assert commands == [["bash", "scripts/demo.sh"], ["bash", "scripts/test.sh"]]
+    said = []
+    for command, words in zip(commands, (["--dir", str(tmp_path)], ["--version"]), strict=True):
+        done = subprocess.run(["bash", str(ROOT / command[1]), *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(done.stdout)
+    last = json.loads((tmp_path / "digits-run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val"]["accuracy"] >= 0.97
+    for word in ("1797 (train", "shards", "MB", "samples/s", "stall", "accuracy", "wdstrain convert folder PICTURES"):
+        assert word in said[0]
+    assert max(len(line) for line in said[0].splitlines() if line.startswith("│")) <= 80
+
+
+# --- they are whole --------------------------------------------------------------------------------------------------
+
+
+def test_every_block_has_a_language_that_is_tested() -> None:
+    for text in TEXTS:
+        opened = re.findall(r"^```(\w*)$", text.read_text(), re.MULTILINE)
+        assert set(opened[::2]) <= {"bash", "python", "text"}, text.name
+        assert set(opened[1::2]) <= {""}, text.name
+        assert len(opened) == 2 * len(blocks(text)), text.name
+
+
+def anchors(text: Path) -> set[str]:
+    """What headings are called in links, by the rule of those who show such files."""
+    titles = re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_link_leads_somewhere() -> None:
+    for text in TEXTS:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+            if target.startswith("https://"):
+                continue
+            path, _, anchor = target.partition("#")
+            place = (text.parent / path).resolve() if path else text
+            assert place.is_relative_to(ROOT.resolve()), f"{text.name}: {target} leads out of the project"
+            assert place.exists(), f"{text.name}: {target} leads nowhere"
+            assert not anchor or anchor in anchors(place), f"{text.name}: {target} names no heading"
+        for path in re.findall(r"`((?:tests|scripts|wdstrain)/[\w/.-]+)`", prose(text)):
+            assert (ROOT / path).exists(), f"{text.name} speaks of {path}"
+
+
+def test_every_guide_is_linked_from_the_readme() -> None:
+    assert GUIDES
+    for guide in GUIDES:
+        assert f"(wdstrain/guides/{guide.name})" in README.read_text()
+
+
+def test_the_readme_stays_short_and_guides_can_be_read() -> None:
+    assert len(README.read_text().splitlines()) <= 240
+    for guide in GUIDES:
+        assert len(guide.read_text().splitlines()) <= 250, guide.name
+
+
+def test_the_house_names_every_module_where_it_lives() -> None:
+    text = (PACKAGE / "guides" / "house.md").read_text()
+    rooms = dict(re.findall(r"^## (\w.*?)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    for name in modules():
+        room, _, last = name.rpartition(".")
+        if last and last != "__main__" and name not in rooms:
+            assert f"`{last}`" in rooms[room or "The core"], f"the house does not speak of {name}"
+
+
+# --- they are true ---------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_lists_every_verb_and_the_texts_every_public_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(verbs) == sorted(re.findall(r"^\| `(\w+)` ", README.read_text(), re.MULTILINE))
+    said = "\n".join(text.read_text() for text in TEXTS)
+    spoken = set(re.findall(r"\bwt\.(\w+)", said)) | set(re.findall(r"`(\w+Error)`", said))
+    assert spoken == set(wdstrain.__all__)
+
+
+def test_every_option_that_a_text_speaks_of_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    verbs = [["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")]
+    verbs += [[verb] for verb in re.findall(r"^\| `(\w+)` ", README.read_text(), re.MULTILINE) if verb != "convert"]
+    # those of torchrun, and one of containers
+    known = {
+        "--standalone",
+        "--nproc-per-node",
+        "--nnodes",
+        "--max-restarts",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--shm-size",
+    }
+    for verb in verbs:
+        with pytest.raises(SystemExit):
+            main([*verb, "--help"])
+        known |= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+    for text in TEXTS:
+        asked = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text.read_text()))
+        assert asked <= known, f"{text.name} speaks of {asked - known}"
+
+
+def test_what_is_said_of_a_trouble_is_what_the_package_says() -> None:
+    """Messages in the guide to troubles are those of the code, but for values, which stand as dots."""
+    constants = []
+    for path in modules().values():
+        tree = ast.parse(path.read_text())
+        constants += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    said = "\0".join(" ".join(one.split()) for one in constants)
+    guide = PACKAGE / "guides" / "troubleshooting.md"
+    quoted = [block.code for block in blocks(guide) if block.language == "text"]
+    quoted += re.findall(r"^\| `(.+?)` \|", guide.read_text(), re.MULTILINE)
+    parts = {part.strip(" :'") for message in quoted for part in " ".join(message.split()).split("...")}
+    assert not {part for part in parts if part not in said}
+
+
+def test_docstrings_render_as_a_page(tmp_path: Path, programs: Path) -> None:
+    run = [str(programs / "snippet"), str(ROOT / "scripts" / "api_page.py"), str(tmp_path / "api")]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "api" / "wdstrain.html"
+    assert str(page) in done.stdout
+    text = page.read_text()
+    seen = html.unescape(re.sub(r"<[^>]+>", "", text))
+    for name in wdstrain.__all__:
+        written = inspect.getdoc(getattr(wdstrain, name))
+        assert written
+        assert written in seen, name
+    assert set(re.findall(r'<section id="(\w+)">', text)) == set(wdstrain.__all__)
