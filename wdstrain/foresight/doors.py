@@ -227,7 +227,8 @@ def _epochs(plan: Plan) -> int:
 
 def _look(index: Index, plan: Plan, known: _Classes) -> _Looked:
     count, held = NeighbourCount(plan, index.first), list[Waiting]()
-    batch, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    batch: list[Ints] = [np.zeros(0, np.int64)]
+    ids: list[Ints] = [np.zeros(0, np.int64)]
     for later in range(_epochs(plan)):
         one = replace(plan, epoch=plan.epoch + later, _blocks={}) if later else plan
         for first, stop in parts_of(one, _MOST_MIXED):

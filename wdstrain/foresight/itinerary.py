@@ -149,7 +149,7 @@ def waiting(index: Index, plan: Plan, lane: int, first: int, stop: int, known: S
     known = known or seen(plan, lane, first, stop)
     total = np.concatenate([[0], np.cumsum(table.stop[known.ids] - table.start[known.ids])])
     # a lane is read as far as the furthest place of all steps until then: int64[steps]
-    read = np.zeros(stop - first, np.int64)
+    read: Ints = np.zeros(stop - first, np.int64)
     mine = known.step < stop
     np.maximum.at(read, np.maximum(known.step[mine] - first, 0), np.flatnonzero(mine) + 1)
     read = np.maximum.accumulate(read)

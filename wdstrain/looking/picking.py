@@ -165,11 +165,12 @@ def _random(count: int, n: int, *words: int | str) -> Ints:
     """n different numbers below count, by keyed bits, ascending; for n up to some thousands. int64[n]"""
     if n >= count:
         return np.arange(count)
-    drawn, firsts, many = np.zeros(0, np.int64), np.zeros(0, np.int64), 2 * n
-    while len(drawn) < n:
+    many = 2 * n
+    while True:
         drawn, firsts = np.unique(below(count, np.arange(many), "look", *words), return_index=True)
+        if len(drawn) >= n:
+            return np.sort(drawn[np.argsort(firsts)[:n]])
         many *= 2
-    return np.sort(drawn[np.argsort(firsts)[:n]])
 
 
 def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> Picked:

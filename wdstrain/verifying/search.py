@@ -58,7 +58,7 @@ def _headers_in(data: bytes | memoryview) -> npt.NDArray[np.int64]:
     sums = np.zeros(len(view) + 1, np.uint32)  # of the bytes before each place
     np.cumsum(view, dtype=np.uint32, out=sums[1:])
     total = (sums[places + BLOCK] - sums[places] - (sums[places + 156] - sums[places + 148])).astype(np.int64) + 8 * ord(" ")
-    stored = np.zeros(len(places), np.int64)
+    stored: npt.NDArray[np.int64] = np.zeros(len(places), np.int64)
     for place in range(148, 156):
         digit = view[places + place].astype(np.int64) - ord("0")
         stored = np.where((digit >= 0) & (digit < 8), 8 * stored + digit, stored)
