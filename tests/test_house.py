@@ -36,7 +36,7 @@ FLOORS = [
         "packing.collector",
         "looking.picturing",
     },
-    {"bodies", "turbo", "looking.wording"},
+    {"bodies", "turbo", "looking.wording", "sending"},
     {"http", "objects"},
     {"remote"},
     {"policies", "charts"},

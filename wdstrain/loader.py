@@ -28,9 +28,9 @@ from wdstrain.meter import Meter, Report
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
+from wdstrain.sending import check_travels
 from wdstrain.sizes import bytes_of
 from wdstrain.storage import Urls
-from wdstrain.workers import check_travels
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import WdstrainError
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
@@ -110,19 +110,6 @@ class Threads:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
             self._names.clear()
-
-
-def check_travels(fields: object, transform: object, context: str | None) -> None:
-    """Raise UsageError if a field or transform cannot be sent to processes of this start method."""
-    method = multiprocessing.get_context(context).get_start_method()
-    for name, part in (("fields", fields), ("transform", transform)):
-        try:
-            _ = method == "fork" or ForkingPickler.dumps(part)
-        except Exception as error:  # what pickling raises depends on the object
-            raise UsageError(
-                f"{name} cannot be sent to worker processes, which {method} starts ({error}). Use a function or class at the "
-                f"top of a module instead of a lambda or local one, or num_workers=0."
-            ) from error
 
 
 class Processes:
