@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
+
 
 @dataclass
 class Shown:
@@ -73,14 +75,17 @@ class Kernel:
 
 
 @contextmanager
-def kernel(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+def kernel(home: Path) -> Iterator[Kernel]:
     """A kernel of its own, which leaves nothing in the home folder and works in `home`."""
     jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter-client is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(home / name))
-    manager = jupyter_client.KernelManager(kernel_name="python3")
-    manager.start_kernel(extra_arguments=["--quiet"], cwd=str(home))
+    places = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")
+    with pytest.MonkeyPatch.context() as changed:
+        for name in places:
+            changed.setenv(name, str(home / name))
+        changed.setenv("PYTHONPATH", str(ROOT))
+        manager = jupyter_client.KernelManager(kernel_name="python3")
+        manager.start_kernel(extra_arguments=["--quiet"], cwd=str(home))
     client = manager.client()
     try:
         client.start_channels()

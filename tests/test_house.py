@@ -27,6 +27,7 @@ FLOORS = [
         "errors",
         "bits",
         "children",
+        "interrupts",
         "checksum",
         "sizes",
         "locks",

@@ -105,4 +105,4 @@ def _main_runs_again() -> bool:
     if main.__spec__ is not None:  # python -m; but not that of a package
         return main.__spec__.name.rpartition(".")[2] != "__main__"
     file = getattr(main, "__file__", None)
-    return file is not None and os.path.splitext(os.path.basename(file))[0] != "ipython"
+    return file is not None and os.path.isfile(file) and os.path.splitext(os.path.basename(file))[0] != "ipython"
