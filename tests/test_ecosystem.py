@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -60,60 +59,6 @@ def test_lightning_trains_on_a_loader_and_validates_every_epoch(tmp_path: Path, 
     assert sorted(key for keys in seen["val"][:6] for key in keys) == [f"s{i:06d}" for i in range(21)]
     train.close()
     val.close()
-
-
-NOTEBOOK = [
-    "import wdstrain as wt, time, multiprocessing",
-    "loader = wt.Loader(FOLDER, transform=lambda sample: {'n': int(sample['cls'])}, batch_size=2, num_workers=WORKERS)",
-    "print('begun', flush=True)\nwhile True:\n    for batch in loader:\n        time.sleep(0.01)",
-    "print(sum(len(batch['n']) for batch in loader.epoch(0)))",
-    "loader.close(); print(len(multiprocessing.active_children()))",
-]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_cell_can_be_interrupted_and_run_again(
-    shards: Path, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a real kernel, with a lambda from a cell: an endless loop is interrupted twice, then the loader works on."""
-    jupyter_client = pytest.importorskip("jupyter_client", reason="jupyter-client is not installed")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
-    if workers and multiprocessing.get_start_method() != "fork":
-        pytest.skip("a lambda travels to worker processes only by fork")
-    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))  # nothing in the home folder
-    manager = jupyter_client.KernelManager(kernel_name="python3")
-    manager.start_kernel(extra_arguments=["--quiet"])
-    client = manager.client()
-    try:
-        client.start_channels()
-        client.wait_for_ready(timeout=60)
-
-        def run(code: str, *, interrupt: bool = False) -> str:
-            code = code.replace("FOLDER", repr(str(shards))).replace("WORKERS", str(workers))
-            printed = []
-
-            def hook(message: dict[str, Any]) -> None:
-                if message["msg_type"] == "stream":
-                    printed.append(message["content"]["text"])
-                    if interrupt and "begun" in message["content"]["text"]:
-                        manager.interrupt_kernel()
-
-            reply = client.execute_interactive(code, output_hook=hook, timeout=60, store_history=False)
-            assert reply["content"]["status"] == ("error" if interrupt else "ok"), reply["content"]
-            assert not interrupt or reply["content"]["ename"] == "KeyboardInterrupt"
-            return "".join(printed)
-
-        run(NOTEBOOK[0])
-        run(NOTEBOOK[1])
-        for _ in range(2):
-            run(NOTEBOOK[2], interrupt=True)
-        assert run(NOTEBOOK[3]) == "20\n"
-        assert run(NOTEBOOK[4]) == "0\n"
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
 
 
 @pytest.mark.slow

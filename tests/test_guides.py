@@ -202,6 +202,7 @@ def test_every_option_that_a_text_speaks_of_is_there(capsys: pytest.CaptureFixtu
         "--rdzv-backend",
         "--rdzv-endpoint",
         "--shm-size",
+        "--to",
     }
     for verb in verbs:
         with pytest.raises(SystemExit):

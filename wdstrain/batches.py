@@ -159,7 +159,7 @@ class Batches(Iterator[Batch]):
             self._pipeline.abandon()
 
     def close(self) -> None:
-        """Something went wrong: end what the loader started."""
+        """Something went wrong: end what the loader started. This pass is over."""
         self._host.close()
 
     # --- parts -------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from wdstrain.loader import Loader, open_shards, takes_rng
 from wdstrain.packing.options import Options
 from wdstrain.packing.pictures import Recipe
 from wdstrain.remote import is_remote
+from wdstrain.sending import check_travels
 from wdstrain.storage import Urls
 from wdstrain.workers import cores
 
@@ -181,7 +182,8 @@ def bench(
 
     seconds: of each measurement, of which there are seven or eight. tune: also run the loader with other numbers of workers. cold: local shards are first
     put out of the system's memory, as far as it lets them go, so that they come from the disk. note: is told what is
-    measured, the how many-th of how many that is. options: those of `Loader`. Raises what `Loader` raises.
+    measured, the how many-th of how many that is. options: those of `Loader`. Raises what `Loader` raises with worker processes, which
+    are measured too.
     """
     if seconds <= 0:
         raise UsageError(f"seconds={seconds}: each measurement takes some. Give for example 1.5.")
@@ -198,6 +200,7 @@ def bench(
     Loader(
         index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
     )  # what cannot be is told at once
+    check_travels(fields, transform, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
     mean = sum(shard.bytes for shard in index.shards) / len(index)
     with tempfile.TemporaryDirectory() as folder:
         few = limits.excerpt(index, max(_SAMPLES, 4 * batch_size), os.path.join(folder, "part.tar"))

@@ -244,7 +244,7 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}.bars{width:100%}.bars td:last-c
 
 _PART = """
 .wdstrain{font:13px/1.45 system-ui,sans-serif;text-align:left;max-width:760px}.wdstrain h4{font-size:14px;margin:0 0 6px}.wdstrain p{margin:0 0 6px}
-.wdstrain table{font:inherit;color:inherit;border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0 0 8px}
+.wdstrain table{font:inherit;color:inherit;border-collapse:collapse;table-layout:auto;font-variant-numeric:tabular-nums;margin:0 0 8px}
 .wdstrain th{font-weight:500;padding:2px 12px 2px 0;vertical-align:top}
 .wdstrain th,.wdstrain td{text-align:left!important;background:none}.wdstrain td{padding:2px 8px 2px 0;overflow-wrap:anywhere;vertical-align:top}.wdstrain .bars{width:100%}.wdstrain .bars th{white-space:nowrap}
 .wdstrain .bars td:last-child{text-align:right;width:5em}.wdstrain .bar{width:70%}
@@ -252,5 +252,8 @@ _PART = """
 .wdstrain svg{width:100%;max-width:520px;height:auto;display:block}.wdstrain svg text{fill:currentColor;opacity:.7;font-size:11px}
 .wdstrain .grid{stroke:#8886}.wdstrain .legend span{margin-right:14px;opacity:.8}
 .wdstrain .wrong{color:#d05032}
+.wdstrain .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px 20px;margin:10px 0}
+.wdstrain .card{min-width:0}.wdstrain .card h2{font-size:13px;font-weight:500;margin:0 0 6px}
+.wdstrain pre{font:12px/1.4 ui-monospace,monospace;color:inherit;background:none;border:0;margin:0 0 10px;padding:0;overflow:auto}
 .wdstrain .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """

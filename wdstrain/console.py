@@ -2,6 +2,9 @@
 
 On a terminal one line is redrawn with rate and time left; elsewhere a plain line appears every few seconds. No thread
 redraws: a thread of ours in the parent and a fork of worker processes do not go together.
+
+In a notebook progress is one output of plain text, which is replaced: that is kept, exported and read aloud like any text, where a
+widget is gone when the notebook is opened again. Lines go to stdout there, as notebooks paint stderr in the colour of errors.
 """
 
 from __future__ import annotations
@@ -18,14 +21,20 @@ from rich.table import Table
 
 _EVERY = 5.0  # seconds between plain lines
 _REDRAW = 0.1  # seconds between redrawings
+_REPLACE = 0.5  # the same in a notebook, to which each is a message
 
 
 class Teller:
-    """Tells on stderr how work goes on. `step` for what passes, `line` for what stays."""
+    """Tells on stderr, or in the notebook, how work goes on. `step` for what passes, `line` for what stays."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
+        # FORCE_COLOR, which a notebook's kernel sets for all that it starts, makes no terminal of a pipe
+        self._redraws = self._console.is_terminal and sys.stderr.isatty()
+        self._every = _REDRAW if self._redraws else _REPLACE if self._console.is_jupyter else _EVERY
         self._live: Progress | None = None
+        self._place: Any = None  # in a notebook: the output that is replaced, and what stands there
+        self._passing = ""
         self._title = ""
         self._begun = self._shown = 0.0
         self._first = 0
@@ -39,7 +48,7 @@ class Teller:
         if title != self._title:
             self.close()
             self._title, self._begun, self._shown, self._first = title, now, now, done
-        if now - self._shown < (_REDRAW if self._console.is_terminal else _EVERY):
+        if now - self._shown < self._every:
             return
         self._shown = now
         rate = (done - self._first) / max(1e-9, now - self._begun)  # what was done before is no part of the pace
@@ -49,7 +58,10 @@ class Teller:
             each = f" {unit}, {rate:.0f}/s" if unit else ""
             figures = f"{done}/{total}{each}, {(total - done) / rate if rate else 0.0:.0f} s left"
         figures += f", {text}" if text else ""
-        if not self._console.is_terminal:
+        if self._console.is_jupyter:
+            self._replace(f"{title}: {figures}")
+            return
+        if not self._redraws:
             say(f"{title}: {figures}")
             return
         if self._live is None:
@@ -65,14 +77,29 @@ class Teller:
     def line(self, text: str) -> None:
         """A line that stays."""
         self.close()
-        say(text)
+        if self._console.is_jupyter:
+            show(text)
+        else:
+            say(text)
 
     def close(self) -> None:
         """Take the progress line away."""
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._passing:
+            self._replace("")
         self._title = ""
+
+    def _replace(self, text: str) -> None:
+        """What a notebook shows as passing."""
+        from IPython.display import display
+
+        if self._place is None:
+            self._place = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._place.update({"text/plain": text}, raw=True)
+        self._passing = text
 
     def __enter__(self) -> Teller:
         return self
@@ -99,7 +126,7 @@ def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     drawn.add_column(overflow="fold")
     for name, value in rows:
         drawn.add_row(name, value)
-    _Stdout(highlight=False, markup=False).print(drawn)
+    _Stdout().print(drawn)
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -109,10 +136,15 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         drawn.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
         drawn.add_row(*row)
-    _Stdout(highlight=False, markup=False).print(drawn)
+    _Stdout().print(drawn)
 
 
 class _Stdout(Console):
+    """Tables are text, in a notebook too."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, force_jupyter=False)
+
     def on_broken_pipe(self) -> None:
         """Whoever read our output has gone; the caller ends quietly, where rich would end the process as failed."""
         raise BrokenPipeError

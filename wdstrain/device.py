@@ -22,6 +22,7 @@ import torch
 from wdstrain.augmentation import DRAWS, Augmentation, Draws
 from wdstrain.batches import Batches, Taken
 from wdstrain.errors import UsageError
+from wdstrain.interrupts import Held
 
 Batch = dict[str, Any]
 
@@ -153,7 +154,8 @@ def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
         first = batches.take()
         sender.begin(batches)
         found: Brought | None = _brought(first, sender)
-        courier = _Courier(batches, sender)
+        with Held():
+            courier = _Courier(batches, sender)
         del first
         while found is not None:
             received = batches.give(found.taken, asked, sender.received(found.sent), found.seconds)

@@ -21,16 +21,16 @@ import torch
 from wdstrain.batches import Batches
 from wdstrain.cache import Cache
 from wdstrain.decoder import Transform
-from wdstrain.errors import UsageError
+from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import Field, Image, reader_of, with_classes
 from wdstrain.indexing import Index
 from wdstrain.meter import Meter, Report
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
+from wdstrain.sending import check_travels
 from wdstrain.sizes import bytes_of
 from wdstrain.storage import Urls
-from wdstrain.workers import check_travels
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 
@@ -270,26 +270,35 @@ class Loader:
 
 
 class _Host:
-    """What a pass over an epoch does to its loader."""
+    """What a pass over an epoch does to its loader.
+
+    After an error it lets go of it: a traceback holds the pass for as long as it is kept, in a notebook until the next error, and
+    the loader is to end when its user lets go of it. For the same reason no frame here names the loader.
+    """
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self._loader: Loader | None = loader
 
     def open(self) -> Pipeline:
-        loader = self._loader
-        if loader._pipeline is None:
-            loader._pipeline = loader._new_pipeline()
-            loader._end = weakref.finalize(loader, _end, loader._pipeline)
-        return loader._pipeline
+        if self._loader is None:
+            raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
+        if self._loader._pipeline is None:
+            self._loader._pipeline = self._loader._new_pipeline()
+            self._loader._end = weakref.finalize(self._loader, _end, self._loader._pipeline)
+        return self._loader._pipeline
 
     def begun(self, meter: Meter, position: tuple[int, int]) -> None:
-        self._loader._start, self._loader._meter, self._loader._position = None, meter, position
+        if self._loader is not None:
+            self._loader._start, self._loader._meter, self._loader._position = None, meter, position
 
     def moved(self, position: tuple[int, int]) -> None:
-        self._loader._position = position
+        if self._loader is not None:
+            self._loader._position = position
 
     def close(self) -> None:
-        self._loader.close()
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
 
 
 def _end(pipeline: Pipeline) -> None:

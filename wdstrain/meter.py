@@ -61,7 +61,11 @@ class Report(dict[str, Any]):
         }
         far = {"MB fetched": self["fetched"] / 1e6, "MB from the cache": self["cached"] / 1e6}
         counts |= {name: f"{value:.1f}" for name, value in far.items() if value}
-        counts |= {name: self[name] for name in ("left_out", "padded", "retries", "reread", "copies", "bad") if self[name]}
+        counts |= {
+            name.replace("_", " "): self[name]
+            for name in ("left_out", "padded", "retries", "reread", "copies", "bad")
+            if self[name]
+        }
         counts |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
         body = f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"

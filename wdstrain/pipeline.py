@@ -24,6 +24,7 @@ from wdstrain.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field, is_light
 from wdstrain.indexing import Index, Ints
+from wdstrain.interrupts import Held
 from wdstrain.landing import Landing, landed
 from wdstrain.meter import Finding
 from wdstrain.plan import Order
@@ -136,7 +137,7 @@ class Pipeline:
 
     def _next(self) -> tuple[dict[str, Any], Counts]:
         if self._results is None or self._at is None:
-            raise WdstrainError("the pipeline was closed")
+            raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
         result = self._result(self._results)
         came = time.perf_counter()
         batch = self._pending.pop(result.clock)
@@ -255,7 +256,8 @@ class Pipeline:
         self._slots.reset()
         self._reader.start(epoch, step)
         if self._patience and not self._watch.runs:
-            self._watch = Watch(self._patience, self._tell)
+            with Held():
+                self._watch = Watch(self._patience, self._tell)
             self._watch.waiting()
         clock = 0
         while True:

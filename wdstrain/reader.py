@@ -27,6 +27,7 @@ from wdstrain.cache import Cache
 from wdstrain.errors import WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index, Ints, Shard
+from wdstrain.interrupts import Held
 from wdstrain.landing import READ_TOGETHER, Landing, Placed
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
@@ -140,8 +141,9 @@ class Reader:
         self._arena.reset()
         self._runs, self._error, self._stopping, self._released = {}, None, False, 0
         self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
-        self._thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
-        self._thread.start()
+        with Held():
+            self._thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread; at most one read is waited for."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
-from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.errors import WdstrainError
+from wdstrain.interrupts import Held
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
@@ -82,7 +82,8 @@ class Threads:
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; what an earlier stream left in flight is waited for and dropped."""
         self._drop()
-        self._pool = self._pool or decoder_threads(self.count)
+        with Held():
+            self._pool = self._pool or decoder_threads(self.count)
         while True:
             while len(self._futures) < PREFETCH * self.count:
                 self._futures.append(self._pool.submit(self._decode, next(tasks)))
@@ -110,19 +111,6 @@ class Threads:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
             self._names.clear()
-
-
-def check_travels(fields: object, transform: object, context: str | None) -> None:
-    """Raise UsageError if a field or transform cannot be sent to processes of this start method."""
-    method = multiprocessing.get_context(context).get_start_method()
-    for name, part in (("fields", fields), ("transform", transform)):
-        try:
-            _ = method == "fork" or ForkingPickler.dumps(part)
-        except Exception as error:  # what pickling raises depends on the object
-            raise UsageError(
-                f"{name} cannot be sent to worker processes, which {method} starts ({error}). Use a function or class at the "
-                f"top of a module instead of a lambda or local one, or num_workers=0."
-            ) from error
 
 
 class Processes:
@@ -162,10 +150,9 @@ class Processes:
     def _start(self, tasks: Iterator[Task]) -> Iterator[list[bytes]]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
         others = set(multiprocessing.active_children())
-        waiting = _Interrupts()
-        self._stream.tasks = waiting.until_first(tasks)
         try:
-            with waiting:
+            with Held() as held:  # Ctrl-C would be swallowed by Python's own hooks around a fork
+                self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
             for worker in set(multiprocessing.active_children()) - others:
@@ -191,36 +178,10 @@ class Processes:
         self._loader._iterator = None
 
 
-class _Interrupts:
-    """Lets Ctrl-C wait while worker processes are forked: it would be swallowed by Python's own hooks around a fork."""
-
-    def __init__(self) -> None:
-        self._arrived = False
-        self._former: Any = None
-
-    def __enter__(self) -> None:
-        former = signal.getsignal(signal.SIGINT)
-        if former is not None and threading.current_thread() is threading.main_thread():
-            self._former = former
-            signal.signal(signal.SIGINT, self._note)
-
-    def until_first(self, tasks: Iterator[Task]) -> Iterator[Task]:
-        """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
-        self._restore()
-        yield from tasks
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-        if self._arrived:
-            signal.raise_signal(signal.SIGINT)
-
-    def _note(self, *_: object) -> None:
-        self._arrived = True
-
-    def _restore(self) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
-            self._former = None
+def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:
+    """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
+    held.let_go()
+    yield from tasks
 
 
 class _Stream:

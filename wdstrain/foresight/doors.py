@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from wdstrain.errors import UsageError
 from wdstrain.foresight.itinerary import Reads, Waiting, reads_of, seen, share_of, waiting
-from wdstrain.foresight.outlook import lines, page, verdict
+from wdstrain.foresight.outlook import lines, part, verdict
 from wdstrain.foresight.prospect import Mix, Prospect, parts_neighbours
 from wdstrain.foresight.shuffling import NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
 from wdstrain.indexing import Index, Ints, Label
@@ -39,7 +38,7 @@ Tell = Callable[[int, int], None]
 
 
 class Foresight(Prospect):
-    """What an epoch would do, as `foresee` finds it; it prints as a table, and is a page in a notebook."""
+    """What an epoch would do, as `foresee` finds it; it prints as a table, and shows figures in a notebook."""
 
     def __str__(self) -> str:
         return "\n".join(lines(self))
@@ -48,7 +47,7 @@ class Foresight(Prospect):
         return f"Foresight({self.samples} samples, {self.world_size} ranks, {self.steps} steps, good enough: {self.is_good})"
 
     def _repr_html_(self) -> str:
-        return f'<iframe srcdoc="{escape(page(self))}" style="width:100%;height:860px;border:0"></iframe>'
+        return part(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
@@ -75,7 +74,7 @@ def foresee(
 
     label: of classes, default the only one there is. read_labels: False leaves the look at classes away, and reads nothing. At
     most 20 000 labels are read, of shards on a server 200. tell(done, of): how reading them goes on.
-    It prints as a table, and is shown as a page in a notebook. Raises what `Loader` raises, and UsageError for a label that is not
+    It prints as a table, and shows figures in a notebook. Raises what `Loader` raises, and UsageError for a label that is not
     there or has no classes.
     """
     if epoch < 0:

@@ -211,6 +211,11 @@ def body(what: Prospect) -> str:
     return f'<p><b>{escape(verdict(what))}</b></p><div class="cards">{figures}</div>{told}'
 
 
+def part(what: Prospect) -> str:
+    """A part of a notebook."""
+    return charts.part("what an epoch would do", body(what))
+
+
 def page(what: Prospect) -> str:
     """A page in one file."""
     return charts.page("what an epoch would do", f"<h1>What an epoch would do</h1>{body(what)}")

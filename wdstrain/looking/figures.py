@@ -36,7 +36,7 @@ def text_table(samples: Sequence[Seen], width: int = 80) -> str:
 def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     """Pictures with labels and keys under them, as HTML that stands anywhere."""
     wide = max((len(one.pictures) for one in samples), default=1)
-    across = f"minmax(min(100%,{min(8, wide) * 152}px),1fr)"
+    across = f"minmax(min(100%,{min(8, wide) * 154 - 10}px),1fr)"
     said = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
     cells = "".join(_figure(one) for one in samples)
     body = f'<style>{_STYLE}</style>{said}<div class="sheet" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div>'

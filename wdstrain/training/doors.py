@@ -78,7 +78,7 @@ def train(
                weights come to the same bits as those of a run that was never stopped
     overwrite  replace an earlier run in `out`
     tell       who is told how it goes on: an object with step(title, done, total, text, unit) and line(text);
-               default: stderr
+               default: stderr, or the notebook
     options    those of `wdstrain train --help`, with _ for -: epochs, batch_size, lr, label, augment, ...
 
     Under torchrun every process calls this, and all share each batch; the first writes. Raises UsageError and ShardError before

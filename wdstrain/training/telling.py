@@ -25,7 +25,7 @@ class Silence:
 
 @contextmanager
 def told(asked: Tell | None, leads: bool) -> Iterator[Tell]:
-    """Who was asked for, else stderr; of several processes, the first alone speaks."""
+    """Who was asked for, else stderr or the notebook; of several processes, the first alone speaks."""
     if not leads:
         yield Silence()
     elif asked is not None:
