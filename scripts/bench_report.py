@@ -26,8 +26,8 @@ from PIL import Image
 
 import wdstrain as wt
 from wdstrain.pipeline import Pipeline
+from wdstrain.processors import cores
 from wdstrain.watching import Desk, Desks, Watch
-from wdstrain.workers import cores
 
 GOAL = 0.01
 TIMES = 100_000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from tests.conftest import picture, write_shards, write_tar
 from tests.servers import serving
 from wdstrain.limits import excerpt
 from wdstrain.opening import open_index
-from wdstrain.workers import cores
+from wdstrain.processors import cores
 
 SHORT = 1.5  # seconds of a measurement
 
@@ -130,6 +132,18 @@ def test_transforms_and_bytes_are_measured_too(tmp_path: Path, workers: int) -> 
         assert found.binding in found.verdict.replace("decoding", "decode")
     assert plain.handoff == {}
     assert set(made.handoff) == {"threads", "processes"}
+
+
+def dies(sample: dict[str, Any]) -> dict[str, int]:
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+    return {"n": len(sample["txt"])}
+
+
+def test_a_decoder_that_dies_while_it_is_measured_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [40])
+    with pytest.raises(wt.WdstrainError, match="a process that decoded by itself died"):
+        wt.bench(shards, transform=dies, batch_size=8, seconds=0.1, multiprocessing_context="fork")
 
 
 def test_samples_that_are_bad_are_counted_and_end_nothing(tmp_path: Path) -> None:

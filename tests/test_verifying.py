@@ -382,7 +382,7 @@ def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 3
     assert "30 x " in printed.err
-    assert "60 findings of 2 kinds" in printed.err
+    assert "60 findings are listed, of 2 kinds" in printed.err
     assert main(["verify", str(tmp_path), "--decode", "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["findings"]) == 60
 

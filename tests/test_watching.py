@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -115,8 +116,8 @@ def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_
     loader.close()
     os.close(reading)
     os.close(writing)
-    assert " in transform" in heard.said[0]
-    assert STUCK in heard.said[0]
+    (told,) = [text for text in heard.said if " in transform" in text][:1]
+    assert STUCK in told
 
 
 def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, listen: Callable[..., Listener]) -> None:
@@ -165,9 +166,9 @@ def test_storage_that_is_silent_is_told_with_its_shard_and_offset(tmp_path: Path
         loader = wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3)
         assert sum(len(batch["__key__"]) for batch in loader) == 20
         loader.close()
-    assert "Stage read" in heard.said[0]
-    assert ".tar is being read at offset 0" in heard.said[0]
-    assert "reader.py" in heard.said[0] or "forward.py" in heard.said[0]
+    (told,) = [text for text in heard.said if "Stage read" in text][:1]
+    assert ".tar is being read at offset 0" in told
+    assert "reader.py" in told or "forward.py" in told
 
 
 def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(shards: Path, listen: Callable[..., Listener]) -> None:
@@ -180,7 +181,7 @@ def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(shards: Path, 
     assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
     silent.close()
     assert heard.said == []
-    with pytest.raises(wt.UsageError, match="patience=-1 is no number of seconds"):
+    with pytest.raises(wt.UsageError, match="patience=-1 is no number of seconds to wait"):
         wt.Loader(shards, patience=-1)
 
 
@@ -292,6 +293,64 @@ def test_the_line_and_the_report_name_what_went_wrong(tmp_path: Path, listen: Ca
     shown = report._repr_html_()
     assert "bad: png: no image of a known format" in shown
     assert "<b>k03</b>" not in shown
+
+
+def test_decoding_that_waits_is_told_from_decoding_that_computes(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [40])
+    loader = wt.Loader(tmp_path / "shards", {"txt": SlowField()}, batch_size=10)
+    for _batch in loader:
+        pass
+    loader.close()
+    report = loader.report()
+    assert report["compute_seconds"] < 0.4 * report["decode_seconds"]
+    assert "Decoding waits: it computes in" in report["verdict"]
+    assert "More workers than cores would help" in report["verdict"]
+
+
+def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
+    meter = Meter()
+    meter.add_bad([Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number") for i in range(500)])
+    assert meter.bad_reasons == {"cls: is not a whole number": 500}
+    meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
+    assert len(meter.bad_reasons) <= 21
+    assert sum(meter.bad_reasons.values()) == 1000
+    assert len(meter.line) < 1000
+
+
+def test_descriptors_are_given_back_with_the_loader(shards: Path) -> None:
+    def count() -> int:
+        for _ in range(3):
+            loader = wt.Loader(shards, batch_size=3, num_workers=1, transform=Short(), multiprocessing_context="fork")
+            next(iter(loader))
+            loader.close()
+            del loader
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("this system does not list descriptors")
+    assert count() == count()
+
+
+class Short:
+    def __call__(self, sample: dict[str, Any]) -> dict[str, int]:
+        return {"length": len(sample["txt"])}
+
+
+def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
+    shards: Path, listen: Callable[..., Listener], tmp_path: Path
+) -> None:
+    gate = WaitsForGate(tmp_path / "gate")
+    heard = listen(lambda text: gate.gate.touch() if "SIGUSR2 is in other hands" in text else None)
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        return gate(sample)
+
+    loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
+    assert sum(len(batch["__key__"]) for batch in loader) == 21
+    loader.close()
+    assert any("SIGUSR2 is in other hands" in text for text in heard.said)
 
 
 def test_a_hand_off_that_takes_most_of_the_time_is_the_verdict() -> None:

@@ -29,12 +29,13 @@ from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, takes_rng
 from wdstrain.packing.options import Options
 from wdstrain.packing.pictures import Recipe
+from wdstrain.processors import cores
 from wdstrain.remote import is_remote
 from wdstrain.sending import check_travels
 from wdstrain.storage import Urls
-from wdstrain.workers import cores
 
 _SAMPLES = 256  # of an excerpt, and four batches at least
+_UNEVEN = 1.15  # times what its parts allow: no loader is faster, so they were measured in a worse moment
 _WORTH = 1.1  # times as fast: less is not worth a change
 _LARGER = 1.25  # times a side: less makes too little of a difference to pack anew for it
 _MARGIN = 8 / 7  # a picture that is cropped may be this much larger than the crop, as 256 for 224
@@ -104,6 +105,11 @@ class Bench:
             "hand-off": "the hand-off of batches binds",
             "processors": f"the {self.cores} processors bind, all of them at work",
         }
+        if share > _UNEVEN:
+            return (
+                f"the loader gave {self.achieved:.0f} samples/s, more than the {whole:.0f} that its parts allow by themselves: the machine "
+                f"was busy with something else meanwhile. Measure again, or longer (seconds)."
+            )
         said = f"{words[self.binding]}: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
         if not self.changes:
             return f"{said} No change of those that were looked at would give a tenth more."
@@ -188,6 +194,8 @@ def bench(
     if seconds <= 0:
         raise UsageError(f"seconds={seconds}: each measurement takes some. Give for example 1.5.")
     index = urls if isinstance(urls, Index) else open_shards(urls)
+    if not len(index):
+        raise UsageError("there are no samples in these shards. Check the address.")
     told = 0
 
     def tell(what: str) -> None:
@@ -294,8 +302,12 @@ class _Parts:
         context = self._options.get("multiprocessing_context")
         found = {}
         for count in sorted({1, cores()}):
-            found[count] = (
-                bare.threads(count, self._seconds) if kind == "threads" else bare.processes(count, self._seconds, context)
+            # a limit is what was reached at best: twice, since other programs take processors as they like
+            found[count] = max(
+                bare.threads(count, self._seconds / 2)
+                if kind == "threads"
+                else bare.processes(count, self._seconds / 2, context)
+                for _ in range(2)
             )
         return found
 
@@ -382,7 +394,8 @@ def _changes(
         rates = {**found.decode, kind: made.decoding(small, kind)}
         then = replace(found, decode=rates, storage=found.storage / max(1e-9, share))
         options.append(Change(f"packing anew with --resize {smaller}", then.predicted(found.num_workers)))
-    return [one for one in options if one.rate >= _WORTH * found.achieved]
+    even = found.achieved <= _UNEVEN * found.predicted(found.num_workers)
+    return [one for one in options if even and one.rate >= _WORTH * found.achieved]
 
 
 def _smaller(few: Index, fields: Mapping[str, Field] | None) -> int | None:

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from wdstrain.printing import printable
+
 _EVERY = 5.0  # seconds between plain lines
 _REDRAW = 0.1  # seconds between redrawings
 _REPLACE = 0.5  # the same in a notebook, to which each is a message
@@ -110,13 +112,18 @@ class Teller:
 
 def say(text: str) -> None:
     """A line for people, on stderr, so that stdout holds results alone."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{_lines(text)}\n")
     sys.stderr.flush()
 
 
 def show(text: str) -> None:
     """A line of the result, on stdout."""
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{_lines(text)}\n")
+
+
+def _lines(text: str) -> str:
+    """The same lines without what steers a terminal: keys and names come from shards, and shards from strangers."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
@@ -125,7 +132,7 @@ def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
     for name, value in rows:
-        drawn.add_row(name, value)
+        drawn.add_row(_lines(name), _lines(value))
     _Stdout().print(drawn)
 
 
@@ -135,7 +142,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     for number, name in enumerate(head):
         drawn.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(_lines, row))
     _Stdout().print(drawn)
 
 

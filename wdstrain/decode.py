@@ -80,6 +80,10 @@ def _pillow(data: bytes | memoryview) -> Pixels:
             if image.width * image.height > MAX_PIXELS:
                 raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
             image.load()
+            raw = bytes(data)
+            # libjpeg goes on in grey where the rest of a JPEG is zeros; within what is compressed neither marker can occur
+            if image.format == "JPEG" and raw.rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):
+                raise SampleError(f"it has no end marker: the end of the picture is missing ({len(data)} bytes)")
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith("I"):
                 grey = np.asarray(upright)

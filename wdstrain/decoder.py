@@ -79,6 +79,7 @@ class Result(NamedTuple):
     begun: float
     read: float
     ended: float
+    computed: float  # seconds of a processor, of those in between
 
 
 Read = tuple[dict[str, Any], list[Bad], float]  # values that have no column, bad samples, and when the rows were read
@@ -106,7 +107,7 @@ class Decoder:
 
     def __call__(self, task: Task, desk: Desk, *, own_process: bool = False) -> Result:
         """desk: where whoever decodes says how far it is."""
-        begun = time.perf_counter()
+        begun, computed = time.perf_counter(), time.thread_time()
         desk.begin(task.clock)
         self._slots.touch(task.slot * self._layout.size, self._layout.size)
         if self._transform is not None:
@@ -116,7 +117,7 @@ class Decoder:
         else:
             values, bad, read = self._read_fields(task, desk)
         desk.leave()
-        return Result(task.clock, task.slot, values, bad, begun, read, time.perf_counter())
+        return Result(task.clock, task.slot, values, bad, begun, read, time.perf_counter(), time.thread_time() - computed)
 
     def over(self, arena: Memory) -> Decoder:
         """The same decoder over the bytes of another arena."""

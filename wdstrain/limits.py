@@ -12,20 +12,24 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from wdstrain.augment import Draws
 from wdstrain.decoder import Decoder, Task, Transform
-from wdstrain.errors import SampleError
+from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Array, Example, Field
 from wdstrain.index_files import scan
 from wdstrain.indexing import Index
 from wdstrain.memory import Memory
 from wdstrain.plan import Plan
+from wdstrain.processors import cores
 from wdstrain.reader import Reader
 from wdstrain.remote import is_remote
 from wdstrain.slots import Layout
@@ -33,11 +37,12 @@ from wdstrain.storage import open_source
 from wdstrain.tar import END, header, padding
 from wdstrain.tasks import Tasks
 from wdstrain.watching import Desk
-from wdstrain.workers import cores, decoder_threads
+from wdstrain.workers import decoder_threads
 
 _RUNS = 4  # places of the set from which samples are taken
 _MOST_BYTES = 64 << 20  # of an excerpt
 _AHEAD = 32 << 20
+_PATIENCE = 60.0  # seconds in which processes that decode have begun
 
 Parts = list[tuple[str, bytes]]  # the fields of a sample
 
@@ -172,27 +177,33 @@ class Bare:
         """Samples a second of so many processes."""
         if count == 1:
             return self.threads(1, seconds)
-        how = multiprocessing.get_context(context)
-        found: Any = how.SimpleQueue()
-        ready = how.Barrier(count)
-        workers = [
-            how.Process(target=_run_alone, args=(self, number, seconds, ready, found), daemon=True)  # type: ignore[attr-defined]
-            for number in range(count)
-        ]
-        for worker in workers:
-            worker.start()
-        rates = [found.get() for _ in workers]
-        for worker in workers:
-            worker.join()
+        with ProcessPoolExecutor(count, multiprocessing.get_context(context), _begin_alone, (self, Memory(8 * count))) as pool:
+            try:
+                rates = list(pool.map(_run_alone, range(count), [count] * count, [seconds] * count))
+            except BrokenProcessPool:
+                raise WdstrainError(
+                    "a process that decoded by itself died. If the system killed it for memory, lower batch_size; dmesg tells. "
+                    "wdstrain verify --decode names pictures that break a decoder."
+                ) from None
         return float(sum(rates))
 
 
-def _run_alone(bare: Bare, number: int, seconds: float, ready: Any, found: Any) -> None:
-    import torch
-
+def _begin_alone(bare: Bare, ready: Memory) -> None:
     torch.set_num_threads(1)
-    ready.wait()
-    found.put(bare.run(number, seconds))
+    _alone.extend((bare, ready))
+
+
+_alone: list[Any] = []  # of a process that decodes by itself: what, and where it says that it is there
+
+
+def _run_alone(number: int, count: int, seconds: float) -> float:
+    bare, ready = _alone
+    there = ready.view.cast("q")
+    there[number] = 1
+    until = time.monotonic() + _PATIENCE
+    while sum(there) < count and time.monotonic() < until:  # all at a time, or they would not be in each other's way
+        time.sleep(0.002)
+    return float(bare.run(number, seconds))
 
 
 # --- hand-off --------------------------------------------------------------------------------------------------------

@@ -105,8 +105,8 @@ class Loader:
             raise UsageError(f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise or replace, max_bad a share from 0 to 1.")
         if num_workers < 0:
             raise UsageError(f"num_workers={num_workers} is below 0.")
-        if not patience >= 0:
-            raise UsageError(f"patience={patience} is no number of seconds. 0 means that silence is never told.")
+        if not 0 <= patience <= threading.TIMEOUT_MAX:
+            raise UsageError(f"patience={patience} is no number of seconds to wait. 0 means that silence is never told.")
         cache = _cache(cache_dir, cache_limit)
         self.index = urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad == "replace")
         self.batch_size, self.num_workers = batch_size, num_workers

@@ -10,14 +10,19 @@ times the cost; these are a few readings of the clock for each batch.
 from __future__ import annotations
 
 import math
-import os
+import re
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
 from wdstrain import charts
+from wdstrain.printing import printable
+from wdstrain.processors import cores
 
 _NO_STALL = 0.1  # share of the time that may be spent waiting before the input is what holds it back
+_KINDS = 20  # of reasons that are counted apart
+_SHOWN = 3  # of them in a line of the log
+_WAITS = 0.4  # share of its time in which a decoder computes, below which it rather waits
 _KEPT = 100  # bad samples that are listed one by one; all are counted
 
 
@@ -37,9 +42,14 @@ class Finding(NamedTuple):
     @property
     def sentence(self) -> str:
         if not self.key:
-            return f"{self.shard} {self.reason}."
+            return printable(f"{self.shard} {self.reason}.")
         what = f"field '{self.field}' at offset {self.offset}" if self.field else f"the sample at offset {self.offset}"
-        return f"{self.shard}: '{self.key}', {what}: {self.reason}."
+        return printable(f"{self.shard}: '{self.key}', {what}: {self.reason}.")
+
+    @property
+    def kind(self) -> str:
+        """What findings of one kind have in common: the reason without what it quotes, and without numbers."""
+        return " ".join(re.sub(r"\(.*|'[^']*'|\S*\d\S*", "", self.reason).split()).rstrip(" ,:") or "it cannot be used"
 
     def __str__(self) -> str:
         return self.sentence
@@ -89,6 +99,7 @@ class Meter:
     parse_seconds: float = 0.0  # plan and index became the places of a batch's members
     shuffle_seconds: float = 0.0  # a batch waited until the part of the window that it needs was read
     decode_seconds: float = 0.0
+    compute_seconds: float = 0.0  # of decoding and collating, those in which a decoder had a processor and did not wait
     collate_seconds: float = 0.0  # decoded rows became one batch
     handoff_seconds: float = 0.0  # a batch that was decoded and wanted was on its way to the loop
     wait_seconds: float = 0.0  # the loop waited for a batch: the stall
@@ -105,7 +116,8 @@ class Meter:
         """Count bad samples by field and reason, and keep the first of them."""
         self.bad += len(found)
         for one in found:
-            reason = f"{one.field or 'sample'}: {one.reason.split('(')[0].strip()}"
+            reason = f"{one.field or 'sample'}: {one.kind}"
+            reason = reason if reason in self.bad_reasons or len(self.bad_reasons) < _KINDS else "others"
             self.bad_reasons[reason] = self.bad_reasons.get(reason, 0) + 1
         self.bad_samples += found[: max(0, _KEPT - len(self.bad_samples))]
 
@@ -148,12 +160,18 @@ class Meter:
                 f"A disk that is nearer (cache_dir) or smaller samples would help"
             )
         shares = f"input bound: decode {min(1.0, decode / total):.0%}; {waited}"
+        spent = self.decode_seconds + self.collate_seconds
+        if 0 < self.compute_seconds < _WAITS * spent:
+            return (
+                f"{shares}. Decoding waits: it computes in {self.compute_seconds / spent:.0%} of its time. More workers than cores would "
+                f"help, or a field or transform that waits for less"
+            )
         # samples per second, if nothing else held it back: of the loop, of the storage, and of one decoder
         others = min(samples / max(1e-9, self.loop_seconds), samples / max(1e-9, read))
         each = samples / max(1e-9, decode * self.decoders)
-        more = min(math.ceil(others / each) - self.decoders, max(0, (os.cpu_count() or 1) - self.decoders))
+        more = min(math.ceil(others / each) - self.decoders, max(0, cores() - self.decoders))
         if more < 1:
-            return f"{shares}. All {os.cpu_count()} cores are taken; smaller pictures (convert --resize) would help"
+            return f"{shares}. All {cores()} cores are taken; smaller pictures (convert --resize) would help"
         rate = min(others, (self.decoders + more) * each)
         return f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
 
@@ -176,7 +194,8 @@ class Meter:
         """The epoch in one line, for a log."""
         seconds = self.wait_seconds + self.loop_seconds
         stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
-        odd = [f"{count} x {reason}" for reason, count in self.bad_reasons.items()]
+        most = sorted(self.bad_reasons.items(), key=lambda one: -one[1])[:_SHOWN]
+        odd = [f"{count} x {printable(reason)}" for reason, count in most]
         counts = {"retries": self.retries, "read again": self.reread, "bad": self.bad}
         notes = [f"{count} {name}" for name, count in counts.items() if count] + odd
         far = (

@@ -116,7 +116,8 @@ class Pipeline:
         self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
         self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
         self._patience, self._watch = patience, Watch.idle()
-        self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "collate_seconds": 0.0, "handoff_seconds": 0.0}
+        self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
+        self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
         self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
 
@@ -149,7 +150,11 @@ class Pipeline:
         lost = [one for one in result.bad if one.donor < 0]
         if lost:
             more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
-            more += " No good sample was found near it to take its place." if self._replace else ""
+            more += (
+                " No good sample was found near it to take its place."
+                if self._replace
+                else ' on_bad="replace" goes on without it.'
+            )
             raise SampleError(self._found(batch, lost[0]).sentence + more)
         plan = self._plans(epoch)
         rows = int(batch.valid.sum()) if plan.tail == "keep" else len(batch.ids)
@@ -166,6 +171,7 @@ class Pipeline:
             made["__valid__"] = torch.from_numpy(batch.valid)
         self._reader.release(result.clock)
         self._seconds["decode_seconds"] += result.read - result.begun
+        self._seconds["compute_seconds"] += result.computed
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
@@ -242,6 +248,9 @@ class Pipeline:
 
     def _stuck(self, number: int, batch: Batch | None, row: int) -> str:
         name, stack = self._workers.stack(number)
+        calls = stack.splitlines()  # what is below the decoder is how a thread or process begins
+        ours = [i for i, call in enumerate(calls) if "decoder.py" in call and call.endswith("in __call__")]
+        stack = "\n".join(calls[: ours[0] + 1] if ours else calls)
         if batch is None:
             return f"{name}:\n{stack}"
         ids = batch.ids[row : row + 1]

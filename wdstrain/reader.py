@@ -205,7 +205,7 @@ class Reader:
         """What is being read while a batch waits for it, with the stack of who reads; None if none waits."""
         if not self._asking:
             return None
-        late = [run.on_the_way[0].place for runs in list(self._runs.values()) for run in runs if run.on_the_way]
+        late = [begun.place for runs in list(self._runs.values()) for run in runs for begun in list(run.on_the_way)[:1]]
         place = late[0] if late else self._place
         what = f"{place[0].shown} is being read at offset {place[1]}" if place is not None else "nothing was read yet"
         return f"{what}; the reader:\n{stack_of(self._thread.ident if self._thread is not None else None)}"

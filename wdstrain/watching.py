@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
@@ -28,6 +29,7 @@ from wdstrain.memory import Memory
 _log = logging.getLogger("wdstrain")
 
 _LOOKS = 4  # times that somebody looks in the time after which silence is told
+_SOON = 0.01  # seconds between looks at least
 _CALLS = 12  # of a stack that are shown: the rest is how a thread or process of ours begins
 _ANSWER = 2.0  # seconds in which a worker that is asked for its stack answers
 _ASK = getattr(signal, "SIGUSR2", None)  # nothing else in a worker of ours listens to it
@@ -76,7 +78,11 @@ class Stacks:
 
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
-            self._fd = os.dup(file.fileno())
+            self._adopt(os.dup(file.fileno()))
+
+    def _adopt(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
 
     def __reduce__(self) -> tuple[Callable[[Any], Stacks], tuple[Any]]:
         return _stacks_at, (DupFd(self._fd),)
@@ -90,6 +96,8 @@ class Stacks:
         """The stack of a worker, as text; of one that does not answer, what the system says of it."""
         if _ASK is None:
             return "  (this system has no signal to ask it with)"
+        if not _listens(process):
+            return "  (it does not listen: the signal SIGUSR2 is in other hands in this worker)"
         begun = os.fstat(self._fd).st_size
         with suppress(ProcessLookupError):
             os.kill(process, _ASK)
@@ -100,15 +108,10 @@ class Stacks:
         calls = [line.strip() for line in found.decode(errors="replace").splitlines() if line.lstrip().startswith("File")]
         return _shown(calls) if calls else f"  (it does not answer: {_state(process)})"
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
 
 def _stacks_at(handle: Any) -> Stacks:
     stacks = Stacks.__new__(Stacks)
-    stacks._fd = handle.detach()
+    stacks._adopt(handle.detach())
     return stacks
 
 
@@ -124,6 +127,15 @@ def stack_of(thread: int | None) -> str:
 def _shown(calls: list[str]) -> str:
     more = [f"... and {len(calls) - _CALLS} more"] if len(calls) > _CALLS else []
     return "\n".join(f"  {call}" for call in calls[:_CALLS] + more)
+
+
+def _listens(process: int) -> bool:
+    """Whether a process catches the signal, which would end it otherwise; True where the system does not say."""
+    with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
+        for line in file:
+            if line.startswith("SigCgt:") and _ASK is not None:
+                return bool(int(line.split()[1], 16) >> (int(_ASK) - 1) & 1)
+    return True
 
 
 def _state(process: int) -> str:
@@ -174,7 +186,7 @@ class Watch:
     def _run(self) -> None:
         told: float | None = None
         due = self._patience
-        while not self._ended.wait(self._patience / _LOOKS):
+        while not self._ended.wait(max(_SOON, self._patience / _LOOKS)):
             since = self._since
             if since != told:
                 told, due = since, self._patience

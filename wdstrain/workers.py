@@ -8,7 +8,6 @@ its care for dead workers, start methods and shutdown is torch's, well kept.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import threading
 from collections import deque
@@ -26,6 +25,7 @@ from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.interrupts import Held
+from wdstrain.processors import cores
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
@@ -43,19 +43,13 @@ def _together(batch_size: int) -> int:
     return min(max(1, _TOGETHER // batch_size), _MOST)
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 class Inline:
     """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
 
     count = 1
-    desks = Desks(0)
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._desk = decoder, Desk.apart()
+        self._decoder, self._desk, self.desks = decoder, Desk.apart(), Desks(0)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         return (self._decoder(task, self._desk) for task in tasks)
@@ -76,6 +70,7 @@ class Threads:
         self.count = cores()
         self.desks = Desks(self.count)
         self._names: dict[int, int] = {}  # number of a decoder by the identity of its thread
+        self._next = count()
         self._pool: ThreadPoolExecutor | None = None
         self._futures: deque[Future[Result]] = deque()
 
@@ -90,7 +85,10 @@ class Threads:
             yield self._futures.popleft().result()
 
     def _decode(self, task: Task) -> Result:
-        return self._decoder(task, self.desks[self._names.setdefault(threading.get_ident(), len(self._names) % self.count)])
+        number = self._names.get(threading.get_ident())
+        if number is None:
+            number = self._names[threading.get_ident()] = next(self._next) % self.count
+        return self._decoder(task, self.desks[number])
 
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a decoder."""

@@ -34,7 +34,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
     index = open_shards(arguments.urls)
     fields = None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
-    if fields is None and not arguments.bytes:
+    if fields is None and not arguments.bytes and len(index):
         raise UsageError(
             f"these shards hold no pictures and no arrays, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
         )

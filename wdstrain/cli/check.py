@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from wdstrain.console import Teller, say
 
 if TYPE_CHECKING:
     from wdstrain.meter import Finding
+from wdstrain.processors import cores
 
 _MOST = 20  # findings, or shards of a repair, that are shown one by one
 _NAMED = 3  # lost samples of one shard that are named
@@ -28,7 +27,7 @@ def add_check(verbs: Any) -> None:
     verify.add_argument(
         "--need", default="", metavar="F[;F],...", help="fields that every sample must have, such as 'jpg;png,cls'"
     )
-    verify.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="threads (default: one per core)")
+    verify.add_argument("--jobs", type=int, default=cores(), metavar="N", help="threads (default: one per core)")
 
     repair = verb(verbs, "repair", _repair, "copy what is whole out of damaged shards", "repair shards/photos -o shards/saved")
     urls(repair)
@@ -86,7 +85,8 @@ def _repair(arguments: argparse.Namespace) -> int:
 
         done = repair(arguments.urls, arguments.out, decode=arguments.decode, overwrite=arguments.overwrite, progress=tell)
     seconds = time.monotonic() - begun
-    rows = [("shards", str(done.shards)), ("samples copied", str(done.samples)), ("samples lost", str(done.lost))]
+    lost = f"at least {done.lost}" if any(not one.key for one in done.findings) else str(done.lost)
+    rows = [("shards", str(done.shards)), ("samples copied", str(done.samples)), ("samples lost", lost)]
     rows += [("MB", f"{done.bytes / 1e6:.1f}"), ("time", f"{seconds:.1f} s"), ("shards are in", done.out)]
     result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
     for note in done.notes:
@@ -119,17 +119,15 @@ def _tell(findings: Sequence[Finding]) -> None:
         for one in findings:
             say(one.sentence)
         return
-    kinds: dict[str, list[Finding]] = {}
+    kinds: dict[tuple[bool, str, str], list[Finding]] = {}
     for one in findings:
-        kinds.setdefault(_kind(one), []).append(one)
-    for kind in sorted(kinds.values(), key=len, reverse=True):
-        say(f"{len(kind)} x {kind[0].sentence}" if len(kind) > 1 else kind[0].sentence)
-    say(f"{len(findings)} findings of {len(kinds)} kinds, the first of each shown; --json gives them all.")
-
-
-def _kind(finding: Finding) -> str:
-    """What findings have in common that are told together: their reason without names and numbers."""
-    return f"{bool(finding.key)} {finding.field} " + re.sub(r"'[^']*'|\S*\d\S*|\(.*", "", finding.reason)
+        kind = (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)  # of a whole shard: each for itself
+        kinds.setdefault(kind, []).append(one)
+    for same in sorted(kinds.values(), key=len, reverse=True):
+        say(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)
+    say(
+        f"{len(findings)} findings are listed, of {len(kinds)} kinds, the first of each shown; --json gives those that are listed."
+    )
 
 
 def _tell_lost(shard: str, findings: list[Finding]) -> None:

@@ -145,7 +145,10 @@ def verdict(what: Prospect) -> str:
     words = []
     if now.is_good:
         less = enough is not None and enough.held_bytes < 0.9 * now.held_bytes
-        words.append(f"Good enough; a buffer of {_size(enough)} would do." if enough is not None and less else "Good enough.")
+        alone = "" if now.classes is not None else " by neighbours alone (classes were not looked at)"
+        words.append(
+            f"Good enough{alone}" + (f"; a buffer of {_size(enough)} would do." if enough is not None and less else ".")
+        )
     else:
         words.append(f"Not good enough: {'; '.join(_faults(what))}.")
         if what.packed_at_random and now.shuffle and now.evens_classes:

@@ -20,6 +20,7 @@ from wdstrain.labels import named
 from wdstrain.printing import printable
 
 SHOWN = 20  # classes of a histogram
+_TELLING = 20  # samples of each class that are looked at on average, for a word on which is larger
 _COMMON = 0.05  # share of a value from which on it is worth a word
 
 
@@ -111,7 +112,7 @@ class Counting:
 def notes(one: Histogram) -> list[str]:
     """What is to be said of a histogram beside its bars."""
     found = [f"{'all' if one.exact else 'about, by'} {plural(one.looked_at, 'sample')}"]
-    if one.imbalance is not None and one.imbalance > 1:
+    if one.imbalance is not None and one.imbalance > 1 and (one.exact or one.looked_at >= _TELLING * len(one.classes)):
         found.append(f"the largest class has {one.imbalance:.3g} times the samples of the smallest")
     if one.empty:
         some = ", ".join(one.empty[:5]) + (", ..." if len(one.empty) > 5 else "")

@@ -20,6 +20,7 @@ from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index
 from wdstrain.meter import Finding
 from wdstrain.opening import one_of, tars_of
+from wdstrain.processors import cores
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls, check_finished, expand, is_json, open_source
 from wdstrain.tar import Walk
@@ -84,7 +85,7 @@ def verify(
         raise UsageError(f"jobs={jobs} is below 1.")
     result = Verification()
     todo = list(dict(_listed(urls, result)).items())
-    work = _Work(todo, decode, jobs or os.cpu_count() or 1)
+    work = _Work(todo, decode, jobs or cores())
     census = Census(_needed(need))
     tried: Counter[str] = Counter()
     untried: Counter[str] = Counter()
