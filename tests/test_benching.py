@@ -129,7 +129,7 @@ def test_transforms_and_bytes_are_measured_too(tmp_path: Path, workers: int) -> 
     for found in (made, plain):
         assert found.achieved > 0
         assert found.storage > 0
-        assert found.binding in found.verdict.replace("decoding", "decode")
+        assert found.binding in found.verdict.replace("decoding", "decode") or "Measure again" in found.verdict
     assert plain.handoff == {}
     assert set(made.handoff) == {"threads", "processes"}
 

@@ -290,7 +290,7 @@ def test_a_slow_disk_is_named(bright: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("wdstrain.meter.cores", lambda: 16)
     # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second
     meter = Meter(
         batches=10, samples=1000, decoders=1, decode_seconds=10.0, wait_seconds=8.0, loop_seconds=2.0, read_seconds=1.0
@@ -298,7 +298,7 @@ def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.Monke
     assert meter.verdict_of("GPU", 2.0) == (
         "input bound: decode 100%; the GPU waited for data 80.0% of the time. 4 more workers would give about 500 samples/s"
     )
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("wdstrain.meter.cores", lambda: 2)
     assert meter.verdict_of("GPU", 2.0).endswith("1 more worker would give about 200 samples/s")
     meter.decoders, meter.decode_seconds = 2, 20.0
     assert "All 2 cores are taken" in meter.verdict_of("GPU", 2.0)
