@@ -75,10 +75,10 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
     shards = tmp_path / "shards"
-    wt.pack(({"__key__": f"k{i:03d}", "txt": f"{i}"} for i in range(120)), str(shards), shard_samples=10)
+    wt.pack(({"__key__": f"k{i:03d}", "txt": f"{i}"} for i in range(120)), str(shards), shard_samples=3)
     fields: Mapping[str, Any] = {"txt": Sleepy()}
     with serving(shards) as served:
-        served.delay = 0.3
+        served.delay = 0.1
         url = f"{served.url}/index.json"
         now = wt.bench(url, fields, batch_size=8, seconds=1.5)
         assert now.binding == "storage"

@@ -83,14 +83,15 @@ def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
     plan = Plan(counts=index.counts, seed=0, epoch=0, batch_size=min(batch_size, len(index)))
     reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, ahead=_AHEAD, in_flight=2)
     try:
-        begun = time.perf_counter()
         reader.start(0, 0)
-        clock = 0
-        while time.perf_counter() - begun < seconds or not clock:
+        reader.collect(0, 0)  # the first round trip is not the pace
+        reader.release(0)
+        begun, before, clock = time.perf_counter(), reader.read_bytes, 1
+        while time.perf_counter() - begun < seconds or reader.read_bytes == before:
             reader.collect(*divmod(clock, plan.steps))
             reader.release(clock)
             clock += 1
-        return reader.read_bytes / (time.perf_counter() - begun)
+        return (reader.read_bytes - before) / (time.perf_counter() - begun)
     finally:
         reader.stop()
 
