@@ -36,7 +36,7 @@ FLOORS = [
     {"http", "objects"},
     {"remote"},
     {"policies", "charts"},
-    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter", "inspecting.dimensions"},
+    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter", "measured", "inspecting.dimensions"},
     {
         "indexing",
         "verifying.search",

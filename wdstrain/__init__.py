@@ -30,11 +30,12 @@ from wdstrain.plan import Plan
 from wdstrain.streaming import Stream, stream, to_example
 
 if TYPE_CHECKING:
-    from wdstrain.benching import Bench, bench
+    from wdstrain.benching import bench
     from wdstrain.foresight.doors import foresee
     from wdstrain.inspecting.doors import info
     from wdstrain.inspecting.facts import Info
     from wdstrain.looking.doors import Peek, peek
+    from wdstrain.measured import Bench
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -99,7 +100,7 @@ __all__ = [
 
 
 _LATER = {
-    "Bench": "benching",
+    "Bench": "measured",
     "bench": "benching",
     "info": "inspecting.doors",
     "Info": "inspecting.facts",

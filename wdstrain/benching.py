@@ -1,9 +1,7 @@
-"""What holds loading back on this machine, and what a change would give: measured limits, a prediction, and the best setting.
+"""What holds loading back on this machine: its limits are measured, and the loader; what would help is predicted, and tried.
 
-The stages run side by side, so a loader is as fast as the slowest of them; those that compute also share the processors. That is
-the whole model: the least of storage, hand-off, decoding by the decoders there are, and what the processors can do of decoding and
-hand-off together. Its numbers are measured here, on this data (`limits`), and what it says for a setting can be compared with what that
-setting then gives (`tune`). A road not taken is to search settings one by one: it takes a run each, and says nothing of why.
+The numbers that `measured` reasons with come from this data on this machine (`limits`), and what it says for a setting can be compared
+with what that setting then gives (`tune`).
 """
 
 from __future__ import annotations
@@ -12,13 +10,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from html import escape
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from wdstrain import charts, limits
+from wdstrain import limits
 from wdstrain.decode import EXTENSIONS, decode_image
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError
@@ -27,6 +24,7 @@ from wdstrain.fields import array as array_field
 from wdstrain.fields import image as image_field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, takes_rng
+from wdstrain.measured import UNEVEN, Bench, Change, Try
 from wdstrain.packing.options import Options
 from wdstrain.packing.pictures import Recipe
 from wdstrain.processors import cores
@@ -35,140 +33,11 @@ from wdstrain.sending import check_travels
 from wdstrain.storage import Urls
 
 _SAMPLES = 256  # of an excerpt, and four batches at least
-_UNEVEN = 1.25  # times what its parts allow: no loader is faster, so they were measured in a worse moment
 _WORTH = 1.1  # times as fast: less is not worth a change
 _LARGER = 1.25  # times a side: less makes too little of a difference to pack anew for it
 _MARGIN = 8 / 7  # a picture that is cropped may be this much larger than the crop, as 256 for 224
 
 Say = Callable[[str, int, int], None]  # what is measured, its number, and how many there are
-
-
-class Change(NamedTuple):
-    """Something to change, and the samples a second that it would give."""
-
-    what: str
-    rate: float
-
-
-class Try(NamedTuple):
-    """A number of workers (0: threads), the samples a second that were predicted for it, and those that it gave."""
-
-    num_workers: int
-    predicted: float
-    rate: float
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What was measured, in samples a second where nothing else is said.
-
-    storage: the reader alone; decode: {decoders at a time: all of them together}, by "threads" and "processes"; handoff: batches of which
-    nothing is decoded, by the same; achieved: the loader as it was asked for; first_batch: seconds until its first.
-    """
-
-    samples: int
-    bytes: int
-    mean_bytes: float
-    batch_size: int
-    num_workers: int
-    cores: int
-    storage: float
-    in_memory: float | None
-    decode: dict[str, dict[int, float]]
-    handoff: dict[str, float]
-    achieved: float
-    first_batch: float
-    bad: int
-    report_verdict: str
-    changes: tuple[Change, ...] = ()
-    tries: tuple[Try, ...] = ()
-    inline: bool = field(default=False, repr=False)  # nothing is decoded: the loop takes the bytes itself
-
-    def predicted(self, num_workers: int) -> float:
-        """Samples a second of a loader with so many workers."""
-        return min(self._limits(num_workers).values())
-
-    @property
-    def binding(self) -> str:
-        """What is slowest: storage, decode, hand-off or processors."""
-        found = self._limits(self.num_workers)
-        return min(found, key=lambda name: found[name])
-
-    @property
-    def verdict(self) -> str:
-        """What binds, and what to change, in a sentence or two."""
-        whole = self.predicted(self.num_workers)
-        share = self.achieved / whole if whole else 0.0
-        words = {
-            "storage": f"storage binds, with {self.storage * self.mean_bytes / 1e6:.0f} MB/s",
-            "decode": "decoding binds",
-            "hand-off": "the hand-off of batches binds",
-            "processors": f"the {self.cores} processors bind, all of them at work",
-        }
-        if share > _UNEVEN:
-            return (
-                f"the loader gave {self.achieved:.0f} samples/s, more than the {whole:.0f} that its parts allow by themselves: the machine "
-                f"was busy with something else meanwhile. Measure again, or longer (seconds)."
-            )
-        said = f"{words[self.binding]}: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
-        if not self.changes:
-            return f"{said} No change of those that were looked at would give a tenth more."
-        best = max(self.changes, key=lambda one: one.rate)
-        return (
-            f"{said} {best.what} would give about {best.rate:.0f} samples/s ({best.rate / max(1e-9, self.achieved):.2f} times)."
-        )
-
-    @property
-    def best(self) -> Try | None:
-        """Of the settings that were tried, the fastest; of those within a hundredth, the one with the fewest workers."""
-        good = [one for one in self.tries if one.rate >= 0.99 * max(one.rate for one in self.tries)]
-        return min(good, key=lambda one: one.num_workers, default=None)
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Names and values, for a table."""
-        found = [("samples", f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB")]
-        cached = "" if self.in_memory is None else f"; {self.in_memory:.0%} of the shards lie in the system's memory"
-        found.append(("storage", f"{self.storage:.0f} samples/s ({self.storage * self.mean_bytes / 1e6:.0f} MB/s{cached})"))
-        for kind, rates in self.decode.items():
-            each = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
-            found.append((f"decode, {kind}", f"{each} samples/s"))
-        found += [(f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()]
-        setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
-        found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}"))
-        found.append(("first batch", f"after {self.first_batch:.2f} s"))
-        if self.bad:
-            found.append(("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them"))
-        found += [("change", f"{one.what}: about {one.rate:.0f} samples/s") for one in self.changes]
-        for one in self.tries:
-            found.append(("tried", f"num_workers={one.num_workers}: {one.rate:.0f} samples/s ({one.predicted:.0f} predicted)"))
-        if self.best is not None:
-            found.append(("best", f"num_workers={self.best.num_workers}: {self.best.rate:.0f} samples/s"))
-        return [*found, ("verdict", self.verdict)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, JSON-able."""
-        found = asdict(self)
-        found["changes"] = [one._asdict() for one in self.changes]
-        found["tries"] = [{**one._asdict()} for one in self.tries]
-        return {**found, "binding": self.binding, "predicted": self.predicted(self.num_workers), "verdict": self.verdict}
-
-    def _repr_html_(self) -> str:
-        most = {"achieved": self.achieved, **self._limits(self.num_workers)}
-        bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in most.items()})
-        facts = charts.table(dict(self.rows()[:-1]))
-        return charts.part("what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
-
-    def _limits(self, num_workers: int) -> dict[str, float]:
-        kind = "processes" if num_workers else "threads"
-        decoders = min(num_workers or self.cores, self.cores)
-        rates = self.decode[kind]
-        if self.inline:
-            return {"storage": self.storage, "decode": rates[1]}
-        known = sorted(rates)
-        decode = float(np.interp(decoders, known, [rates[count] for count in known]))
-        each = rates[known[-1]] / known[-1]  # of one processor, while all decode
-        together = self.cores / (1 / each + 1 / self.handoff[kind])
-        return {"storage": self.storage, "decode": decode, "hand-off": self.handoff[kind], "processors": together}
 
 
 def bench(
@@ -394,7 +263,7 @@ def _changes(
         rates = {**found.decode, kind: made.decoding(small, kind)}
         then = replace(found, decode=rates, storage=found.storage / max(1e-9, share))
         options.append(Change(f"packing anew with --resize {smaller}", then.predicted(found.num_workers)))
-    even = found.achieved <= _UNEVEN * found.predicted(found.num_workers)
+    even = found.achieved <= UNEVEN * found.predicted(found.num_workers)
     return [one for one in options if even and one.rate >= _WORTH * found.achieved]
 
 
