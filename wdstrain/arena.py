@@ -20,7 +20,7 @@ from wdstrain.memory import Memory
 Ints = npt.NDArray[np.int64]
 
 _ALIGN = 64  # a cache line
-_SLAB = 1 << 20  # bytes of a slab, at least
+_SLAB = 1 << 20  # bytes of a slab; less where little waits, that slabs partly filled do not outweigh it
 
 
 class Arena:
@@ -29,7 +29,7 @@ class Arena:
     def __init__(self, *, live: int, largest: int, buckets: int) -> None:
         """`live`: most bytes that wait at one time; `largest`: of one sample; `buckets`: most that are open at one time."""
         # a slab of four of the largest loses at most a quarter to the end that nothing fits into
-        self._slab = max(_SLAB, 4 * _round(largest))
+        self._slab = max(_round(min(_SLAB, live // (2 * buckets))), 4 * _round(largest))
         count = live * 4 // (3 * self._slab) + 2 * buckets + 2
         self.memory = Memory(count * self._slab)
         self._count = count
