@@ -29,6 +29,7 @@ FLOORS = [
         "pieces",
         "printing",
         "processors",
+        "formats",
         "packing.collector",
         "looking.picturing",
     },

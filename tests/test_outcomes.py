@@ -318,7 +318,7 @@ def test_a_model_of_ones_own_is_trained_and_scored_from_python(bright: Path, tmp
     assert run.val == run.epochs[-1]["val"]
     assert isinstance(run.model, torch.nn.Sequential)
     best = tmp_path / "run" / "checkpoints" / "last.pt"
-    with pytest.raises(wt.UsageError, match="of a model that a function made .*Give it as model="):
+    with pytest.raises(wt.UsageError, match="of a model that a function made .*or model= in Python"):
         wt.evaluate(best, f"{bright}/out/val-*.tar")
     _, metrics = wt.evaluate(best, f"{bright}/out/val-*.tar", model=tiny)
     assert metrics["mse"] == pytest.approx(run.val["mse"])

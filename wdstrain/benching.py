@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from wdstrain import limits
-from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.decode import decode_image
 from wdstrain.decoder import Transform
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.fields import Field, Image, field_of
 from wdstrain.fields import array as array_field
 from wdstrain.fields import image as image_field
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, takes_rng
 from wdstrain.measured import UNEVEN, Bench, Change, Try

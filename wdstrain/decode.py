@@ -8,7 +8,6 @@ ImageFolder do; 16-bit greys keep their high byte; of an animation the first pic
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 
 import numpy as np
@@ -17,13 +16,13 @@ import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wdstrain.errors import SampleError
+from wdstrain.formats import MAX_PIXELS, open_picture
 from wdstrain.turbo import Box, decode_part
 
 Pixels = npt.NDArray[np.uint8]
 BoxOf = Callable[[int, int], Box]
 
-MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an attack
-EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
+_STRIP = 1 << 20  # pixels that leave Pillow at a time
 
 
 def decode_image(
@@ -76,23 +75,31 @@ def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, bl
 
 def _pillow(data: bytes | memoryview) -> Pixels:
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
             image.load()
-            raw = bytes(data)
             # libjpeg goes on in grey where the rest of a JPEG is zeros; within what is compressed neither marker can occur
-            if image.format == "JPEG" and raw.rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):
+            if image.format == "JPEG" and (raw := bytes(data)).rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):
                 raise SampleError(f"it has no end marker: the end of the picture is missing ({len(data)} bytes)")
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):
-                grey = np.asarray(upright)
-                upright = Image.fromarray((np.clip(grey, 0, 65535) >> 8).astype(np.uint8))
-            elif upright.mode in ("P", "PA", "LA"):
-                upright = upright.convert("RGBA")
-            return np.array(upright.convert("RGB"))
+            ImageOps.exif_transpose(image, in_place=True)
+            return _rgb(image)
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsers meet
         what = "no image of a known format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SampleError(f"{what} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error
+
+
+def _rgb(image: Image.Image) -> Pixels:
+    """The pixels of a loaded image, some rows at a time: of a picture that is meant to fill memory there is no second copy."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    rows = max(1, _STRIP // image.width)
+    for top in range(0, image.height, rows):
+        strip = image if rows >= image.height else image.crop((0, top, image.width, min(top + rows, image.height)))
+        if strip.mode.startswith("I"):
+            strip = Image.fromarray((np.clip(np.asarray(strip), 0, 65535) >> 8).astype(np.uint8))
+        elif strip.mode in ("P", "PA", "LA"):
+            strip = strip.convert("RGBA")
+        pixels[top : top + rows] = np.asarray(strip.convert("RGB"))
+    return pixels

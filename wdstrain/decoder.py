@@ -51,6 +51,7 @@ class Task(NamedTuple):
     lost: dict[int, str]
 
 
+_REASON = 1000  # characters of a reason
 MISMATCH = "its bytes are not those that were packed (crc32)"
 
 
@@ -175,7 +176,7 @@ class Decoder:
                     if column is None:
                         loose[name][row] = value
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
-                    bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
+                    bad.append(Bad(row, found or name, _said(error)))
                     break
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
@@ -204,7 +205,7 @@ class Decoder:
                 if not isinstance(examples[row], Mapping):
                     raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
-                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
+                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_said(error)}"))
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [examples])
         if _fails(bad):
@@ -261,6 +262,12 @@ class _Rows(NamedTuple):
     def of(cls, task: Task) -> _Rows:
         first, field, offset = task.first.tolist(), task.field.tolist(), task.offset.tolist()
         return cls(first, field, offset, task.size.tolist(), task.crc.tolist(), task.lost)
+
+
+def _said(error: Exception) -> str:
+    """What an error says. It may speak of all that a sample holds, and a reason is kept, sent and shown."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _REASON else f"{text[:_REASON]} ..."
 
 
 def _fails(bad: list[Bad]) -> bool:

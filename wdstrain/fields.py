@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.augment import Augment, Draws, fit, region
-from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Label as IndexLabel
 
 Array = npt.NDArray[Any]
@@ -138,7 +139,7 @@ class Number:
         try:
             out[()] = float(value)
         except (TypeError, ValueError):
-            raise SampleError(f"{value!r} is not a number") from None
+            raise SampleError(f"{str(value)[:80]!r} is not a number") from None
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,8 @@ def _npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
     npy.read_magic(stream)
     shape, fortran, dtype = npy.read_array_header_1_0(stream)
+    if any(side < 0 for side in shape):
+        raise ValueError(f"its shape is {shape}")
     return dtype, fortran, shape
 
 
@@ -327,7 +330,7 @@ def scalar(data: memoryview, column: str | None) -> Any:
         return text
     document = json_module.loads(text)
     if not isinstance(document, dict) or column not in document:
-        has = ", ".join(document) if isinstance(document, dict) else type(document).__name__
+        has = ", ".join(list(document)[:20]) if isinstance(document, dict) else type(document).__name__
         raise SampleError(f"it has no entry {column!r}, but {has}")
     return document[column]
 

@@ -51,7 +51,12 @@ def save_index(index: Index, folder: str) -> None:
         },
     }
     write_whole(os.path.join(folder, BIN_NAME), _head_line(head) + body)
-    write_whole(os.path.join(folder, INDEX_NAME), (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
+
+
+def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
+    """A line of JSON, or lines, that anybody can read; names of files that are no UTF-8 are escapes in it, and come back."""
+    return (json.dumps(document, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:

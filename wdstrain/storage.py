@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ INDEX_NAME = "index.json"
 UNFINISHED = ".unfinished"  # the stage of a conversion, in the folder it will fill
 SWAPPING = ".swapping"  # the stage while its shards are put in place
 
+_COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz)$")
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
 
 
@@ -56,6 +58,8 @@ def _expand_one(address: str) -> list[str]:
         raise UsageError(
             f"{redacted(address)}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk."
         )
+    if address.startswith("pipe:"):
+        raise UsageError(f"{address}: an address is never run as a command. Name a file, or the address of a server.")
     path = Path(address)
     if path.is_dir():
         return _expand_folder(path)
@@ -114,6 +118,9 @@ def _expand_folder(path: Path) -> list[str]:
     if not found:
         if (path / UNFINISHED).exists():
             raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --resume.")
+        packed = sorted(one.name for one in path.iterdir() if _COMPRESSED.search(one.name))
+        if packed:
+            raise UsageError(f"{path}: {packed[0]} is compressed, and offsets need plain tars. Unpack it first, to .tar.")
         raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
     return found
 
@@ -131,10 +138,14 @@ class LocalFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
-        self.size = os.fstat(self._fd).st_size
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):  # of a pipe nobody knows the size, and opening one may wait for ever
+            self.close()
+            raise StorageError(f"{path} is no file but a folder, a pipe or a device. Name a tar.")
+        self.size = found.st_size
         with suppress(OSError, AttributeError):  # a hint: some systems and file systems know none
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 

@@ -27,7 +27,7 @@ _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
 RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
 EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
 _SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
-_FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
+_FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"\x04\x22": "lz4", b"PK": "zip"}
 
 Read = Callable[[int, int], bytes | memoryview]  # (offset, length) -> that many bytes, fewer only at the end
 

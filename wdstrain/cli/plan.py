@@ -69,6 +69,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         for line in lines(found, ascii_only=not wide):
             show(line)
     if arguments.out is not None:
-        write_whole(arguments.out, page(found).encode())
+        write_whole(arguments.out, page(found).encode("utf-8", "replace"))
         say(f"the page: {arguments.out}")
     return 0

@@ -59,6 +59,12 @@ def add_training(verbs: Any) -> None:
     )
     export.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
     export.add_argument("out", metavar="FILE", help="ends in .pt (state dict), .ts (TorchScript), .pt2 (torch.export) or .onnx")
+    for one in (evaluate, predict, export):
+        one.add_argument(
+            "--model",
+            metavar="MODULE:FUNCTION",
+            help="what makes the model; one that the checkpoint names is not run unless you do",
+        )
 
 
 def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
@@ -144,6 +150,6 @@ def _predict(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from wdstrain.training.exporting import export
 
-    written = export(arguments.checkpoint, arguments.out)
+    written = export(arguments.checkpoint, arguments.out, model=arguments.model)
     result(arguments, {"written": written}, [("written", path) for path in written])
     return 0

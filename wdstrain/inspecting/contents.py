@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.decode import EXTENSIONS
+from wdstrain.formats import EXTENSIONS
 from wdstrain.inspecting.dimensions import Images, Value, header, images_of
 from wdstrain.printing import printable
 

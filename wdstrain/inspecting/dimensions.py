@@ -6,7 +6,6 @@ read where a large profile stands before its size, or its table at its end.
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
+from wdstrain.formats import open_picture
 from wdstrain.printing import printable
 
 _ORIENTATION = 274  # EXIF
@@ -91,7 +91,7 @@ def _opened(data: bytes) -> Header | str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pictures that are large, and of tags that are odd
-            with Image.open(io.BytesIO(data)) as image:
+            with open_picture(data) as image:
                 exif = Image.Exif()
                 if image.info.get("exif"):
                     exif.load(image.info["exif"])

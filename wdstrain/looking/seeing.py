@@ -19,10 +19,11 @@ import numpy as np
 from wdstrain.augment import DRAWS
 from wdstrain.bits import uniform
 from wdstrain.checksum import crc32
-from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.decode import decode_image
 from wdstrain.decoder import MISMATCH
 from wdstrain.errors import SampleError
 from wdstrain.fields import Field, array, scalar
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Index, Ints, Label
 from wdstrain.labels import classes_in
 from wdstrain.looking.picturing import Array, Pixels, picture_in, small

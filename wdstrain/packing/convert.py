@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.index_files import BIN_NAME, check_sizes, load, save_index
+from wdstrain.index_files import BIN_NAME, check_sizes, json_bytes, load, save_index
 from wdstrain.indexing import Index, Label, join
 from wdstrain.objects import is_object
 from wdstrain.packing.bucket import check_free, deliver, outgoing
@@ -247,8 +247,7 @@ class _Conversion:
         save_index(index, shards)
         for name, rows in ((BAD_NAME, [one.portable() for one in bad]), (RENAMED_NAME, renamed)):
             if rows:
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                write_whole(os.path.join(shards, name), text.encode("utf-8", "surrogateescape"))
+                write_whole(os.path.join(shards, name), b"".join(map(json_bytes, rows)))
                 names[name] = name
         self.stage.put_in_place(shards, {**names, BIN_NAME: BIN_NAME, INDEX_NAME: INDEX_NAME})
         moved = tuple(replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards)

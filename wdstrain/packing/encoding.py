@@ -23,8 +23,8 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps
 
-from wdstrain.decode import EXTENSIONS
 from wdstrain.errors import SampleError
+from wdstrain.formats import EXTENSIONS
 from wdstrain.packing.listing import Part, field_name
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")

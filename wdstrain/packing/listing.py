@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from wdstrain.decode import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Label
 from wdstrain.remote import is_remote
 

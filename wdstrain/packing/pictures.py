@@ -21,8 +21,9 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps
 
-from wdstrain.decode import EXTENSIONS, MAX_PIXELS, decode_image
+from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, SourceError
+from wdstrain.formats import EXTENSIONS, MAX_PIXELS, open_picture
 from wdstrain.packing.listing import Part
 from wdstrain.packing.options import Check, Options
 
@@ -89,7 +90,7 @@ class Recipe:
 
     def _encoded(self, field: str, data: bytes) -> Part:
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with open_picture(data) as image:
                 size, kind, upright = image.size, image.format, _orientation(image) == 1
         except Exception as error:  # Pillow's plugins raise whatever their parsers meet
             decode_image(data)  # says what is wrong in words that are the same each time
@@ -126,7 +127,7 @@ class Recipe:
 
     def _png(self, data: bytes) -> bytes:
         decode_image(data)  # refuses what is not whole
-        with Image.open(io.BytesIO(data)) as image:
+        with open_picture(data) as image:
             found = ImageOps.exif_transpose(image)
             if found.mode.startswith("I"):
                 grey = np.clip(np.asarray(found), 0, 65535) >> 8

@@ -162,14 +162,15 @@ def evaluate(
     checkpoint: str | os.PathLike[str],
     urls: Urls,
     *,
-    model: Maker | None = None,
+    model: Maker | str | None = None,
     image: Field | None = None,
     tell: Tell | None = None,
     **options: Any,
 ) -> tuple[Task, dict[str, float]]:
     """(task, metrics) of a checkpoint on the shards of `urls`; every sample counts once, also where torchrun started several processes.
 
-    model, image: as they were given to `train`, where it was not given names. options: batch_size, num_workers, device, amp,
+    model, image: as they were given to `train`; a module:function that the checkpoint names is not imported unless it is named
+    here. options: batch_size, num_workers, device, amp,
     on_bad, cache_dir, cache_limit.
     """
     world = World()

@@ -7,7 +7,6 @@ is what is forgotten or done twice when a model moves elsewhere. What its output
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import StorageError, UsageError
+from wdstrain.index_files import json_bytes
 from wdstrain.storage import put_whole, write_whole
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
@@ -46,11 +46,13 @@ class Normalising(nn.Module):
         return outputs * self.scale + self.shift
 
 
-def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | None = None) -> list[str]:
+def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | str | None = None) -> list[str]:
     """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
 
     .pt     the state dict        .ts   TorchScript
     .pt2    torch.export          .onnx ONNX (pip install onnx onnxscript)
+
+    model: as it was given to `train`, where that was a function or its name.
     """
     path = os.fspath(out)
     kind = os.path.splitext(path)[1].lower()
@@ -76,7 +78,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
         ],
     }
     beside = f"{path}.json"
-    write_whole(beside, (json.dumps(about, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(beside, json_bytes(about, indent=1))
     return [path, beside]
 
 

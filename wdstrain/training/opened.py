@@ -1,4 +1,8 @@
-"""A trained model, opened from its checkpoint. What only predicts or exports brings neither metrics nor the training loop with it."""
+"""A trained model, opened from its checkpoint. What only predicts or exports brings neither metrics nor the training loop with it.
+
+A checkpoint is data, never code: it may name a function that makes its model, but only whoever opens it says that this function is
+imported and called. Otherwise `evaluate stranger.pt` would run whatever the stranger names of all that Python can import.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +34,25 @@ class Opened:
 
     @classmethod
     def of(
-        cls, path: str | os.PathLike[str], *, model: Maker | None = None, options: Mapping[str, Any] | None = None
+        cls, path: str | os.PathLike[str], *, model: Maker | str | None = None, options: Mapping[str, Any] | None = None
     ) -> Opened:
-        """Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model."""
+        """model: what makes the model, where the checkpoint does not name "small" or one of torchvision's.
+
+        Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model.
+        """
         state = read_checkpoint(os.fspath(path))
         learnt = {name: value for name, value in state["config"].items() if name not in _OF_MACHINE}
         config = Config.of({**learnt, **(options or {})})
         task = Task.from_state(state["task"])
-        if model is None and config.model.startswith("<"):
-            raise UsageError(f"{path} is of a model that a function made ({config.model}). Give it as model=.")
-        made = made_by(model, "model", task.outputs) if model else build(config.model, task.outputs, config.image_size)
+        if model is None and (config.model.startswith("<") or ":" in config.model):
+            raise UsageError(
+                f"{path} is of a model that a function made ({config.model}), and what a checkpoint names is not run. "
+                f"Give it yourself: --model module:function, or model= in Python."
+            )
+        if callable(model):
+            made = made_by(model, "model", task.outputs)
+        else:
+            made = build(model or config.model, task.outputs, config.image_size)
         try:
             made.load_state_dict(state["model"])
         except RuntimeError as error:

@@ -50,7 +50,7 @@ def predict(
     urls: Urls,
     out: str | os.PathLike[str],
     *,
-    model: Maker | None = None,
+    model: Maker | str | None = None,
     image: Field | None = None,
     probabilities: bool = False,
     tell: Tell | None = None,
@@ -59,7 +59,7 @@ def predict(
     """Write predictions of a checkpoint to the CSV file `out`: a row per picture of shards, or of a folder of pictures.
 
     Columns: key; for each label what is said, how probable it is (of classes), and where the shards have it what is true; error.
-    probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir, cache_limit.
+    model: as it was given to `train`, where that was a function or its name. probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir, cache_limit.
     """
     opened = Opened.of(checkpoint, model=model, options=options)
     device = device_of(opened.config.device, World())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wdstrain.decode import EXTENSIONS
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Ints
 from wdstrain.meter import Finding
 from wdstrain.verifying.inspection import Inspection

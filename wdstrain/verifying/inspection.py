@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wdstrain.decode import EXTENSIONS
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Index, Ints, Table
 from wdstrain.meter import Finding
 from wdstrain.verifying.passage import Passage

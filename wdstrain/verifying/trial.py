@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.decode import EXTENSIONS, decode_image
+from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError
 from wdstrain.fields import Field, array, json, label, number, scalar, text
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Label
 
 MOST = 1 << 30  # bytes of a field that is tried; no loader's memory is meant for larger ones
