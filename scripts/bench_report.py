@@ -25,8 +25,8 @@ import numpy as np
 from PIL import Image
 
 import wdstrain as wt
+from wdstrain.machine import cores
 from wdstrain.pipeline import Pipeline
-from wdstrain.processors import cores
 from wdstrain.watching import Desk, Desks, Watch
 
 GOAL = 0.01

@@ -21,8 +21,8 @@ import wdstrain as wt
 from tests.conftest import picture, write_shards, write_tar
 from tests.servers import serving
 from wdstrain.limits import excerpt
+from wdstrain.machine import cores
 from wdstrain.opening import open_index
-from wdstrain.processors import cores
 
 SHORT = 1.5  # seconds of a measurement
 

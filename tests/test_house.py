@@ -28,7 +28,7 @@ FLOORS = [
         "locks",
         "pieces",
         "printing",
-        "processors",
+        "machine",
         "formats",
         "packing.collector",
         "looking.picturing",

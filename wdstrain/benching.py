@@ -25,10 +25,10 @@ from wdstrain.fields import image as image_field
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader, open_shards, takes_rng
+from wdstrain.machine import cores
 from wdstrain.measured import UNEVEN, Bench, Change, Try
 from wdstrain.packing.options import Options
 from wdstrain.packing.pictures import Recipe
-from wdstrain.processors import cores
 from wdstrain.remote import is_remote
 from wdstrain.sending import check_travels
 from wdstrain.storage import Urls

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class Cache:
         self._warning = threading.Lock()
         try:
             os.makedirs(self.folder, exist_ok=True)
+            self._disk = shutil.disk_usage(self.folder).total  # an index may claim that a shard has any size
         except OSError as error:
             raise UsageError(f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder.") from None
 
@@ -68,7 +70,8 @@ class Cache:
         is not there yet when the disk is full or cannot be written.
         """
         event = stopping or threading.Event()
-        if not (shard.sha256 or shard.tag) or (self.limit is not None and shard.bytes > self.limit):
+        most = min(self._disk, self._disk if self.limit is None else self.limit)
+        if not (shard.sha256 or shard.tag) or shard.bytes > most:
             return None
         final = self.place_of(shard)
         while not event.is_set():

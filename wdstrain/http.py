@@ -32,6 +32,7 @@ from urllib3.exceptions import HTTPError, LocationParseError
 
 from wdstrain.bodies import Body, begins
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.machine import memory
 from wdstrain.pieces import Pieces
 
 ATTEMPTS = 8  # tries without a byte of progress: pauses of 0.1, 0.2, ... 10 s, less than half a minute in all
@@ -278,7 +279,10 @@ class _Busy(HTTPError):
 
 
 def read_small(address: str) -> bytes | None:
-    """A small object as a whole; None if the server says that there is none (404, 410, and 403 as S3 says it)."""
+    """A small object as a whole; None if the server says that there is none (404, 410, and 403 as S3 says it).
+
+    Raises StorageError for one that would fill a quarter of memory: what has no end, or grows when it is unpacked, is no index.
+    """
     tries, begun = 0, time.monotonic()
     source = HttpFile(address, 0)
     while True:
@@ -288,9 +292,9 @@ def read_small(address: str) -> bytes | None:
                 raise _Busy(response.status, response.headers)
             if response.status == 200 and not begins(response):
                 raise HTTPException("the connection ended within the head of the answer")
-            data = response.read()
             if response.status in (403, 404, 410):
                 return None
+            data = _read_all(response, address)
             if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
                 return None  # a page for people, of a server that answers so for what it has not
             if response.status != 200:
@@ -299,6 +303,16 @@ def read_small(address: str) -> bytes | None:
         except (HTTPError, HTTPException, OSError) as error:
             tries += 1
             source._pause(error, 0, tries, begun)
+
+
+def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
+    found, most = bytearray(), memory() // 4
+    for piece in response.stream(_OVER):
+        found += piece
+        if len(found) > most:
+            response.close()
+            raise StorageError(f"{redacted(address)} has more than {most} bytes, too many to hold at once. Check the address.")
+    return bytes(found)
 
 
 def _strong(tag: str | None) -> str | None:

@@ -27,9 +27,9 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Array, Example, Field
 from wdstrain.index_files import scan
 from wdstrain.indexing import Index
+from wdstrain.machine import cores
 from wdstrain.memory import Memory
 from wdstrain.plan import Plan
-from wdstrain.processors import cores
 from wdstrain.reader import Reader
 from wdstrain.remote import is_remote
 from wdstrain.slots import Layout

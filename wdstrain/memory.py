@@ -17,6 +17,8 @@ from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from wdstrain.errors import WdstrainError
+
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
@@ -24,7 +26,17 @@ class Memory:
     """`size` bytes that parent and workers see alike. `map` and `view` are writable; the memory lives as long as either."""
 
     def __init__(self, size: int) -> None:
-        self._adopt(_anonymous(size), size)
+        try:
+            fd = _anonymous(size)
+            try:
+                self._adopt(fd, size)
+            except BaseException:
+                os.close(fd)
+                raise
+        except (OSError, OverflowError, ValueError) as error:
+            raise WdstrainError(
+                f"{size} bytes of memory cannot be set aside ({error}). Lower shuffle_buffer or batch_size."
+            ) from None
 
     def _adopt(self, fd: int, size: int) -> None:
         self._fd, self.size = fd, size
@@ -56,5 +68,9 @@ def _anonymous(size: int) -> int:
     else:  # not Linux: a file that has no name any more
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.truncate(fd, size)
+    try:
+        os.truncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

@@ -16,8 +16,8 @@ from html import escape
 from typing import Any, NamedTuple
 
 from wdstrain import charts
+from wdstrain.machine import cores
 from wdstrain.printing import printable
-from wdstrain.processors import cores
 
 _NO_STALL = 0.1  # share of the time that may be spent waiting before the input is what holds it back
 _KINDS = 20  # of reasons that are counted apart

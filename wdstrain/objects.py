@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.machine import memory
 from wdstrain.pieces import Pieces
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
@@ -109,7 +110,12 @@ def head(path: str) -> tuple[int, str | None] | None:
 def read_object(path: str) -> bytes | None:
     """A small object as a whole; None if it is not there."""
     try:
-        return bytes(_obstore().get(*_split(path)).bytes())
+        found = _obstore().get(*_split(path))
+        if found.meta["size"] > memory() // 4:
+            raise StorageError(f"{path} has {found.meta['size']} bytes, too many to hold at once. Check the address.")
+        return bytes(found.bytes())
+    except StorageError:
+        raise
     except FileNotFoundError:
         return None
     except Exception as error:

@@ -24,11 +24,12 @@ import numpy.typing as npt
 
 from wdstrain.arena import Arena
 from wdstrain.cache import Cache
-from wdstrain.errors import WdstrainError
+from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.interrupts import Held
 from wdstrain.landing import READ_TOGETHER, Landing, Placed
+from wdstrain.machine import memory
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
 from wdstrain.remote import is_remote
@@ -107,6 +108,7 @@ class Reader:
         plan, table = plans(0), index.table
         extents = table.stop - table.start - (landing.bytes if landing is not None else 0)
         largest, total = int(np.max(extents)), int(np.sum(extents))
+        _check_held(index, int(np.argmax(extents)), largest)
         lanes = len(plan.lanes_of(rank))
         window, self._ahead = reach(index, plan, rank, ahead)
         self._ring = window + self._ahead + 2 * READ_SAMPLES + plan.quota
@@ -401,6 +403,16 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
     return -(-min(2 * longest, 2 * (window + ahead + READ_SAMPLES) + int(8 * window**0.5)) // plan.quota) + 4
+
+
+def _check_held(index: Index, number: int, size: int) -> None:
+    """Raise ShardError for a sample that memory does not hold, before it is filled with it."""
+    if size > (most := memory() // 2):
+        shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+        raise ShardError(
+            f"{shard.shown}: '{index.key(number)}' at offset {int(index.table.start[number])} has {size} bytes, and a sample is "
+            f"held as a whole; {most}, half of this machine's memory, are the most. Leave it out, or pack it in parts."
+        )
 
 
 def _joined(parts: list[Ints]) -> Ints:

@@ -25,7 +25,7 @@ from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.interrupts import Held
-from wdstrain.processors import cores
+from wdstrain.machine import cores
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker

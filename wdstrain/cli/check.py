@@ -13,7 +13,7 @@ from wdstrain.console import Teller, say
 
 if TYPE_CHECKING:
     from wdstrain.meter import Finding
-from wdstrain.processors import cores
+from wdstrain.machine import cores
 
 _MOST = 20  # findings, or shards of a repair, that are shown one by one
 _NAMED = 3  # lost samples of one shard that are named

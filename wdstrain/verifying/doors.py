@@ -18,9 +18,9 @@ from typing import Any
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.index_files import is_ours, load
 from wdstrain.indexing import Index
+from wdstrain.machine import cores
 from wdstrain.meter import Finding
 from wdstrain.opening import one_of, tars_of
-from wdstrain.processors import cores
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls, check_finished, expand, is_json, open_source
 from wdstrain.tar import Walk

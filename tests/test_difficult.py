@@ -1,0 +1,134 @@
+"""Real files that break decoders: each ends in the right pixels or in a clean error, in threads and in worker processes.
+
+Right is what another decoder says (torchvision's, on whatever it reads), to the last bit; it runs in a process of its own, which one of
+these files kills.
+"""
+
+from __future__ import annotations
+
+import csv
+import faulthandler
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torchvision.io import ImageReadMode, decode_image
+
+import wdstrain as wt
+from tests.conftest import Sample, picture, write_tar
+from wdstrain.errors import SampleError
+from wdstrain.formats import EXTENSIONS
+
+Pixels = npt.NDArray[np.uint8]
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of odd metadata
+
+
+def _decoded(path: Path, pipe: Any) -> None:
+    faulthandler.disable()  # its death is what we are here for
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libpng has to say
+    warnings.simplefilter("ignore")  # torchvision's decoders are to leave it
+    try:
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        found = decode_image(data, ImageReadMode.RGB, apply_exif_orientation=True)
+        found = found[0] if found.ndim == 4 else found
+        pixels = (found.to(torch.int32) >> 8 if found.dtype == torch.uint16 else found).to(torch.uint8)
+        pipe.send(pixels.permute(1, 2, 0).numpy())
+    except Exception as error:
+        pipe.send(str(error))
+
+
+def by_torchvision(path: Path) -> Pixels | str:
+    """Upright RGB of the high bytes, uint8[h, w, 3]; why not; or "died"."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_decoded, args=(path, there))
+    process.start()
+    there.close()
+    try:
+        found: Pixels | str = here.recv()
+    except EOFError:
+        found = "died"
+    process.join()
+    return found
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "manifest.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def packed(folder: Path, out: Path, wanted: Callable[[str], bool], *, between: bytes | None = None) -> list[str]:
+    """A shard of the files whose fate in Pillow is wanted, each followed by a sound picture if that is asked for; their names."""
+    samples: list[Sample] = []
+    names = [row["file"] for row in rows(folder) if wanted(row["pillow_rgb"])]
+    for number, name in enumerate(names):
+        kind = Path(name).suffix[1:].lower()
+        kind = kind if kind in EXTENSIONS else {"mpo": "jpg", "apng": "png"}[kind]
+        samples.append((f"{number:03d}", {kind: (folder / name).read_bytes(), "name": name.encode()}))
+        samples += [(f"{number:03d}-sound", {"png": between, "name": b"sound"})] if between is not None else []
+    write_tar(out / "a.tar", samples)
+    return names
+
+
+FIELDS = {"image": wt.image(), "name": wt.text("name")}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whatever_can_be_read_has_the_right_pixels(data: Callable[[str], Path], tmp_path: Path, num_workers: int) -> None:
+    folder = data("difficult")
+    names = packed(folder, tmp_path, lambda fate: fate.startswith("ok"))
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=1, shuffle=False, num_workers=num_workers)
+    ours = {batch["name"][0]: np.asarray(batch["image"][0]).transpose(1, 2, 0) for batch in loader}
+    loader.close()
+    assert list(ours) == names
+    compared = 0
+    for name, pixels in ours.items():
+        other = by_torchvision(folder / name)
+        if isinstance(other, str):
+            continue
+        turned = {"hopper_orientation_6.webp": -1, "xmp_tags_orientation.png": 2}  # which torchvision leaves as they lie
+        other = np.rot90(other, turned.get(name, 0))
+        assert pixels.shape == other.shape, name
+        assert np.array_equal(pixels, other), (name, np.abs(pixels.astype(int) - other).max())
+        compared += 1
+    assert compared >= 40
+    # of formats that torchvision has not: the same picture in another file, or read by hand
+    deep = (folder / "hopper_16bit.pgm").read_bytes()[-128 * 128 * 2 :]
+    by_hand = np.frombuffer(deep, ">u2").reshape(128, 128) >> 8
+    assert np.array_equal(ours["hopper_16bit.pgm"], np.repeat(by_hand[:, :, None], 3, 2))
+    for name, like in (("hopper.bmp", "hopper.jpg"), ("hopper.avif", "hopper.jpg"), ("iss634.webp", "iss634.apng")):
+        assert np.abs(ours[name].astype(int) - ours[like]).mean() < 6, name
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whatever_cannot_be_read_is_a_bad_sample_and_nothing_else(
+    data: Callable[[str], Path], tmp_path: Path, num_workers: int
+) -> None:
+    folder = data("difficult")
+    names = packed(folder, tmp_path, lambda fate: not fate.startswith("ok"), between=picture(7))
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=2, shuffle=False, num_workers=num_workers, on_bad="replace", max_bad=1.0)
+    batches = list(loader)
+    assert [batch["name"] for batch in batches] == [["sound", "sound"]] * len(names)
+    assert all(torch.equal(*batch["image"]) for batch in batches)  # no part of a picture is taken for it
+    assert loader.report()["bad"] == len(names) >= 20
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_error_names_shard_key_field_and_offset(data: Callable[[str], Path], tmp_path: Path, num_workers: int) -> None:
+    """The first of them is the one that kills torchvision's decoder with its whole process."""
+    folder = data("difficult")
+    assert by_torchvision(folder / "broken_data_stream.png") == "died"
+    write_tar(tmp_path / "a.tar", [("k", {"png": (folder / "broken_data_stream.png").read_bytes(), "name": b"x"})])
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=1, num_workers=num_workers)
+    with pytest.raises(SampleError, match=r"a\.tar: 'k', field 'png' at offset 512: unrecognized data stream contents"):
+        list(loader)
+    loader.close()

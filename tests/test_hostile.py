@@ -1,0 +1,264 @@
+"""A shard is data, never code: nothing in it is run, unpickled or expanded, and no name in it leads out of a folder or into a page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import wdstrain as wt
+from tests.conftest import Sample, picture, write_shards, write_tar
+from wdstrain.cli.main import main
+from wdstrain.errors import SampleError, UsageError, WdstrainError
+from wdstrain.training.doors import train
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\n(run) print\n%%EOF\n"
+SMALL = {"epochs": 1, "batch_size": 4, "image_size": 16, "model": "small", "num_workers": 0}
+FIELDS = {"image": wt.image("png;jpg", size=16), "label": wt.label()}
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._place),)
+
+
+def run(*words: str | Path) -> None:
+    """A command of ours; how it ends is not the matter here, but that it ends in a sentence is."""
+    with contextlib.suppress(SystemExit):
+        main(list(map(str, words)))
+
+
+def every_verb(folder: Path, out: Path) -> None:
+    """Every verb that takes shards, on these."""
+    run("info", folder, "--exact")
+    run("verify", folder, "--decode")
+    run("repair", folder, "-o", out / "repaired")
+    for name in ("sheet.png", "sheet.html"):
+        run("show", folder, "-o", out / name)
+    run("show", folder)
+    run("plan", folder, "--batch-size", "4", "-o", out / "plan.html")
+    run("bench", folder, "--batch-size", "4", "--image-size", "8", "--seconds", "0.05")
+    run("convert", "tars", folder, out / "again", "--on-bad", "quarantine")
+    run("convert", "tars", folder, out / "smaller", "--on-bad", "quarantine", "--resize", "16")
+    run("index", folder)
+
+
+def labelled(folder: Path, classes: list[str], info: dict[str, Any] | None = None) -> Path:
+    """Shards with an index that tells of two classes."""
+    wt.index(folder)
+    document = json.loads((folder / "index.json").read_text())
+    document["wdstrain"]["labels"] = [{"name": "kind", "kind": "class", "field": "cls", "column": None, "classes": classes}]
+    document["wdstrain"]["info"] |= info or {}
+    (folder / "index.json").write_text(json.dumps(document))
+    return folder
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path) for path in folder.rglob("*")}
+
+
+def test_a_picture_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow opens EPS by its first bytes, whatever the file is called, and has Ghostscript draw it."""
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\nexit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    folder = tmp_path / "shards"
+    write_tar(folder / "a.tar", [(f"k{i}", {"jpg": EPS, "png": EPS, "cls": b"0"}) for i in range(8)])
+    with pytest.raises(SampleError, match="no image of a known format"):
+        list(wt.Loader(folder, FIELDS, batch_size=4))
+    every_verb(folder, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_unpickled_by_any_verb(tmp_path: Path) -> None:
+    trap, trapped = pickle.dumps(Trap(tmp_path / "ran")), io.BytesIO()
+    np.save(trapped, np.array([Trap(tmp_path / "ran")], object), allow_pickle=True)
+    saved = io.BytesIO()
+    torch.save(Trap(tmp_path / "ran"), saved)
+    fields = {
+        "pyd": trap,
+        "pkl": trap,
+        "pth": saved.getvalue(),
+        "npy": trapped.getvalue(),
+        "cls": trap,
+        "json": trap,
+        "jpg": trap,
+    }
+    folder = tmp_path / "shards"
+    write_tar(folder / "a.tar", [(f"k{i}", dict(fields)) for i in range(8)])
+    every_verb(folder, tmp_path)
+    assert [batch["pyd"] for batch in wt.Loader(folder, batch_size=8)] == [[trap] * 8]  # bytes, as they are
+    for field in (wt.array(), wt.array("pkl"), wt.label(), wt.number("pyd"), wt.json("json"), wt.image("jpg")):
+        with pytest.raises(SampleError, match=r"a\.tar: 'k\d'"):
+            list(wt.Loader(folder, {"x": field}, batch_size=4))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"epochs: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n")
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_load(config.read_text())
+    assert main(["train", str(tmp_path), "--out", str(tmp_path / "run"), "--config", str(config)]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"])
+def test_an_address_is_never_run(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for opened in (wt.Loader, wt.index, wt.info, wt.gopen):
+        with pytest.raises(UsageError):
+            opened(address.format(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_that_a_checkpoint_names_is_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint from elsewhere may name any function that Python can import: only the user says that it is run."""
+    folder = tmp_path / "shards"
+    write_tar(folder / "train-0.tar", [(f"k{i}", {"png": picture(i), "cls": b"%d" % (i % 2)}) for i in range(16)])
+    labelled(folder, ["dark", "light"])
+    made = tmp_path / "my_models.py"
+    made.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom wdstrain.training.models import Small\n"
+        "def mine(outputs):\n    return Small(outputs, 16)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    train(str(folder), tmp_path / "run", **{**SMALL, "model": "my_models:mine"})
+    best = tmp_path / "run" / "checkpoints" / "last.pt"
+    lines = [
+        ["evaluate", best, folder],
+        ["predict", best, folder, "-o", tmp_path / "p.csv"],
+        ["export", best, tmp_path / "model.pt"],
+    ]
+    for line in lines:
+        sys.modules.pop("my_models")
+        (tmp_path / "ran").unlink()
+        words = list(map(str, line))
+        assert main(words) == 2
+        assert "what a checkpoint names is not run. Give it yourself: --model" in capsys.readouterr().err
+        assert not (tmp_path / "ran").exists()
+        assert main([*words, "--model", "my_models:mine"]) == 0
+        assert (tmp_path / "ran").exists()
+
+
+KEYS = ("../../outside/x", "/outside/x", "a/../../../x", "$HOME/x", "~/x", "-rf", "..\\..\\x", ".", "C:\\x", "$(touch ran)")
+
+
+def test_keys_and_names_never_lead_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, out = tmp_path / "deep" / "set", tmp_path / "deep" / "out"
+    out.mkdir(parents=True)
+    monkeypatch.chdir(out)
+    fields = {"png": picture(1), "../../outside/f": b"x", "cls": b"1"}
+    samples: list[Sample] = [(f"{key}{i}", fields) for i in range(4) for key in KEYS]
+    write_tar(shards / "a.tar", samples)
+    labelled(shards, ["dark", "light"])
+    before = everything(tmp_path)
+    every_verb(shards, out)
+    train(str(shards), out / "run", **{**SMALL, "on_bad": "replace"})
+    run("predict", out / "run" / "checkpoints" / "last.pt", shards, "-o", out / "p.csv")
+    new = everything(tmp_path) - before
+    assert {str(out / "p.csv"), str(out / "sheet.html"), str(out / "again")} <= new
+    inside = (str(out), str(shards / ".wdstrain"), str(shards / "index."))
+    assert [path for path in new if not path.startswith(inside)] == []
+
+
+def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
+    write_shards(tmp_path / "secret", [4])
+    folder = write_shards(tmp_path / "set", [4])
+    wt.index(folder)
+    document = json.loads((folder / "index.json").read_text())
+    for name in ("../secret/part-000.tar", str(tmp_path / "secret" / "part-000.tar"), "..", "", "secret/part-000.tar"):
+        document["shardlist"][0]["url"] = name
+        (folder / "index.json").write_text(json.dumps(document))
+        with pytest.raises(WdstrainError, match="index.json is no index of this package"):
+            wt.Loader(folder)
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its tags with the names of their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+MARK = "owned"
+EVIL = f"<script>{MARK}()</script>\"'><img src=x onerror={MARK}()></title></style><!--<svg/onload={MARK}()>"
+
+
+def check_page(text: str, name: str) -> None:
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag != "script" or MARK not in str(attributes), name
+        assert not [one for one in attributes if one.startswith("on")], (name, tag, attributes)
+        assert not any(
+            value and MARK in value for key, value in attributes.items() if key in ("href", "src", "style", "action")
+        ), name
+    assert f"<script>{MARK}" not in text, name
+    assert f"<img src=x onerror={MARK}" not in text, name
+
+
+def test_pages_show_what_shards_say_and_do_not_become_it(tmp_path: Path) -> None:
+    evil = EVIL.replace("/", "\u2215")  # in a file's name
+    folder = tmp_path / "set"
+    rows: list[Sample] = [
+        (
+            f"k{i}{EVIL.replace('.', '')}",
+            {"png": picture(i), "cls": b"%d" % (i % 2), "txt": EVIL.encode(), "json": json.dumps({EVIL: EVIL}).encode()},
+        )
+        for i in range(16)
+    ]
+    write_tar(folder / f"train-{evil[:60]}.tar", rows)
+    labelled(folder, [f"c{EVIL}", f"d{EVIL}"], {"source": {"kind": EVIL, EVIL: EVIL}, "options": {"seed": EVIL}})
+    run("show", folder, "-o", tmp_path / "show.html")
+    train(str(folder), tmp_path / "run", **SMALL)
+    for name in ("show.html", "run/report.html"):
+        text = (tmp_path / name).read_text(errors="replace")
+        assert MARK in text, f"{name} does not show the text at all"
+        check_page(text, name)
+    loader = wt.Loader(folder, FIELDS, batch_size=4)
+    for _ in loader:
+        pass
+    loader.close()
+    shown = {
+        "info": wt.info(folder, exact=True),
+        "peek": wt.peek(folder),
+        "index": loader.index,
+        "loader": loader,
+        "report": loader.report(),
+        "plan": wt.foresee(folder, batch_size=4),
+    }
+    texts = {name: one._repr_html_() for name, one in shown.items()}
+    for name, text in texts.items():
+        if MARK in text:  # some are figures alone
+            check_page(text, name)
+    assert {"info", "peek"} <= {name for name, text in texts.items() if MARK in text}
