@@ -22,7 +22,7 @@ from wdstrain.turbo import Box, decode_part
 Pixels = npt.NDArray[np.uint8]
 BoxOf = Callable[[int, int], Box]
 
-_STRIP = 1 << 20  # pixels that leave Pillow at a time
+_STRIP = 1 << 18  # pixels that leave Pillow at a time
 
 
 def decode_image(

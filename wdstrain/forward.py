@@ -71,7 +71,7 @@ class Forward:
     fetchers: Fetchers
     _source: Source | None = None  # the local shard that is open
     _shard: Shard | None = None  # the remote shard that is being read with a cache
-    _left: dict[int, tuple[int, int]] = field(default_factory=dict)  # its blocks that were not asked for
+    _asked: set[int] | None = None  # its blocks that were asked for, if it is read from its beginning
     _fills: Reading = field(default_factory=Reading)
 
     @property
@@ -114,16 +114,17 @@ class Forward:
     def _rest_of(self, shard: Shard, ranges: list[_Range], leaving: bool) -> list[_Range]:
         """What a shard that was read from its beginning has left when the lane leaves it, unless it is much."""
         if self._shard is not shard:
-            self._shard, self._left = shard, {}
-            if ranges[0].start < RANGE:
-                self._left = {at // RANGE: (at, min(at + RANGE, shard.bytes)) for at in range(0, shard.bytes, RANGE)}
-        for one in ranges:
-            self._left.pop(one.start // RANGE, None)
-        if not leaving or sum(stop - start for start, stop in self._left.values()) > _FILLED:
+            self._shard, self._asked = shard, set() if ranges[0].start < RANGE else None
+        if self._asked is None:
             return []
-        found = [_Range(shard, start, stop, [], self._fills) for start, stop in self._left.values()]
-        self._left = {}
-        return found
+        self._asked |= {one.start // RANGE for one in ranges}
+        # before they are listed: how large a shard is, an index only claims
+        if not leaving or shard.bytes - len(self._asked) * RANGE > _FILLED:
+            return []
+        left = [at for at in range(0, shard.bytes, RANGE) if at // RANGE not in self._asked]
+        found = [_Range(shard, at, min(at + RANGE, shard.bytes), [], self._fills) for at in left]
+        self._asked = None
+        return found if sum(one.stop - one.start for one in found) <= _FILLED else []
 
 
 class Fetchers:
