@@ -28,7 +28,8 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
-from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.decode import decode_image
+from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError, WdstrainError
 from wdstrain.tar import END, header
 
 BESIDE = 16 << 20  # bytes for what is done beside
@@ -225,6 +226,7 @@ def test_a_walk_over_headers_holds_no_more_than_they_are(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_walk_over_a_million_members_holds_no_more_than_they_are(tmp_path: Path) -> None:
     check_walks(bombs(tmp_path / "bombs", 1_000_000))
 
@@ -296,6 +298,20 @@ def test_what_claims_to_be_a_huge_picture_takes_no_memory(tmp_path: Path, data: 
         assert said.startswith("SampleError: "), (name, said)
         assert f"{name}: 'k', field 'img' at offset 512: " in said
         assert peak < 6 * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
+
+
+def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_path: Path) -> None:
+    """Each scan of a progressive JPEG goes over all pixels, and takes a dozen bytes: 90 KB are a minute of work."""
+    whole = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
+    last = whole.rfind(b"\xff\xda")
+    data = whole[:last] + whole[last:-2] * 1000 + whole[-2:]
+    assert len(data) < 100_000
+    write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
+    with pytest.raises(SampleError, match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels: more work than"):
+        list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
+    with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
+        wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
+    assert decode_image(whole).shape == (4000, 4000, 3)
 
 
 def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:

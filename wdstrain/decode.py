@@ -22,6 +22,8 @@ from wdstrain.turbo import Box, decode_part
 Pixels = npt.NDArray[np.uint8]
 BoxOf = Callable[[int, int], Box]
 
+_WORK = 1 << 32  # pixels times scans of a JPEG: one as large as is allowed may have 24
+_SCAN = 10  # bytes of a scan, at least
 _STRIP = 1 << 18  # pixels that leave Pillow at a time
 
 
@@ -44,6 +46,12 @@ def decode_image(
     return pixels[:, :, ::-1].copy() if blue_first else pixels
 
 
+def check_scans(data: bytes | memoryview, pixels: int) -> None:
+    """Raise SampleError for a JPEG of so many scans, each over all of its pixels, that 100 KB of it would take minutes."""
+    if len(data) * pixels > _WORK * _SCAN and (scans := bytes(data).count(b"\xff\xda")) * pixels > _WORK:
+        raise SampleError(f"{scans} scans of {pixels} pixels: more work than a picture is ({len(data)} bytes)")
+
+
 def _has_exif(data: bytes | memoryview) -> bool:
     """Whether a JPEG's leading application and comment segments hold EXIF, and so perhaps an orientation."""
     at = 2
@@ -60,6 +68,7 @@ def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, bl
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
             return None
+        check_scans(data, height * width)
         top, left, high, wide = box = box_of(height, width) if box_of is not None else (0, 0, height, width)
         if (high, wide) != (height, width):
             part = decode_part(data, box, MAX_PIXELS, out, blue_first=blue_first)
@@ -78,6 +87,8 @@ def _pillow(data: bytes | memoryview) -> Pixels:
         with open_picture(data) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
+            if image.format in ("JPEG", "MPO"):
+                check_scans(data, image.width * image.height)
             image.load()
             # libjpeg goes on in grey where the rest of a JPEG is zeros; within what is compressed neither marker can occur
             if image.format == "JPEG" and (raw := bytes(data)).rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):

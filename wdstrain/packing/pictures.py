@@ -21,7 +21,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps
 
-from wdstrain.decode import decode_image
+from wdstrain.decode import check_scans, decode_image
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.formats import EXTENSIONS, MAX_PIXELS, open_picture
 from wdstrain.packing.listing import Part
@@ -118,6 +118,7 @@ class Recipe:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
             if colours not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
                 return None
+            check_scans(data, height * width)
             factor = min(height, width) / self.resize if self.resize else 1.0
             least = {"min_height": int(height / factor), "min_width": int(width / factor)} if factor > 1 else {}
             found = simplejpeg.decode_jpeg(data, "Gray" if colours == "Gray" else "RGB", **least)
