@@ -158,6 +158,13 @@ class Reader:
         if self._landing is not None:
             self._landing.stop()
 
+    def close(self) -> None:
+        """Stop for good. Its memory then goes with its last user, and does not wait for the collector."""
+        self.stop()
+        with self._lock:  # what refers back to this: what the threads tell, and the frames of an error that was raised
+            self._fetchers = Fetchers(None, self.tally, _nobody)
+            self._runs, self._error = {}, WdstrainError("the reader was stopped")
+
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
         with self._lock:
@@ -401,6 +408,10 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
     return -(-min(2 * longest, 2 * (window + ahead + READ_SAMPLES) + int(8 * window**0.5)) // plan.quota) + 4
+
+
+def _nobody() -> None:
+    """Is told."""
 
 
 def _joined(parts: list[Ints]) -> Ints:
