@@ -526,10 +526,11 @@ def _flat(name: str, found: list[Measured], counts: str) -> tuple[list[float], l
     if third < ENOUGH:
         print(f"{name:<26}{counts:<13}{'too few measurements':>39}")
         return [0.0] * 3, [0.0] * 3, []
-    parts = [
-        [statistics.median(getattr(one, what) for one in part) for what in WHAT] for part in (found[:third], found[-third:])
-    ]
-    return *parts, _compared(name, counts, *parts, FLAT)
+    before, after = (
+        [float(statistics.median(getattr(one, what) for one in part)) for what in WHAT]
+        for part in (found[:third], found[-third:])
+    )
+    return before, after, _compared(name, counts, before, after, FLAT)
 
 
 def _compared(name: str, counts: str, before: list[float], after: list[float], most: float) -> list[str]:

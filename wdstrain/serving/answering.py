@@ -34,11 +34,13 @@ from wdstrain.serving.places import LITTLE, Places
 PATIENCE = 60.0  # seconds: for the next request to come whole, and for a client to take more of its answer
 LINGER = 2.0  # seconds that a client is listened to after its last answer
 HEAD = 64 << 10  # bytes of the headers of a request, at most
+FEW = 32  # clients at a time, up to which requests may come together: some hundred of such clients would let nobody else in
 LISTED, PAGE = 10_000, 1 << 20  # names on a folder's page, and bytes of it, at most
 
 _MOST = 1 << 30  # bytes that the system is asked to send at once
 _TYPES = {".tar": "application/x-tar", ".json": "application/json"}  # never a page: our readers refuse pages as shards
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # of a header
+_BREAK = re.compile("[\r\n\0]")  # a header over several lines, which not everybody reads as one
 _STATUSES = {
     **dict.fromkeys([errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO], HTTPStatus.NOT_FOUND),
     **dict.fromkeys([errno.EACCES, errno.EPERM], HTTPStatus.FORBIDDEN),
@@ -69,6 +71,7 @@ class Connection(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         self.incoming.until, self.lines.left = time.monotonic() + PATIENCE, None
+        self.incoming.asked = False
         self.places.rest(self.connection, answered=self.answered)
         super().handle_one_request()
         self.answered = True
@@ -79,7 +82,10 @@ class Connection(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         self.places.work(self.connection)
-        if self.headers.defects or self.headers.get_payload() or not all(map(_NAME.fullmatch, self.headers)):
+        # it came with the one before
+        self.unread |= self.answered and not self.incoming.asked and len(self.places) > FEW
+        odd = self.headers.defects or self.headers.get_payload() or not all(map(_NAME.fullmatch, self.headers))
+        if odd or any(_BREAK.search(value) for value in self.headers.values()):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
         return True
@@ -252,13 +258,14 @@ class _Incoming(io.RawIOBase):
     """What a client sends, which has to come `until` then, however slowly its single bytes do."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.until = connection, 0.0
+        self.connection, self.until, self.asked = connection, 0.0, False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:
         try:
+            self.asked = True
             self.connection.settimeout(max(1e-3, self.until - time.monotonic()))
             return self.connection.recv_into(into)
         finally:
