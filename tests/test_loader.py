@@ -25,6 +25,7 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_class_folder, write_shards, write_tar
+from wdstrain import bits
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
 from wdstrain.packing.convert import convert
 from wdstrain.packing.folder import list_folder
@@ -530,6 +531,19 @@ def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Pat
     assert noise(1) == noise(3)
     drawn = [number for batch in noise(1) for number in batch[2]]
     assert len(set(drawn)) == len(drawn) == 40  # another for every sample and epoch
+
+
+def seeded(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"noise": torch.rand(3)}
+
+
+def test_what_torch_draws_for_a_sample_in_a_worker_process_is_told_by_seed_epoch_and_number(shards: Path) -> None:
+    loader = wt.Loader(shards, transform=seeded, batch_size=1, num_workers=1, seed=7)
+    batches = loader.epoch(0)
+    for batch in batches:
+        torch_s_own = torch.Generator().manual_seed(bits.key("sample", 7, 0, int(batches.ids[0])))
+        assert torch.equal(batch["noise"][0], torch.rand(3, generator=torch_s_own))
+    loader.close()
 
 
 def test_what_a_transform_raises_is_named(shards: Path) -> None:

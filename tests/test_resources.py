@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
+from tests.servers import serving
 from wdstrain.storage import LocalFile
 
 
@@ -92,6 +95,39 @@ def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(t
     done = subprocess.run([sys.executable, "-c", MEMORY, str(folder), str(workers)], capture_output=True, text=True, check=True)
     sizes = json.loads(done.stdout)
     assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
+
+
+def mapped() -> int:
+    """Pieces of shared memory that this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder itself
+            found += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["plain", "break", "server"])
+def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector(
+    tmp_path: Path, workers: int, way: str
+) -> None:
+    folder = blobs(tmp_path, shards=2, samples=100, size=1000)
+    gc.collect()
+    gc.disable()
+    try:
+        before = mapped()
+        with serving(folder) as served:
+            urls = f"{served.url}/b-{{000..001}}.tar" if way == "server" else folder
+            loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
+            for step, _ in enumerate(loader):
+                assert mapped() > before
+                if way == "break" and step == 3:
+                    break
+            del _
+            loader.close()
+        assert mapped() == before
+    finally:
+        gc.enable()
 
 
 def test_a_resume_reads_no_more_at_the_end_than_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

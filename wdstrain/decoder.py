@@ -198,7 +198,9 @@ class Decoder:
             if own_process:  # in threads the global generators are shared and are left alone
                 random.seed(word)
                 np.random.seed(word & 0xFFFFFFFF)
-                torch.manual_seed(word)
+                # torch.manual_seed would write down a call stack for each kind of device there might be, and seed a training
+                # process's devices where a batch is decoded again there
+                torch.default_generator.manual_seed(word)
             try:
                 rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
                 examples[row] = self._transform(sample, *rng)

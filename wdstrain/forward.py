@@ -184,7 +184,9 @@ class Fetchers:
                     self._alone = me
                     self.lock.notify_all()
                 one.of.missing -= 1
-                one.of.error = one.of.error or error
+                if not self._stopping.is_set():  # then nobody asks
+                    one.of.error = one.of.error or error
+            error = None  # its frames refer to it, and to memory that is to go with its last user
             self._told()
         for file in files.values():
             file.close()

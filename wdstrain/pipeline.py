@@ -207,6 +207,7 @@ class Pipeline:
         with self._using:
             self._results = self._at = None
             self._workers.close()
+        self._reader.close()
         self._watch.close()
         self._watch = Watch.idle()
 

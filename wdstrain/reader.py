@@ -160,6 +160,13 @@ class Reader:
         if self._landing is not None:
             self._landing.stop()
 
+    def close(self) -> None:
+        """Stop for good. Its memory then goes with its last user, and does not wait for the collector."""
+        self.stop()
+        with self._lock:  # what refers back to this: what the threads tell, and the frames of an error that was raised
+            self._fetchers = Fetchers(None, self.tally, _nobody)
+            self._runs, self._error = {}, WdstrainError("the reader was stopped")
+
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
         with self._lock:
@@ -413,6 +420,10 @@ def _check_held(index: Index, number: int, size: int) -> None:
             f"{shard.shown}: '{index.key(number)}' at offset {int(index.table.start[number])} has {size} bytes, and a sample is "
             f"held as a whole; {most}, half of this machine's memory, are the most. Leave it out, or pack it in parts."
         )
+
+
+def _nobody() -> None:
+    """Is told."""
 
 
 def _joined(parts: list[Ints]) -> Ints:

@@ -174,6 +174,7 @@ class Processes:
                     worker.kill()
                     worker.join()
         self._loader._iterator = None
+        self._stream.tasks = iter(())  # they refer to whoever uses these workers
 
 
 def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:

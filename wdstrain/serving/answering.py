@@ -1,7 +1,8 @@
 """A connection: request after request, bodies by sendfile.
 
-http.server reads the words (its limits hold: 64 KB a line, 100 headers), everything else is decided here. What is refused is
-said in a plain line and costs no connection, unless the client is still sending: what it sends is then read for a moment, since
+http.server reads the words (its limits hold: 64 KB a line, 100 headers; HEAD bounds all of them), everything else is
+decided here. Headers of which another program on the way may understand something else, such as where the request ends, are
+refused, and the connection ends. What is refused is said in a plain line and costs no connection, unless the client is still sending: what it sends is then read for a moment, since
 closing on unread bytes would reset the connection and take the answer with it.
 """
 
@@ -11,6 +12,8 @@ import errno
 import html
 import io
 import os
+import re
+import select
 import socket
 import stat
 import time
@@ -18,19 +21,26 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler
+from itertools import accumulate
 from typing import Any
 from urllib.parse import quote
 
 from wdstrain.serving.asking import answer_instead, names_of, part_holds, span_of
 from wdstrain.serving.inside import list_inside, open_inside
-from wdstrain.serving.places import Places
+from wdstrain.serving.places import LITTLE, Places
 
 PATIENCE = 60.0  # seconds: for the next request to come whole, and for a client to take more of its answer
 LINGER = 2.0  # seconds that a client is listened to after its last answer
-LISTED = 10_000  # names on a folder's page, at most
+HEAD = 64 << 10  # bytes of the headers of a request, at most
+FEW = 32  # clients at a time, up to which requests may come together: some hundred of such clients would let nobody else in
+LISTED, PAGE = 10_000, 1 << 20  # names on a folder's page, and bytes of it, at most
 
+_MOST = 1 << 30  # bytes that the system is asked to send at once
 _TYPES = {".tar": "application/x-tar", ".json": "application/json"}  # never a page: our readers refuse pages as shards
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # of a header
+_BREAK = re.compile("[\r\n\0]")  # a header over several lines, which not everybody reads as one
 _STATUSES = {
     **dict.fromkeys([errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO], HTTPStatus.NOT_FOUND),
     **dict.fromkeys([errno.EACCES, errno.EPERM], HTTPStatus.FORBIDDEN),
@@ -54,21 +64,31 @@ class Connection(BaseHTTPRequestHandler):
         self.connection.settimeout(PATIENCE)
         self.incoming = _Incoming(self.connection)
         self.rfile.close()
-        self.rfile = io.BufferedReader(self.incoming)
+        self.rfile = self.lines = _Lines(self.incoming)
         self.unread = False  # the client may be sending what nobody will read
         self.answered = False
         self.headers, self.command = self.MessageClass(), ""
 
     def handle_one_request(self) -> None:
-        self.incoming.until = time.monotonic() + PATIENCE
+        self.incoming.until, self.lines.left = time.monotonic() + PATIENCE, None
+        self.incoming.asked = False
         self.places.rest(self.connection, answered=self.answered)
         super().handle_one_request()
         self.answered = True
 
     def parse_request(self) -> bool:
-        self.places.work(self.connection)
         self.headers = self.MessageClass()  # not those of the last request, where this one cannot be read
-        return super().parse_request()
+        self.lines.left = HEAD
+        if not super().parse_request():
+            return False
+        self.places.work(self.connection)
+        # it came with the one before
+        self.unread |= self.answered and not self.incoming.asked and len(self.places) > FEW
+        odd = self.headers.defects or self.headers.get_payload() or not all(map(_NAME.fullmatch, self.headers))
+        if odd or any(_BREAK.search(value) for value in self.headers.values()):
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return False
+        return True
 
     def handle_expect_100(self) -> bool:
         """The answer itself says that no body is wanted."""
@@ -96,10 +116,7 @@ class Connection(BaseHTTPRequestHandler):
             try:
                 opened = open_inside(self.folder, names)
             except OSError as error:
-                status = _STATUSES.get(error.errno or 0, HTTPStatus.INTERNAL_SERVER_ERROR)
-                self._refuse(status, {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {})
-                if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-                    raise  # the disk's trouble is told
+                self._fail(error)
                 return
             try:
                 self._answer(names, opened)
@@ -113,7 +130,11 @@ class Connection(BaseHTTPRequestHandler):
         if stat.S_ISDIR(found.st_mode) and names[-1]:
             self._refuse(HTTPStatus.MOVED_PERMANENTLY, {"Location": f"{_path(names)}/"})
         elif stat.S_ISDIR(found.st_mode):
-            page = _page(names, list_inside(self.folder, names, opened, LISTED))
+            try:
+                page = _page(names, list_inside(self.folder, names, opened, LISTED))
+            except OSError as error:
+                self._fail(error)
+                return
             self._begin(HTTPStatus.OK, {"Content-Type": "text/html; charset=utf-8"}, len(page))
             if self.command != "HEAD":
                 self.wfile.write(page)
@@ -164,6 +185,13 @@ class Connection(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(text)
 
+    def _fail(self, error: OSError) -> None:
+        """What the system does not give. Raises what is the disk's trouble, for it to be told."""
+        status = _STATUSES.get(error.errno or 0, HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._refuse(status, {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {})
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise error
+
     def _begin(self, status: HTTPStatus, headers: Mapping[str, str], length: int | None) -> None:
         """The head of an answer."""
         lengths = self.headers.get_all("Content-Length", [])
@@ -184,13 +212,26 @@ class Connection(BaseHTTPRequestHandler):
 
     def _send_file(self, opened: int, start: int, stop: int) -> None:
         """Bytes [start, stop); fewer, and the end of the connection, where the file has shrunk."""
-        with open(opened, "rb", buffering=0, closefd=False) as file:
-            file.seek(start)
-            try:
-                self.connection.sendfile(file, start, stop - start)
-            finally:  # also where the client has left
-                self.places.sent(file.tell() - start)
-                self.close_connection |= file.tell() != stop
+        at = told = start
+        ready = select.poll()
+        ready.register(self.connection, select.POLLOUT)
+        try:
+            while at < stop:
+                try:
+                    count = os.sendfile(self.connection.fileno(), opened, at, min(stop - at, _MOST))
+                except BlockingIOError:
+                    if at - told >= LITTLE:
+                        self.places.sent(self.connection, at - told)
+                        told = at
+                    if not ready.poll(PATIENCE * 1000):
+                        raise TimeoutError("nothing more is taken") from None
+                    continue
+                if not count:
+                    break
+                at += count
+        finally:  # also where the client has left
+            self.places.sent(self.connection, at - told)
+            self.close_connection |= at != stop
 
     def version_string(self) -> str:
         return "wdstrain"
@@ -199,17 +240,32 @@ class Connection(BaseHTTPRequestHandler):
         """Nothing is said of a request; the server counts."""
 
 
+class _Lines(io.BufferedReader):
+    """What a client sends, line by line, of which no more than `left` bytes may come; None: as many as one line has."""
+
+    left: int | None = None
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(size)
+        if self.left is not None:
+            self.left -= len(line)
+            if self.left < 0:
+                raise LineTooLong("head")  # http.server answers with 431
+        return line
+
+
 class _Incoming(io.RawIOBase):
     """What a client sends, which has to come `until` then, however slowly its single bytes do."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.until = connection, 0.0
+        self.connection, self.until, self.asked = connection, 0.0, False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:
         try:
+            self.asked = True
             self.connection.settimeout(max(1e-3, self.until - time.monotonic()))
             return self.connection.recv_into(into)
         finally:
@@ -225,7 +281,9 @@ def _page(names: Sequence[str], listed: Sequence[str]) -> bytes:
     title = html.escape("/" + "/".join(names))
     # ./ before a name: "a:b" would be an address of its own
     rows = ['<li><a href="../">../</a>'] if len(names) > 1 else []
-    rows += [f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">{html.escape(name)}</a>' for name in listed]
-    rows += [f"<li>and others: only {LISTED} are shown"] if len(listed) == LISTED else []
+    links = [f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">{html.escape(name)}</a>' for name in listed]
+    shown = sum(room <= PAGE for room in accumulate(map(len, links)))
+    rows += links[:shown]
+    rows += [f"<li>and others: only {shown} are shown"] if len(listed) == LISTED or shown < len(links) else []
     lines = ["<!doctype html>", f"<title>{title}</title>", f"<h1>{title}</h1>", "<ul>", *rows, "</ul>", ""]
     return "\n".join(lines).encode("utf-8", "replace")

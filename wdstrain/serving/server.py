@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import socketserver
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -22,9 +24,11 @@ from wdstrain.serving.answering import Connection
 from wdstrain.serving.places import Places
 
 CONNECTIONS = 480  # at a time: with a file each they stay below the 1024 descriptors that a process usually has
+SPARE = 64  # descriptors that are left for everything else where a process has fewer
 BACKLOG = 1024  # connections that wait for a place
 GRACE = 2.0  # seconds that answers on their way are given at the end
 
+_FULL, _PAUSE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}, 0.05  # nothing can be opened; seconds
 _LEFT = {errno.ENOTCONN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}  # as ConnectionError: the client has gone
 
 
@@ -42,7 +46,7 @@ class Server:
             raise UsageError(f"{os.fspath(folder)}: {what}. Name the folder that holds the shards.")
         if not 0 <= port <= 65535:
             raise UsageError(f"port {port} is none: ports go from 1 to 65535, 0 is any free one.")
-        self.places = Places(CONNECTIONS)
+        self.places = Places(_connections())
         self._listener = _listen(self.folder, self.places, host, port)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="wdstrain server", daemon=True)
@@ -112,6 +116,14 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.places.take(request)
         super().process_request(request, client_address)
 
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _FULL:
+                time.sleep(_PAUSE)  # it would be asked again at once
+            raise
+
     def close_request(self, request: Any) -> None:
         super().close_request(request)
         self.places.leave(request)
@@ -125,6 +137,12 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             sys.stderr.write(f"wdstrain: {error}\n")
         else:
             super().handle_error(request, client_address)
+
+
+def _connections() -> int:
+    """At a time, as many as the descriptors of this process are enough for."""
+    found = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return CONNECTIONS if found == resource.RLIM_INFINITY else max(1, min(CONNECTIONS, (found - SPARE) // 2))
 
 
 def _listen(folder: str, places: Places, host: str, port: int) -> _Listener:
