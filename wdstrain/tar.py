@@ -22,6 +22,7 @@ from wdstrain.errors import ShardError, UsageError
 
 BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
+EXTENSIONS = b"xXgLK"  # kinds of headers that say something of the next: PAX, Solaris' name for it, PAX of all, GNU's two
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
 RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
@@ -201,7 +202,7 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
         kind = block[156:157]
         start = offset if start is None else start
         data = offset + BLOCK
-        if kind in b"xgLK":
+        if kind in EXTENSIONS:
             check_extension(shard, offset, length, size)
             inside = data - base + length <= len(window)  # nothing is read twice: a server would be asked anew
             payload = window[data - base : data - base + length] if inside else read(data, length)
@@ -243,7 +244,11 @@ class Extra:
     def read(self, kind: bytes, payload: bytes, shard: str, offset: int) -> None:
         if kind == b"L":
             self.path = payload.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
-        elif kind == b"x":
+        elif kind == b"g":
+            for name, _ in _records(payload, shard, offset):
+                if name in (b"path", b"size"):  # who goes by it and who does not read different samples
+                    raise ShardError(f"{shard} claims one {name.decode()} for all its members at offset {offset}. Repack it.")
+        elif kind in (b"x", b"X"):
             for name, value in _records(payload, shard, offset):
                 if name == b"path":
                     self.path = value.decode("utf-8", "surrogateescape")
@@ -297,7 +302,9 @@ def check_plain(window: bytes | memoryview, shard: str) -> None:
 def check_extension(shard: str, offset: int, length: int, size: int) -> None:
     """Raise ShardError for an extension header that is too large or runs beyond the end of the shard."""
     if length > EXTENSION_LIMIT:
-        raise ShardError(f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit.")
+        raise ShardError(
+            f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit. Repack it."
+        )
     check_inside(shard, "an extension header", offset + BLOCK, length, size)
 
 
