@@ -44,6 +44,9 @@ _OVER = 256 << 10  # bytes that are read over at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
 
+_NUMBER = re.compile(r"[0-9]{1,18}")  # no more digits than any object's size has, and none of those that only Python knows
+_SPAN = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
+
 _JITTER = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
 
 
@@ -219,7 +222,7 @@ class HttpFile:
         if response.status not in (200, 206):
             raise StorageError(f"{shown}: the server answered {response.status} {response.reason or ''}. Check the address.")
         if response.status == 206:
-            span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
+            span = _SPAN.fullmatch(response.headers.get("Content-Range", ""))
             if span is None or int(span[1]) != offset:
                 raise StorageError(
                     f"{shown}: the server was asked for byte {offset} and gave {response.headers.get('Content-Range')!r}."
@@ -229,10 +232,13 @@ class HttpFile:
         else:
             answer.at = 0
             length = response.headers.get("Content-Length", "")
-            answer.total = int(length) if length.isdigit() else None
+            answer.total = int(length) if _NUMBER.fullmatch(length) else None
             stop = answer.total if answer.total is not None else 1 << 62
         if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
             raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
+        coding = response.headers.get("Transfer-Encoding", "chunked")
+        if coding.lower() != "chunked":  # http.client would give what is coded for the object's bytes
+            raise StorageError(f"{shown}: the server answered in the transfer coding {coding[:80]!r}, which cannot be read.")
         if self.known_size is not None and answer.total not in (None, self.known_size):
             raise ShardError(
                 f"{shown} has {answer.total} bytes, its index says {self.known_size}: it was cut or changed. Copy it again, or "
@@ -269,11 +275,11 @@ class _Busy(HTTPError):
     def __init__(self, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(f"status {status}")
         text = headers.get("Retry-After", "")
-        self.after: float | None = float(text) if text.isdigit() else None
+        self.after: float | None = float(text) if _NUMBER.fullmatch(text) else None
         if text and self.after is None:
             try:
                 self.after = max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, IndexError, OverflowError):  # the parser's own, of what is no date
                 self.after = None
 
 
