@@ -26,6 +26,8 @@ from wdstrain.indexing import Label as IndexLabel
 
 Array = npt.NDArray[Any]
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Example:
@@ -136,9 +138,12 @@ class Number:
         value = scalar(data, self.column)
         assert out is not None
         try:
-            out[()] = float(value)
-        except (TypeError, ValueError):
-            raise SampleError(f"{value!r} is not a number") from None
+            found = float(_plain(value))
+        except (TypeError, ValueError, OverflowError):
+            raise SampleError(f"{str(value)[:80]!r} is not a number") from None
+        if _LARGEST < abs(found) < math.inf:
+            raise SampleError(f"{found!r} is more than a float32 holds")
+        out[()] = found
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class NumpyArray:
             return False
         try:
             dtype, fortran, shape = _npy_head(head)
-        except ValueError:
+        except Exception:  # numpy's parser of heads raises whatever it meets
             return False
         return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
 
@@ -321,7 +326,7 @@ def _npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
 
 def scalar(data: memoryview, column: str | None) -> Any:
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # a number of an HDF5 or array source
-        return np.load(io.BytesIO(data), allow_pickle=False).item()
+        return _npy(data).item()
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text
@@ -332,9 +337,16 @@ def scalar(data: memoryview, column: str | None) -> Any:
     return document[column]
 
 
+def _plain(value: Any) -> Any:
+    """The value itself. Raises ValueError for "1_0", a name to people and 10 to Python."""
+    if isinstance(value, str) and "_" in value:
+        raise ValueError
+    return value
+
+
 def _whole(value: Any, classes: tuple[str, ...]) -> int:
     try:
-        number = int(value)
+        number = int(_plain(value))
         if isinstance(value, float) and number != value:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
