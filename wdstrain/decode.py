@@ -77,6 +77,8 @@ def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, bl
 def _pillow(data: bytes | memoryview) -> Pixels:
     try:
         with Image.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":  # Pillow would have Ghostscript run it
+                raise SampleError("it is a PostScript program, and is not run")
             if image.width * image.height > MAX_PIXELS:
                 raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
             image.load()
