@@ -204,9 +204,10 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
         data = offset + BLOCK
         if kind in EXTENSIONS:
             check_extension(shard, offset, length, size)
-            inside = data - base + length <= len(window)  # nothing is read twice: a server would be asked anew
-            payload = window[data - base : data - base + length] if inside else read(data, length)
-            extra.read(kind, bytes(payload), shard, offset)
+            padded = min(length + padding(length), size - data)
+            inside = data - base + padded <= len(window)  # nothing is read twice: a server would be asked anew
+            payload = window[data - base : data - base + padded] if inside else read(data, padded)
+            extra.read(kind, bytes(payload), length, shard, offset)
             offset = data + length + padding(length)
             continue
         length = extra.size if extra.size is not None else length
@@ -241,8 +242,12 @@ class Extra:
     size: int | None = None
     sparse: bool = False
 
-    def read(self, kind: bytes, payload: bytes, shard: str, offset: int) -> None:
+    def read(self, kind: bytes, padded: bytes, length: int, shard: str, offset: int) -> None:
+        """Take in what one says. padded: its data of this length, with the padding behind it."""
+        payload = padded[:length]
         if kind == b"L":
+            if b"\0" not in payload and any(padded[length:]):  # tarfile would read on
+                raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
             self.path = payload.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
         elif kind == b"g":
             for name, _ in _records(payload, shard, offset):

@@ -145,7 +145,7 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
             kind, data = block[156:157], offset + BLOCK
             if kind in EXTENSIONS:
                 check_extension("", offset, length, size)
-                extra.read(kind, bytes(read(data, length)), "", offset)
+                extra.read(kind, bytes(read(data, min(length + padding(length), size - data))), length, "", offset)
                 start, offset = begun, data + length + padding(length)
                 continue
             length = extra.size if extra.size is not None else length
