@@ -18,17 +18,18 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from http.client import HTTPException
+from http.client import HTTPException, HTTPMessage
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError
+from urllib3.util.response import assert_header_parsing
 
 from wdstrain.bodies import Body, begins
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -289,12 +290,12 @@ def read_small(address: str) -> bytes | None:
     source = HttpFile(address, 0)
     while True:
         try:
-            response = _get(address, _sent(address))
-            if response.status in _AGAIN:
-                raise _Busy(response.status, response.headers)
-            if response.status == 200 and not begins(response):
-                raise HTTPException("the connection ended within the head of the answer")
-            data = response.read()
+            with closing(_get(address, _sent(address))) as response:
+                if response.status in _AGAIN:
+                    raise _Busy(response.status, response.headers)
+                if response.status == 200 and not begins(response):
+                    raise HTTPException("the connection ended within the head of the answer")
+                data = b"".join(response.stream(_OVER))  # piece by piece: a length that is claimed is no reason for memory
             if response.status in (403, 404, 410):
                 return None
             if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
@@ -374,7 +375,15 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         raise_on_redirect=False,
         remove_headers_on_redirect=[*urllib3.Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT, *ours],
     )
-    return _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    response = _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    message = getattr(getattr(response, "_fp", None), "msg", None)
+    if isinstance(message, HTTPMessage):
+        try:
+            assert_header_parsing(message)  # headers behind a line that is none are passed over, and urllib3 only logs it
+        except HTTPError:
+            response.close()
+            raise
+    return response
 
 
 @lru_cache(maxsize=4)
