@@ -310,6 +310,8 @@ def _npy(data: memoryview) -> Array:
     dtype, fortran, shape = _npy_head(bytes(data[:length]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not loaded (allow_pickle=False)")
+    if min(shape, default=0) < 0:  # -1 is all that is there, to frombuffer and to reshape
+        raise ValueError(f"it claims the shape {shape}")
     flat = np.frombuffer(data, dtype, math.prod(shape), length)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
