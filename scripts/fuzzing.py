@@ -11,7 +11,26 @@ where something was found. atheris has wheels for Linux on x86-64 alone.
 The table: `lines` are those of the functions under test that the inputs kept by the fuzzer run through, of all they have, counted
 by running these inputs once more; `edges` is libFuzzer's own count over the whole package.
 
-What was seen last stands at the end of this text.
+What was seen last; before it each target had run for some 45 s, and each find of then is mended and kept. Seconds include the
+start, some 8 s, and the counting of lines; two other programs had the processor, too.
+
+    2 cores (one used), Python 3.11, atheris 3.0, libFuzzer's seed 11, 2026-11-21
+    target      executions  seconds        lines        edges  finds
+    tar             222681      103      130/163  80 %    153      0
+    http              6547      116      231/279  83 %    226      2  mended; then 8416 in 62 s: none
+    index             7093      120      255/341  75 %    437      0
+    salvage          44002      109      150/151  99 %    248      0
+    image            31467      109       95/102  93 %    163      0
+    request          50046      120      154/156  99 %    191      0
+    part            193655       68        29/29 100 %     90      0
+    rescue            3663       70      189/203  93 %    423      0
+    label            88106       66        46/49  94 %     85      0
+    array            33291       64        28/29  97 %     36      1  mended
+    written          21357       74      125/167  75 %    147      0
+    document       1393804       55          2/2 100 %      7      0
+
+`tar` and `written` share a module: what one leaves out, the other runs. In `http` and `index` the rest is proxies, buckets and
+remote folders.
 """
 
 from __future__ import annotations
