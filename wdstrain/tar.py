@@ -244,7 +244,7 @@ class Extra:
 
     def read(self, kind: bytes, padded: bytes, length: int, shard: str, offset: int) -> None:
         """Take in what one says. padded: its data of this length, with the padding behind it."""
-        payload = padded[:length]
+        payload, told = padded[:length], self.path is not None
         if kind == b"L":
             if b"\0" not in payload and any(padded[length:]):  # tarfile would read on
                 raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
@@ -263,6 +263,8 @@ class Extra:
                     self.size = int(value)
                 elif name.startswith(b"GNU.sparse"):
                     self.sparse = True
+        if told and kind in (b"L", b"x", b"X"):  # some go by the first, some by the last
+            raise ShardError(f"{shard} has a second header for the name of one member at offset {offset}. Repack it.")
 
 
 def _records(payload: bytes, shard: str, offset: int) -> Iterator[tuple[bytes, bytes]]:
