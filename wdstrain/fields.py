@@ -27,6 +27,8 @@ from wdstrain.indexing import Label as IndexLabel
 
 Array = npt.NDArray[Any]
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Example:
@@ -137,9 +139,12 @@ class Number:
         value = scalar(data, self.column)
         assert out is not None
         try:
-            out[()] = float(value)
-        except (TypeError, ValueError):
+            found = float(_plain(value))
+        except (TypeError, ValueError, OverflowError):
             raise SampleError(f"{str(value)[:80]!r} is not a number") from None
+        if _LARGEST < abs(found) < math.inf:
+            raise SampleError(f"{found!r} is more than a float32 holds")
+        out[()] = found
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class NumpyArray:
             return False
         try:
             dtype, fortran, shape = _npy_head(head)
-        except ValueError:
+        except Exception:  # numpy's parser of heads raises whatever it meets
             return False
         return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
 
@@ -306,6 +311,8 @@ def _npy(data: memoryview) -> Array:
     dtype, fortran, shape = _npy_head(bytes(data[:length]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not loaded (allow_pickle=False)")
+    if min(shape, default=0) < 0:  # -1 is all that is there, to frombuffer and to reshape
+        raise ValueError(f"it claims the shape {shape}")
     flat = np.frombuffer(data, dtype, math.prod(shape), length)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
@@ -317,14 +324,12 @@ def _npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
     npy.read_magic(stream)
     shape, fortran, dtype = npy.read_array_header_1_0(stream)
-    if any(side < 0 for side in shape):
-        raise ValueError(f"its shape is {shape}")
     return dtype, fortran, shape
 
 
 def scalar(data: memoryview, column: str | None) -> Any:
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # a number of an HDF5 or array source
-        return np.load(io.BytesIO(data), allow_pickle=False).item()
+        return _npy(data).item()
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text
@@ -335,9 +340,16 @@ def scalar(data: memoryview, column: str | None) -> Any:
     return document[column]
 
 
+def _plain(value: Any) -> Any:
+    """The value itself. Raises ValueError for "1_0", a name to people and 10 to Python."""
+    if isinstance(value, str) and "_" in value:
+        raise ValueError
+    return value
+
+
 def _whole(value: Any, classes: tuple[str, ...]) -> int:
     try:
-        number = int(value)
+        number = int(_plain(value))
         if isinstance(value, float) and number != value:
             raise ValueError
     except (TypeError, ValueError, OverflowError):

@@ -18,17 +18,18 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from http.client import HTTPException
+from http.client import HTTPException, HTTPMessage
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError
+from urllib3.util.response import assert_header_parsing
 
 from wdstrain.bodies import Body, begins
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -44,6 +45,9 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get
 _OVER = 256 << 10  # bytes that are read over at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
+
+_NUMBER = re.compile(r"[0-9]{1,18}")  # no more digits than any object's size has, and none of those that only Python knows
+_SPAN = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
 
 _JITTER = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
 
@@ -220,7 +224,7 @@ class HttpFile:
         if response.status not in (200, 206):
             raise StorageError(f"{shown}: the server answered {response.status} {response.reason or ''}. Check the address.")
         if response.status == 206:
-            span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
+            span = _SPAN.fullmatch(response.headers.get("Content-Range", ""))
             if span is None or int(span[1]) != offset:
                 raise StorageError(
                     f"{shown}: the server was asked for byte {offset} and gave {response.headers.get('Content-Range')!r}."
@@ -230,10 +234,13 @@ class HttpFile:
         else:
             answer.at = 0
             length = response.headers.get("Content-Length", "")
-            answer.total = int(length) if length.isdigit() else None
+            answer.total = int(length) if _NUMBER.fullmatch(length) else None
             stop = answer.total if answer.total is not None else 1 << 62
         if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
             raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
+        coding = response.headers.get("Transfer-Encoding", "chunked")
+        if coding.lower() != "chunked":  # http.client would give what is coded for the object's bytes
+            raise StorageError(f"{shown}: the server answered in the transfer coding {coding[:80]!r}, which cannot be read.")
         if self.known_size is not None and answer.total not in (None, self.known_size):
             raise ShardError(
                 f"{shown} has {answer.total} bytes, its index says {self.known_size}: it was cut or changed. Copy it again, or "
@@ -270,11 +277,11 @@ class _Busy(HTTPError):
     def __init__(self, status: int, headers: Mapping[str, str]) -> None:
         super().__init__(f"status {status}")
         text = headers.get("Retry-After", "")
-        self.after: float | None = float(text) if text.isdigit() else None
+        self.after: float | None = float(text) if _NUMBER.fullmatch(text) else None
         if text and self.after is None:
             try:
                 self.after = max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, IndexError, OverflowError):  # the parser's own, of what is no date
                 self.after = None
 
 
@@ -287,14 +294,14 @@ def read_small(address: str) -> bytes | None:
     source = HttpFile(address, 0)
     while True:
         try:
-            response = _get(address, _sent(address))
-            if response.status in _AGAIN:
-                raise _Busy(response.status, response.headers)
-            if response.status == 200 and not begins(response):
-                raise HTTPException("the connection ended within the head of the answer")
+            with closing(_get(address, _sent(address))) as response:
+                if response.status in _AGAIN:
+                    raise _Busy(response.status, response.headers)
+                if response.status == 200 and not begins(response):
+                    raise HTTPException("the connection ended within the head of the answer")
+                data = _read_all(response, address)
             if response.status in (403, 404, 410):
                 return None
-            data = _read_all(response, address)
             if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
                 return None  # a page for people, of a server that answers so for what it has not
             if response.status != 200:
@@ -306,11 +313,11 @@ def read_small(address: str) -> bytes | None:
 
 
 def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
+    """Piece by piece: a length that is claimed is no reason for memory."""
     found, most = bytearray(), memory() // 4
     for piece in response.stream(_OVER):
         found += piece
         if len(found) > most:
-            response.close()
             raise StorageError(f"{redacted(address)} has more than {most} bytes, too many to hold at once. Check the address.")
     return bytes(found)
 
@@ -382,7 +389,15 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         raise_on_redirect=False,
         remove_headers_on_redirect=[*urllib3.Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT, *ours],
     )
-    return _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    response = _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    message = getattr(getattr(response, "_fp", None), "msg", None)
+    if isinstance(message, HTTPMessage):
+        try:
+            assert_header_parsing(message)  # headers behind a line that is none are passed over, and urllib3 only logs it
+        except HTTPError:
+            response.close()
+            raise
+    return response
 
 
 @lru_cache(maxsize=4)

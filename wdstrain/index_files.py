@@ -14,7 +14,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -28,6 +28,7 @@ from wdstrain.tar import Walk, samples
 
 BIN_NAME = "index.bin"
 _MAGIC = b"WDSTRAIN-INDEX-1\n"
+_NOT_OURS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading anything raises
 
 
 def save_index(index: Index, folder: str) -> None:
@@ -67,10 +68,27 @@ def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
 
 
 def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
-    """What `pack_part` packed; shards lie in the folder of `path`. Raises ValueError, KeyError or TypeError for others."""
-    head, table = _arrays(data, path)
-    shards = tuple(Shard(**{**row, "path": os.path.join(os.path.dirname(path), row["path"])}) for row in head["shards"])
-    return Index(shards, tuple(head["fields"]), table), dict(head["extra"])
+    """What `pack_part` packed; shards lie in the folder of `path`. Raises ShardError for anything else."""
+    try:
+        head, table = _arrays(data, path)
+        if blake2b(data[data.find(b"\n", len(_MAGIC)) + 1 :], digest_size=8).hexdigest() != head["id"]:
+            raise ValueError("its bytes are not those that were written")
+        shards = tuple(
+            Shard(
+                _beside(path, row["path"]),
+                _size(row["samples"]),
+                _size(row["bytes"]),
+                _word(row["split"]),
+                _word(row["sha256"]),
+                _word(row["tag"]),
+            )
+            for row in head["shards"]
+        )
+        index, extra = Index(shards, _fields(head["fields"]), table), dict(head["extra"])
+    except _NOT_OURS as error:
+        raise ShardError(f"{path} was left by no conversion of this package ({type(error).__name__}: {error}).") from error
+    _check_table(index, path)
+    return index, extra
 
 
 def load(path: str, *, base: str | None = None) -> Index:
@@ -91,17 +109,17 @@ def load(path: str, *, base: str | None = None) -> Index:
                     ),
                     _size(row["nsamples"]),
                     _size(row["filesize"]),
-                    str(row["split"] or ""),
-                    str(row["sha256"]),
+                    _word(row["split"] or ""),
+                    _word(row["sha256"]),
                 )
                 for row in document["shardlist"]
             ),
-            fields=tuple(map(str, ours["fields"])),
+            fields=_fields(ours["fields"]),
             table=_map(beside(path, BIN_NAME), ours["id"]),
             labels=labels_of(document),
-            info=dict(ours["info"]),
+            info=info_of(document),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+    except _NOT_OURS as error:
         raise _no_index(path, error) from error
     except OSError as error:
         raise ShardError(f"{error.filename or path} cannot be read: {error.strerror}.") from error
@@ -140,8 +158,10 @@ def read_document(path: str) -> dict[str, Any]:
             raise ShardError(f"{_shown(path)} is not there{more}. Check the address.")
         document: dict[str, Any] = json.loads(data)
         labels_of(document)
+        splits_of(document)
+        info_of(document)
         return document
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _NOT_OURS as error:
         raise _no_index(path, error) from error
     except OSError as error:
         raise ShardError(f"{path} cannot be read: {error.strerror}.") from error
@@ -158,7 +178,17 @@ def is_ours(path: str) -> bool:
 
 def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
     """The labels that an index.json speaks of."""
-    return tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in document["wdstrain"]["labels"])
+    return tuple(map(_label, document["wdstrain"]["labels"]))
+
+
+def splits_of(document: dict[str, Any]) -> dict[str, str]:
+    """The split of each shard that an index.json speaks of, by the shard's name."""
+    return {_word(row["url"]): _word(row["split"] or "") for row in document["shardlist"]}
+
+
+def info_of(document: dict[str, Any]) -> dict[str, Any]:
+    """What an index.json says of how its set was made."""
+    return dict(document["wdstrain"]["info"])
 
 
 def check_sizes(index: Index, *, cut: bool = False) -> None:
@@ -199,9 +229,29 @@ def _no_index(path: str, error: Exception) -> ShardError:
 
 
 def _beside(path: str, name: str) -> str:
-    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"a shard named {name!r}; shards lie beside their index")
+    os.fsencode(name)  # raises for what no file can be called
     return beside(path, name)
+
+
+def _label(row: dict[str, Any]) -> Label:
+    label = Label(**{**row, "classes": tuple(map(_word, row["classes"]))})
+    if label.kind not in ("class", "number", "multi") or not (label.column is None or isinstance(label.column, str)):
+        raise ValueError(f"a label of the kind {label.kind!r} in the column {label.column!r}")
+    return replace(label, name=_word(label.name), field=_word(label.field))
+
+
+def _fields(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list) or len(set(map(_word, names))) < len(names):
+        raise ValueError("its fields are no list of different names")
+    return tuple(names)
+
+
+def _word(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 def _size(value: object) -> int:
@@ -245,7 +295,7 @@ def _arrays(data: bytes | mmap.mmap, path: str) -> tuple[dict[str, Any], Table]:
     head = json.loads(data[len(_MAGIC) : end])
     arrays, offset = {}, end + 1
     for name, dtype in ARRAYS.items():
-        arrays[name] = np.frombuffer(data, dtype, int(head["lengths"][name]), offset)
+        arrays[name] = np.frombuffer(data, dtype, _size(head["lengths"][name]), offset)
         offset += arrays[name].nbytes
     if offset != len(data):
         raise ValueError(f"{path} has {len(data)} bytes where {offset} were promised")
@@ -255,7 +305,7 @@ def _arrays(data: bytes | mmap.mmap, path: str) -> tuple[dict[str, Any], Table]:
 def _check_table(index: Index, path: str) -> None:
     """Refuse offsets that would read outside a shard or an array; numbers from a file are not trusted."""
     t, n = index.table, len(index.table)
-    sound = bool((index.counts >= 0).all()) and int(index.counts.sum()) == n
+    sound = bool((index.counts <= n).all()) and int(index.counts.sum()) == n  # each: sums of larger ones wrap around
     sound = sound and n == len(t.stop) == len(t.key_first) - 1 == len(t.member_first) - 1
     for firsts, length in ((t.key_first, len(t.keys)), (t.member_first, len(t.member_field))):
         sound = sound and firsts[0] == 0 and firsts[-1] == length and bool((np.diff(firsts) >= 0).all())

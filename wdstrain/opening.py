@@ -23,7 +23,7 @@ from itertools import groupby
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.index_files import check_sizes, is_ours, labels_of, load, read_document, save_index, scan
+from wdstrain.index_files import check_sizes, info_of, is_ours, labels_of, load, read_document, save_index, scan, splits_of
 from wdstrain.indexing import Index, Shard, join
 from wdstrain.remote import is_remote, name_of, open_remote, redacted
 from wdstrain.storage import (
@@ -185,8 +185,7 @@ def _checked(index: Index, *, cut: bool) -> Index:
 def _kept(index: Index, beside: str) -> Index:
     """An index with what an earlier one knew and a walk over headers does not tell."""
     document = read_document(beside)
-    splits = {row["url"]: row["split"] for row in document["shardlist"]}
-    labels, info = labels_of(document), {**document["wdstrain"]["info"], **index.info}
+    splits, labels, info = splits_of(document), labels_of(document), {**info_of(document), **index.info}
     former: Index | None = None
     with suppress(ShardError):
         former = load(beside)
@@ -264,10 +263,11 @@ def _recall(folder: str, wanted: set[str]) -> Index | None:
     for place in _places(folder):
         with suppress(ShardError, OSError):
             index = load(os.path.join(place, INDEX_NAME), base=folder)
-            times = index.info.get("times", {})
+            times = index.info.get("times")
+            times = times if isinstance(times, dict) else {}
             index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in wanted)
             if is_remote(folder):
-                index = replace(index, shards=tuple(replace(one, tag=times.get(one.name) or "") for one in index.shards))
+                index = replace(index, shards=tuple(replace(one, tag=str(times.get(one.name) or "")) for one in index.shards))
             with ThreadPoolExecutor(_ASKING) as threads:
                 stamps = list(threads.map(_stamp, index.shards))
             same = [i for i, one in enumerate(index.shards) if stamps[i] == (one.bytes, times.get(one.name))]

@@ -22,6 +22,7 @@ from wdstrain.errors import ShardError, UsageError
 
 BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
+EXTENSIONS = b"xXgLK"  # kinds of headers that say something of the next: PAX, Solaris' name for it, PAX of all, GNU's two
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
 RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
@@ -201,11 +202,12 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
         kind = block[156:157]
         start = offset if start is None else start
         data = offset + BLOCK
-        if kind in b"xgLK":
+        if kind in EXTENSIONS:
             check_extension(shard, offset, length, size)
-            inside = data - base + length <= len(window)  # nothing is read twice: a server would be asked anew
-            payload = window[data - base : data - base + length] if inside else read(data, length)
-            extra.read(kind, bytes(payload), shard, offset)
+            padded = min(length + padding(length), size - data)
+            inside = data - base + padded <= len(window)  # nothing is read twice: a server would be asked anew
+            payload = window[data - base : data - base + padded] if inside else read(data, padded)
+            extra.read(kind, bytes(payload), length, shard, offset)
             offset = data + length + padding(length)
             continue
         length = extra.size if extra.size is not None else length
@@ -240,10 +242,18 @@ class Extra:
     size: int | None = None
     sparse: bool = False
 
-    def read(self, kind: bytes, payload: bytes, shard: str, offset: int) -> None:
+    def read(self, kind: bytes, padded: bytes, length: int, shard: str, offset: int) -> None:
+        """Take in what one says. padded: its data of this length, with the padding behind it."""
+        payload, told = padded[:length], self.path is not None
         if kind == b"L":
+            if b"\0" not in payload and any(padded[length:]):  # tarfile would read on
+                raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
             self.path = payload.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
-        elif kind == b"x":
+        elif kind == b"g":
+            for name, _ in _records(payload, shard, offset):
+                if name in (b"path", b"size"):  # who goes by it and who does not read different samples
+                    raise ShardError(f"{shard} claims one {name.decode()} for all its members at offset {offset}. Repack it.")
+        elif kind in (b"x", b"X"):
             for name, value in _records(payload, shard, offset):
                 if name == b"path":
                     self.path = value.decode("utf-8", "surrogateescape")
@@ -253,6 +263,8 @@ class Extra:
                     self.size = int(value)
                 elif name.startswith(b"GNU.sparse"):
                     self.sparse = True
+        if told and kind in (b"L", b"x", b"X"):  # some go by the first, some by the last
+            raise ShardError(f"{shard} has a second header for the name of one member at offset {offset}. Repack it.")
 
 
 def _records(payload: bytes, shard: str, offset: int) -> Iterator[tuple[bytes, bytes]]:
@@ -297,7 +309,9 @@ def check_plain(window: bytes | memoryview, shard: str) -> None:
 def check_extension(shard: str, offset: int, length: int, size: int) -> None:
     """Raise ShardError for an extension header that is too large or runs beyond the end of the shard."""
     if length > EXTENSION_LIMIT:
-        raise ShardError(f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit.")
+        raise ShardError(
+            f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit. Repack it."
+        )
     check_inside(shard, "an extension header", offset + BLOCK, length, size)
 
 

@@ -39,11 +39,12 @@ def decode_part(
 ) -> Pixels | None:
     """The pixels of a part of a JPEG. uint8[height, width, 3], RGB or BGR; over `out` if it has that shape and is contiguous.
 
-    None where there is no library, for a damaged picture or one of which only the beginning is there, and for colours it does
-    not turn into RGB: then another decoder decides.
+    None where there is no library, for a picture that is damaged down to the part's lower edge or of which only the beginning is
+    there, and for colours it does not turn into RGB: then another decoder decides. What is below the part is not looked at.
     """
     turbo = _library()
-    if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
+    # an end marker before the end: scans of a progressive picture may be missing, which versions of libjpeg smooth differently
+    if turbo is None or bytes(data).find(b"\xff\xd9") != len(data) - 2:
         return None
     found = _decode(turbo, data, box, most_pixels, out, _BGR if blue_first else _RGB)
     if found is None:  # it may be left in the middle of this picture, and would take the next for the rest of it

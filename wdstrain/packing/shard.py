@@ -20,7 +20,7 @@ from time import perf_counter
 
 import numpy as np
 
-from wdstrain.errors import SampleError, StorageError
+from wdstrain.errors import SampleError, ShardError, StorageError
 from wdstrain.index_files import pack_part, unpack_part
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.packing.catalog import Catalog
@@ -63,10 +63,10 @@ def kept(folder: str, piece: Piece, mark: str) -> Packed | None:
             index, extra = unpack_part(file.read(), path)
         if extra["identity"] != mark or os.stat(path).st_size != index.shards[0].bytes:
             return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    bad = [Bad(*row) for row in extra["bad"]]
-    return Packed(index, piece.numbers[np.array(extra["places"], np.int64)], bad, kept=True)
+        bad = [Bad(*row) for row in extra["bad"]]
+        return Packed(index, piece.numbers[np.array(extra["places"], np.int64)], bad, kept=True)
+    except (OSError, ShardError, ValueError, KeyError, TypeError, IndexError, OverflowError):
+        return None  # it is written anew
 
 
 def write_shard(

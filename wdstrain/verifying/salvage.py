@@ -19,6 +19,7 @@ from wdstrain.tar import (
     ASIDE,
     BLOCK,
     END,
+    EXTENSIONS,
     NO_KEY,
     RECORD,
     Extra,
@@ -98,7 +99,7 @@ def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | D
                 yield current
             current, named = Found(key, start, doubtful=after), set()
         after = False
-        current.stop = data + length + padding(length)
+        current.stop = min(size, data + length + padding(length))  # a cut may have taken padding alone
         crc = look(key, field_name, data, length)
         if field_name in named:
             current.twice.append((field_name, data))
@@ -142,9 +143,9 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
                 continue
             length = size_in(block, "", offset)
             kind, data = block[156:157], offset + BLOCK
-            if kind in b"xgLK":
+            if kind in EXTENSIONS:
                 check_extension("", offset, length, size)
-                extra.read(kind, bytes(read(data, length)), "", offset)
+                extra.read(kind, bytes(read(data, min(length + padding(length), size - data))), length, "", offset)
                 start, offset = begun, data + length + padding(length)
                 continue
             length = extra.size if extra.size is not None else length
