@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from wdstrain import charts
 from wdstrain.errors import ShardError
+from wdstrain.printing import printable
 from wdstrain.remote import is_remote, name_of, redacted
 from wdstrain.tar import Sample
 
@@ -60,8 +61,8 @@ class Shard:
 
     @property
     def shown(self) -> str:
-        """The path as it may be printed: without what may be secret in an address."""
-        return redacted(self.path) if is_remote(self.path) else self.path
+        """The path as it may be printed: without what may be secret in an address, and of characters that any log can hold."""
+        return printable(redacted(self.path) if is_remote(self.path) else self.path)
 
 
 @dataclass(frozen=True)
