@@ -83,11 +83,6 @@ def test_one_path_or_size_for_all_members_is_refused() -> None:
             list(samples(lambda offset, length, data=data: data[offset : offset + length], len(data), "it.tar"))
 
 
-def test_a_picture_that_is_a_program_is_not_run() -> None:
-    with pytest.raises(SampleError, match="PostScript program"):
-        decode.decode_image(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
-
-
 # --- properties ------------------------------------------------------------------------------------------------------
 
 _letters = st.characters(exclude_characters="\0/.", exclude_categories=["Cs"])
