@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage import publish, sync_folder
+from wdstrain.storage import publish
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds
@@ -41,7 +41,7 @@ class Checkpoints:
         try:
             torch.save(dict(state), temporary)
             publish(temporary, path)
-            for other in (LAST, BEST)[: 1 + best]:
+            for other in (BEST, LAST)[not best :]:  # from the last a run goes on: what is behind it is not done again
                 self._name(path, other)
             for old in names(self._folder)[: -self._keep]:
                 if old != name:
@@ -62,8 +62,7 @@ class Checkpoints:
                 os.link(path, temporary)
             except OSError:  # a file system without links
                 shutil.copyfile(path, temporary)
-            os.replace(temporary, os.path.join(self._folder, other))
-            sync_folder(self._folder)
+            publish(temporary, os.path.join(self._folder, other))
         finally:
             with suppress(OSError):
                 os.unlink(temporary)

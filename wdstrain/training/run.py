@@ -70,7 +70,7 @@ class Run:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl or steps.jsonl; what a kill left half written is none."""
         found = []
-        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8") as file:
+        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8", errors="replace") as file:
             for line in file:
                 with suppress(ValueError):
                     found.append(json.loads(line))
