@@ -175,7 +175,7 @@ class Decoder:
                     if column is None:
                         loose[name][row] = value
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
-                    bad.append(Bad(row, found or name, f"{error}" or type(error).__name__))
+                    bad.append(Bad(row, found or name, _reason(error)))
                     break
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
@@ -204,7 +204,7 @@ class Decoder:
                 if not isinstance(examples[row], Mapping):
                     raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
-                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {error}"))
+                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}"))
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [examples])
         if _fails(bad):
@@ -261,6 +261,13 @@ class _Rows(NamedTuple):
     def of(cls, task: Task) -> _Rows:
         first, field, offset = task.first.tolist(), task.field.tolist(), task.offset.tolist()
         return cls(first, field, offset, task.size.tolist(), task.crc.tolist(), task.lost)
+
+
+def _reason(error: Exception) -> str:
+    """What an error says of itself; one that came for want of memory says nothing."""
+    if isinstance(error, MemoryError):
+        return f"{error or 'there was no memory for it'}; if the sample is sound, lower num_workers or batch_size"
+    return f"{error}" or type(error).__name__
 
 
 def _fails(bad: list[Bad]) -> bool:
