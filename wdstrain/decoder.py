@@ -266,7 +266,7 @@ class _Rows(NamedTuple):
 def _reason(error: Exception) -> str:
     """What an error says of itself; one that came for want of memory says nothing."""
     if isinstance(error, MemoryError):
-        return f"{error or 'there was no memory for it'}; if the sample is sound, lower num_workers or batch_size"
+        return f"{str(error) or 'there was no memory for it'}; if the sample is sound, lower num_workers or batch_size"
     return f"{error}" or type(error).__name__
 
 
