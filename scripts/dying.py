@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, WdstrainError
 
-PATIENCE = 60.0  # seconds that any piece of work is given
+PATIENCE = 300.0  # seconds that any piece of work is given
 beside: set[int] = set()  # processes that go on beside all that is tried
 _SUBREAPER, _NEWNS, _NEWUSER, _RDONLY, _REMOUNT = 36, 0x20000, 0x10000000, 1, 32
 _CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.utime"}  # audited
@@ -183,7 +183,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _reap(patience: float = 10.0) -> None:
+def _reap(patience: float = 60.0) -> None:
     """Wait until everything that a child started is gone. Raises Lie for what stays."""
     end = time.monotonic() + patience
     while True:

@@ -64,7 +64,7 @@ def workers(shared: Path) -> Trial:
         count = 0 if how == "raised" and bits.random() < 0.5 else bits.choice([1, 2])
         number = b"%06d" % bits.randrange(120)
         context = "fork"
-        found, said, state = inside(lambda: _read(shared, how, count, context, number), patience=30).need("done").value
+        found, said, state = inside(lambda: _read(shared, how, count, context, number)).need("done").value
         if found != wanted[: len(found)]:
             raise Lie("other samples came before the fault")
         words = "worker process of the loader died" if how == "killed" else "no memory|nable to allocate|cannot allocate"
@@ -225,10 +225,10 @@ def clocks(shared: Path, url: str) -> Trial:
                 if bits.random() < 0.5:  # and somebody is killed on the way
                     inside(lambda work=work: worked(work), Kill(after=bits.uniform(0, 0.15)))  # type: ignore[misc]
                     age(place, bits)
-                inside(lambda work=work: worked(work), patience=20).need("done")  # type: ignore[misc]
+                inside(lambda work=work: worked(work)).need("done")  # type: ignore[misc]
                 inside(lambda work=work: work.end(place)).need("done")  # type: ignore[misc]
                 age(place, bits)
-                inside(lambda work=work: worked(work), patience=20).need("done")  # type: ignore[misc]
+                inside(lambda work=work: worked(work)).need("done")  # type: ignore[misc]
         _turned_back(place, bits)
         return "right"
 
@@ -470,7 +470,7 @@ def many(shared: Path) -> Trial:
             opened_and_closed(200, workers_, bits)
             return [before, counted()]
 
-        before, after = inside(watched, patience=300).need("done").value
+        before, after = inside(watched).need("done").value
         if after["memory"] > before["memory"] + 24 or any(after[name] > before[name] for name in before if name != "memory"):
             raise Lie(f"before {dict(before)}, after {dict(after)}")
         return f"{workers_} workers"

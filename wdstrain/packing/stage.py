@@ -59,7 +59,10 @@ class Stage:
                 self._exchange()
                 self.whole = True
             elif not resume:
-                for name in set(os.listdir(self.path)) - {_LOCK}:
+                names = self._cut_short()
+                if names:
+                    write_whole(os.path.join(self.path, _NAMES), json.dumps({"former": names, "files": {}}).encode())
+                for name in set(os.listdir(self.path)) - {_LOCK, _NAMES}:
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
         except (FileExistsError, NotADirectoryError):
             self._unlock()
@@ -95,6 +98,7 @@ class Stage:
         """Raise UsageError if shards of others lie there that would be taken for part of the new splits."""
         listed = os.path.join(self.out, INDEX_NAME)
         former = {row["url"] for row in read_document(listed)["shardlist"]} if os.path.exists(listed) else set()
+        former |= set(self._cut_short())
         for name in sorted(os.listdir(self.out)):
             split = name.rpartition("-")[0]
             if name.endswith(".tar") and name not in former and split in splits and not os.path.exists(self._swapping):
@@ -102,6 +106,15 @@ class Stage:
                     f"{self.out} holds {name}, which no index lists and which would be taken for a shard of the new split "
                     f"'{split}'. Move such files away, or choose another folder."
                 )
+
+    def _cut_short(self) -> list[str]:
+        """What exchanges that were cut short were about to remove or bring: one that stands, one that was about to, older ones."""
+        found: list[str] = []
+        for place in (self._swapping, os.path.join(self.path, "shards"), self.path):
+            with suppress(OSError, ValueError, KeyError), open(os.path.join(place, _NAMES), encoding="utf-8") as file:
+                names = json.load(file)
+                found += [*names["former"], *names["files"]]
+        return list(dict.fromkeys(found))
 
     @property
     def _swapping(self) -> str:
@@ -139,11 +152,7 @@ class Stage:
         former: list[str] = []
         with suppress(WdstrainError):
             former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
-        for place in (swapping, shards):  # of an exchange that was cut short, or of this one before it was
-            with suppress(OSError, ValueError, KeyError), open(os.path.join(place, _NAMES), encoding="utf-8") as file:
-                names = json.load(file)
-                former += [*names["former"], *names["files"]]
-        former = list(dict.fromkeys(former))
+        former += self._cut_short()
         try:
             write_whole(os.path.join(shards, _NAMES), json.dumps({"former": former, "files": files}).encode())
             if os.path.exists(swapping):  # of an exchange that was cut short; until the new one stands, no index is there
@@ -201,6 +210,8 @@ class Stage:
         """Take the stage away, and its lock last: whoever waits for that begins a stage of its own."""
         for name in sorted(set(os.listdir(self.path)) - {_LOCK}, key=lambda name: name == _DONE):  # that it is done, to the end
             shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, _NAMES))
         self._unlock()
         with suppress(OSError):
             os.rmdir(self.path)

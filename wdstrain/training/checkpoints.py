@@ -19,6 +19,7 @@ import torch
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage import publish
+from wdstrain.workers import death_of_a_worker
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds
@@ -47,6 +48,8 @@ class Checkpoints:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
         except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
+            if isinstance(error, RuntimeError) and (death := death_of_a_worker(error)) is not None:
+                raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
             why = error.strerror if isinstance(error, OSError) else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
             raise StorageError(f"the checkpoint {path} cannot be written ({why}). Those before it are whole.") from error
