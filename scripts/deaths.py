@@ -257,11 +257,11 @@ def try_out(name: str, prepare: Callable[[Path], Trial], numbers: list[int], see
 def serving(folder: Path) -> str:
     """The address of a folder, served by a process beside this one until it ends."""
     receiving, sending = os.pipe()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         with Server(folder) as server:
             os.write(sending, server.url.encode())
-            while os.getppid() != 1:
+            while os.getppid() == parent:
                 time.sleep(0.2)
         os._exit(0)
     beside.add(child)
@@ -281,7 +281,6 @@ def main() -> int:
     gc.freeze()  # what is there now is never collected, so that children need not copy it
     begun, failed, place = time.monotonic(), list[str](), Path(tempfile.mkdtemp(prefix="wdstrain-deaths-"))
     os.environ["XDG_CACHE_HOME"] = str(place / "home")
-    os.environ["WDSTRAIN_DEATHS"] = str(place)
     try:
         inside(lambda: Filling.serve_from(place / "web")).need("done")
         url, mounts = serving(place / "web" / "served"), may_mount()
@@ -308,4 +307,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    sys.stdout.flush()
+    os._exit(ended)  # compilers that torch brings along tell at length what they leave to the end of a process
