@@ -247,7 +247,7 @@ def try_out(name: str, prepare: Callable[[Path], Trial], numbers: list[int], see
     first = f"{name:<28}{len(numbers):>5}{len(numbers) - len(failed):>9}{time.monotonic() - begun:>6.0f}  "
     lines, line = [], first
     for count in counts:
-        if len(line) + len(count) > 80:
+        if len(line) + len(count) >= 80:
             lines.append(line.rstrip(" ,"))
             line = " " * len(first)
         line += f"{count}, "
@@ -284,7 +284,7 @@ def main() -> int:
     try:
         inside(lambda: Filling.serve_from(place / "web")).need("done")
         url, mounts = serving(place / "web" / "served"), may_mount()
-        print(f"{'fault':<28}{'times':>5}{'survived':>9}{'s':>6}  where it struck, or what became of it", flush=True)
+        print(f"{'fault':<28}{'times':>5}{'survived':>9}{'s':>6}  where, or what became of it", flush=True)
         for name, prepare in all_faults(url, place / "web" / "served").items():
             if arguments.words and not any(word in name for word in arguments.words):
                 continue

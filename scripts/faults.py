@@ -26,7 +26,9 @@ from dying import Kill, Lie, inside, typed
 from works import Converting, Filling, Remembering, Training, Work, closing, epoch, foreign
 
 import wdstrain as wt
+from wdstrain import forward, pipeline, reader
 from wdstrain.errors import WdstrainError
+from wdstrain.serving import Server
 
 Trial = Callable[[Path, random.Random], str]
 
@@ -229,22 +231,17 @@ def clocks(shared: Path, url: str) -> Trial:
                 inside(lambda work=work: work.end(place)).need("done")  # type: ignore[misc]
                 age(place, bits)
                 inside(lambda work=work: worked(work)).need("done")  # type: ignore[misc]
-        _turned_back(place, bits)
+        _turned_back(place)
         return "right"
 
-    def _turned_back(place: Path, bits: random.Random) -> None:
+    def _turned_back(place: Path) -> None:
         """A shard is replaced by another of the same size, and its clock says the old time."""
-        old = place / "set" / "part-001.tar"
-        was = os.stat(old)
-        foreign(place / "other", salt=b"x")
-        other = place / "other" / "part-001.tar"
-        same = other.read_bytes()[: was.st_size]
-        renamed = place / "set" / ".new"
-        data = bytearray(old.read_bytes())
-        data[512 : 512 + 6] = b"changed"[:6]
-        renamed.write_bytes(bytes(data) if len(same) else b"")
-        os.utime(renamed, ns=(was.st_atime_ns, was.st_mtime_ns))
-        os.replace(renamed, old)
+        old, new = place / "set" / "part-001.tar", place / "set" / ".new"
+        was, data = os.stat(old), bytearray(old.read_bytes())
+        data[512:518] = b"change"  # in the first sample
+        new.write_bytes(data)
+        os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
+        os.replace(new, old)
 
         def read() -> bytes:
             return dict((key, data) for key, data, _ in epoch(wt.Loader(place / "set", batch_size=8, shuffle=False)))["s000040"]
@@ -272,12 +269,12 @@ def shards(shared: Path) -> Trial:
     words = ["--field", f"bin={shared / 'rows.npy'}", "--shard-samples", "40"]
     inside(lambda: typed("convert", "arrays", str(shared / "arrays"), *words)).need("done")
     right = {
-        kind: inside(lambda kind=kind: dict(_samples(shared / kind, kind, 0))).need("done").value  # type: ignore[misc]
+        kind: inside(lambda kind=kind: dict(_samples(str(shared / kind), kind, 0))).need("done").value  # type: ignore[misc]
         for kind in ("walked", "indexed", "packed", "arrays")
     }
 
     def trial(place: Path, bits: random.Random) -> str:
-        kind = bits.choice(["walked", "indexed", "packed", "arrays"])
+        kind, far = bits.choice(["walked", "indexed", "packed", "arrays"]), bits.random() < 0.3
         how = bits.choice(["same size", "other size", "kept time", "deleted", "cut", "written over", "another shard"])
         workers_, replace = bits.choice([0, 0, 2]), bits.random() < 0.3
         place.mkdir(parents=True)
@@ -285,45 +282,54 @@ def shards(shared: Path) -> Trial:
         victim = bits.choice(sorted((place / "set").glob("*.tar")))
         step = bits.randrange(0, 25)
 
-        def read() -> tuple[list[Any], str, int]:
+        def read() -> tuple[list[Any], str]:
             found: list[Any] = []
-            bad = 0
-            try:
-                for one in _samples(
-                    place / "set", kind, workers_, replace, lambda at: _change(victim, how, bits) if at == step else None
-                ):
-                    found.append(one)
-            except WdstrainError as error:
-                return found, str(error), bad
-            return found, "", bad
+            with Server(place / "set") as server:
+                names = "part-{000..005}.tar" if kind in ("walked", "indexed") else "train-{000000..000005}.tar"
+                try:
+                    for one in _samples(
+                        server.url + names if far else str(place / "set"),
+                        kind,
+                        workers_,
+                        replace,
+                        lambda at: _change(victim, how, bits) if at == step else None,
+                    ):
+                        found.append(one)
+                except WdstrainError as error:
+                    return found, str(error)
+            return found, ""
 
-        found, said, _ = inside(read).need("done").value
+        found, said = inside(read).need("done").value
         wrong = [key for key, data in found if right[kind].get(key) != data]
         if wrong:
-            raise Lie(f"{kind}, {how}, at step {step}, {workers_} workers: other bytes came for {wrong[:3]}")
+            raise Lie(
+                f"{kind}, {how}, {'far' if far else 'here'}, at step {step}, {workers_} workers: other bytes came for {wrong[:3]}"
+            )
         if len(found) != 240 and not said:
             raise Lie(f"{kind}, {how}: {len(found)} of 240 samples came, and nothing was said")
         if said and ("\n" in said or victim.name not in said):
             raise Lie(f"{kind}, {how}: what was said is {said!r}")
         shutil.rmtree(place / "set")
         shutil.copytree(shared / kind, place / "set")  # it is copied again
-        again = inside(lambda: dict(_samples(place / "set", kind, 0))).need("done").value
+        again = inside(lambda: dict(_samples(str(place / "set"), kind, 0))).need("done").value
         if again != right[kind]:
             raise Lie("it does not work again")
-        return "told" if said else "right"
+        return ("far " if far else "") + ("told" if said else "right")
 
     return trial
 
 
 def _samples(
-    folder: Path, kind: str, workers_: int, replace: bool = False, at: Callable[[int], None] = lambda step: None
+    address: str, kind: str, workers_: int, replace: bool = False, at: Callable[[int], None] = lambda step: None
 ) -> Iterator[tuple[str, bytes]]:
     fields = {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")} if kind == "arrays" else {"bin": _Bytes()}
-    from wdstrain import pipeline, reader
-
-    reader.READ_SAMPLES, pipeline._AHEAD_BYTES = 8, 1 << 14  # little is read ahead, so that what happens does so in time
+    reader.READ_SAMPLES, pipeline._AHEAD_BYTES, forward.RANGE = (
+        8,
+        1 << 14,
+        1 << 13,
+    )  # little is read ahead, so that what happens does so in time
     loader = wt.Loader(
-        folder,
+        address,
         fields,
         batch_size=8,
         shuffle_buffer=16,
