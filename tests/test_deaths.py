@@ -430,6 +430,22 @@ def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
     run.close()
 
 
+def test_a_run_that_was_killed_before_it_had_its_configuration_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wdstrain.training.run import Run
+
+    monkeypatch.setattr(os, "replace", broken_off)
+    monkeypatch.setattr(os, "unlink", lambda *_: None)  # a kill does not clean up
+    with pytest.raises(BrokenOffError):
+        Run(str(tmp_path / "run"), "", overwrite=False, resume=False)
+    monkeypatch.undo()
+    assert [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+    for resume in (False, True):
+        Run(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
 # --- workers ---------------------------------------------------------------------------------------------------------
 
 
