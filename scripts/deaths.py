@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -78,13 +78,15 @@ def _afterwards(work: Work, place: Path, *, rebooted: bool = False) -> None:
 
 def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
     """SIGKILL at a moment drawn over all the time that the work takes. alone: of the parent, and not of those that work for it."""
-    seconds = []
+    seconds = deque[float](maxlen=5)  # that the last undisturbed runs took: a machine is faster at one time than at another
     for number in range(5):
         work.lay(shared / f"timed{number}")
         begun = time.monotonic()
         inside(lambda number=number: work.run(shared / f"timed{number}")).need("done")  # type: ignore[misc]
         seconds.append(time.monotonic() - begun)
-    return _killed(work, lambda bits: Kill(after=bits.uniform(0, 1.1 * statistics.median(seconds)), alone=alone))
+    return _killed(
+        work, lambda bits: Kill(after=bits.uniform(0, 1.1 * statistics.median(seconds)), alone=alone), seconds.append
+    )
 
 
 def kill_at(work: Work, shared: Path) -> Trial:
@@ -94,13 +96,17 @@ def kill_at(work: Work, shared: Path) -> Trial:
     return _killed(work, lambda bits: Kill(at=bits.randint(1, count)))
 
 
-def _killed(work: Work, draw: Callable[[random.Random], Kill]) -> Trial:
+def _killed(work: Work, draw: Callable[[random.Random], Kill], took: Callable[[float], object] = lambda seconds: None) -> Trial:
+    """took: told the seconds of a run that came to its end before it was killed."""
+
     def trial(place: Path, bits: random.Random) -> str:
         for missed in range(_TRIES):
             spot = place / str(missed)
             work.lay(spot)
+            begun = time.monotonic()
             if inside(lambda spot=spot: work.run(spot), draw(bits)).need("done", "killed").how == "killed":  # type: ignore[misc]
                 break
+            took(time.monotonic() - begun)
         else:
             raise Lie(f"{_TRIES} kills came too late")
         where = work.reach(spot)

@@ -80,8 +80,8 @@ def inside(work: Callable[[], Any], kill: Kill | None = None, *, patience: float
     os.close(sending)
     try:
         if kill is not None and kill.after is not None:
-            time.sleep(kill.after)
-            victims = [child] if kill.alone else [child, *_descendants(child)]
+            late = select.select([receiving], [], [], kill.after)[0]  # it told how it ended already
+            victims = [] if late else [child] if kill.alone else [child, *_descendants(child)]
             for pid in victims:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
