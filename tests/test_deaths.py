@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, W
 from wdstrain.index_files import load, save_index
 from wdstrain.interrupts import Held
 from wdstrain.opening import open_index
+from wdstrain.packing import jobs
 from wdstrain.packing import shard as shard_
 from wdstrain.packing.options import Packing
 from wdstrain.packing.spill import _Pass
@@ -225,6 +227,33 @@ def test_a_lock_that_was_taken_away_is_no_lock(tmp_path: Path) -> None:
         Stage(str(tmp_path / "out"), overwrite=True, resume=False)
     second.clear()
     os.close(fd)
+
+
+class Nothing:
+    """Work that is done at once."""
+
+    def __call__(self, number: int, tick: Any) -> int:
+        return number
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_is_killed_when_all_is_done_is_waited_for_by_nobody(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that wait for work, one holds a lock."""
+    results = jobs.run(Nothing(), 4, 2, lambda samples, size: None)
+    assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
+    victim, shut = sorted(child.pid or 0 for child in multiprocessing.active_children())[which], ProcessPoolExecutor.shutdown
+    os.kill(victim, signal.SIGSTOP)  # it holds what it has until it is killed
+
+    def shutdown(self: ProcessPoolExecutor, wait: bool = True, **options: Any) -> None:
+        if not wait:
+            shut(self, wait=False, **options)
+            os.kill(victim, signal.SIGKILL)
+        else:
+            shut(self, wait=True, **options)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shutdown)
+    assert next(results, None) is None
+    assert not multiprocessing.active_children()
 
 
 # --- indexes ---------------------------------------------------------------------------------------------------------
