@@ -19,10 +19,12 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
-from wdstrain import index_files
+from wdstrain import cache, index_files
+from wdstrain.cache import Cache
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.index_files import load, save_index
 from wdstrain.interrupts import Held
+from wdstrain.locks import try_lock
 from wdstrain.opening import open_index
 from wdstrain.packing import jobs
 from wdstrain.packing import shard as shard_
@@ -473,6 +475,31 @@ def test_a_run_that_was_killed_before_it_had_its_configuration_is_begun_again(
     for resume in (False, True):
         Run(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
+def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads of a reader open the first shard at once, and find what was made and not yet marked when a process was killed."""
+    wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
+    shard, one = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
+    part = one.place_of(shard) + cache.PART
+    Path(part).touch()
+    looking = os.open(part, os.O_RDWR)
+    assert try_lock(looking, cache._IN_USE, shared=True)
+    taken_out = cache._removed
+
+    def removed(fd: int, path: str) -> bool:
+        done = taken_out(fd, path)
+        if not done:
+            os.close(looking)  # the other has seen it
+        return done
+
+    monkeypatch.setattr(cache, "_removed", removed)
+    file = one.open(shard)
+    assert file is not None
+    assert file.sound
+    file.close()
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------
