@@ -236,7 +236,7 @@ def forward(index: Index) -> float:
 
     begun = time.perf_counter()
     fetchers = Fetchers(None, Tally(), told)
-    lane = Forward(open_source, fetchers)
+    lane = Forward(lambda shard: open_source(shard.path, shard.bytes), fetchers)
     for shard in index.shards:
         for number, offset in enumerate(range(0, shard.bytes, PIECE)):
             if len(on_the_way) == 8:

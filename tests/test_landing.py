@@ -274,7 +274,7 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
         os.truncate(folder / "a.tar", int(index.table.start[48]) + 100)
     found = {}
     for name, fields in (("direct", FIELDS), ("copied", COPIED)):
-        loader = wt.Loader(index, fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9)
+        loader = wt.Loader(str(folder), fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9)
         found[name] = [epoch(loader, 1, start), loader.report()["bad"]]
         loader.close()
     assert same(found["direct"][0], found["copied"][0])

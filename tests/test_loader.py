@@ -480,7 +480,7 @@ def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(tmp_path
 def test_a_shard_cut_while_it_is_used_is_an_error_and_not_a_short_epoch(shards: Path) -> None:
     loader = wt.Loader(shards, batch_size=1, shuffle=False)
     os.truncate(shards / "part-001.tar", 2048)
-    with pytest.raises(ShardError, match="part-001.tar ends at offset 2048"):
+    with pytest.raises(ShardError, match="part-001.tar was written to or replaced"):
         keys(loader)
 
 

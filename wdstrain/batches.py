@@ -19,6 +19,7 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Counts, Pipeline
 from wdstrain.plan import Order
+from wdstrain.workers import death_of_a_worker
 
 _log = logging.getLogger("wdstrain")
 
@@ -72,6 +73,9 @@ class Batches(Iterator[Batch]):
         except StopIteration:
             self.ended()
             raise
+        except RuntimeError as error:
+            self.close()
+            raise death_of_a_worker(error) or error from error
         except BaseException:
             self.close()
             raise

@@ -35,6 +35,7 @@ from wdstrain.storage import sync_folder
 BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one
 PART = ".part"  # of the name of a shard that is not whole yet
 _PATIENCE = 300.0  # seconds for another process to fetch a block, before it is fetched a second time
+_LOOKED_AT = 1.0  # seconds for others to have looked at what is not sound
 _PAUSE = 0.01  # seconds between two looks at a lock
 _MAGIC = b"WDSCACHE"
 _IN_USE, _FINISHING, _BLOCKS = 1 << 60, (1 << 60) + 1, 1 << 61  # places that are locked: beyond the end of any file
@@ -73,7 +74,7 @@ class Cache:
         most = min(self._disk, self._disk if self.limit is None else self.limit)
         if not (shard.sha256 or shard.tag) or shard.bytes > most:
             return None
-        final = self.place_of(shard)
+        final, end = self.place_of(shard), time.monotonic() + _LOOKED_AT
         while not event.is_set():
             try:
                 for path, flags in ((final, os.O_RDONLY), (final + PART, os.O_RDWR)):
@@ -84,8 +85,9 @@ class Cache:
                         return file
                 if not self._begin(final, shard.bytes, event):
                     return None
-            except _InUseError:
-                return None  # another looks at what is not sound; next time it is gone
+            except _InUseError:  # another looks at what is not sound, and it is gone when he did; or it is what another reads
+                if time.monotonic() > end or event.wait(_PAUSE):
+                    return None
             except OSError as error:
                 self.give_up(error)
                 return None

@@ -51,7 +51,7 @@ class Task(NamedTuple):
     lost: dict[int, str]
 
 
-_REASON = 1000  # characters of a reason
+_LONGEST = 1000  # characters of a reason
 MISMATCH = "its bytes are not those that were packed (crc32)"
 
 
@@ -176,7 +176,7 @@ class Decoder:
                     if column is None:
                         loose[name][row] = value
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
-                    bad.append(Bad(row, found or name, _said(error)))
+                    bad.append(Bad(row, found or name, _reason(error)))
                     break
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
@@ -207,7 +207,7 @@ class Decoder:
                 if not isinstance(examples[row], Mapping):
                     raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
             except Exception as error:
-                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_said(error)}"))
+                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}"))
         read = time.perf_counter()
         bad = self._substitute(bad, task.ids, [examples])
         if _fails(bad):
@@ -266,10 +266,13 @@ class _Rows(NamedTuple):
         return cls(first, field, offset, task.size.tolist(), task.crc.tolist(), task.lost)
 
 
-def _said(error: Exception) -> str:
-    """What an error says. It may speak of all that a sample holds, and a reason is kept, sent and shown."""
+def _reason(error: Exception) -> str:
+    """What an error says of itself. It may speak of all that a sample holds, and is kept, sent and shown; one that came for want
+    of memory says nothing."""
+    if isinstance(error, MemoryError):
+        return f"{str(error) or 'there was no memory for it'}; if the sample is sound, lower num_workers or batch_size"
     text = str(error) or type(error).__name__
-    return text if len(text) <= _REASON else f"{text[:_REASON]} ..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _fails(bad: list[Bad]) -> bool:

@@ -67,7 +67,7 @@ class Forward:
     opened: what opens a local shard. fetchers: who brings those of others.
     """
 
-    opened: Callable[[str, int], Source]
+    opened: Callable[[Shard], Source]
     fetchers: Fetchers
     _source: Source | None = None  # the local shard that is open
     _shard: Shard | None = None  # the remote shard that is being read with a cache
@@ -86,7 +86,7 @@ class Forward:
             try:
                 if self._source is None or shard.path != self._source.path:
                     self.close()
-                    self._source = self.opened(shard.path, shard.bytes)
+                    self._source = self.opened(shard)
                 self._source.read_into(list(pieces), offset)
             except WdstrainError as error:
                 reading.error = error

@@ -3,7 +3,8 @@
 Two files beside the shards. `index.json` is for people and other tools (a superset of the `wids-shard-index-v1` list):
 per shard its name, split, samples, bytes and sha256; per set the fields, labels with their classes, and how it was made.
 `index.bin` holds the arrays of the table, little-endian, memory-mapped, so that a million samples open in milliseconds.
-Both carry one `id`, and a pair that does not belong together is refused. The JSON is written last.
+Both carry one `id`, and a pair that does not belong together is refused. The JSON is written last; until then the offsets
+that it speaks of are kept under a hidden name, so that at any moment the old index is there or the new one.
 
 Nothing in a file is trusted: what the arrays say is checked against each other and the shards' sizes before it is used.
 """
@@ -14,6 +15,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
@@ -23,10 +25,11 @@ import numpy as np
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
 from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import INDEX_NAME, LocalFile, beside, open_source, read_whole, write_whole
+from wdstrain.storage import INDEX_NAME, beside, open_source, read_whole, state_of, write_whole
 from wdstrain.tar import Walk, samples
 
 BIN_NAME = "index.bin"
+_FORMER = f".{BIN_NAME}.former"  # the offsets that index.json still speaks of, while both are replaced
 _MAGIC = b"WDSTRAIN-INDEX-1\n"
 _NOT_OURS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)  # what reading anything raises
 
@@ -51,13 +54,26 @@ def save_index(index: Index, folder: str) -> None:
             "info": index.info,
         },
     }
+    _keep_former(folder)
     write_whole(os.path.join(folder, BIN_NAME), _head_line(head) + body)
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
+    with suppress(OSError):
+        os.unlink(os.path.join(folder, _FORMER))
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
     """A line of JSON, or lines, that anybody can read; names of files that are no UTF-8 are escapes in it, and come back."""
     return (json.dumps(document, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _keep_former(folder: str) -> None:
+    """Give the offsets that an index.json here speaks of a second name; what a kill left under that name may be they already."""
+    offsets, former = os.path.join(folder, BIN_NAME), os.path.join(folder, _FORMER)
+    with suppress(OSError, ShardError, ValueError, KeyError, TypeError):  # there is no index, or none to keep
+        _map(offsets, read_document(os.path.join(folder, INDEX_NAME))["wdstrain"]["id"], former=None)
+        with suppress(FileNotFoundError):
+            os.unlink(former)
+        os.link(offsets, former)
 
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
@@ -115,7 +131,7 @@ def load(path: str, *, base: str | None = None) -> Index:
                 for row in document["shardlist"]
             ),
             fields=_fields(ours["fields"]),
-            table=_map(beside(path, BIN_NAME), ours["id"]),
+            table=_map(beside(path, BIN_NAME), ours["id"], former=beside(path, _FORMER)),
             labels=labels_of(document),
             info=info_of(document),
         )
@@ -138,9 +154,8 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
         try:
             with open_source(path) as source:
                 found = list(samples(source.read, source.size, _shown(path), walk))
-                tag = "" if isinstance(source, LocalFile) else source.tag or ""
                 tables.append(Table.of(found, fields))
-                shards.append(Shard(path, len(found), source.size, tag=tag))
+                shards.append(Shard(path, len(found), source.size, tag=source.tag or ""))
         except WdstrainError as error:
             if failed is None:
                 raise
@@ -191,26 +206,28 @@ def info_of(document: dict[str, Any]) -> dict[str, Any]:
     return dict(document["wdstrain"]["info"])
 
 
-def check_sizes(index: Index, *, cut: bool = False) -> None:
-    """Raise ShardError for a shard that is not there or has not the size its index says. cut: it may be smaller."""
-    for shard in index.shards:
-        check_size(shard, cut=cut)
+def check_sizes(index: Index, *, cut: bool = False) -> Index:
+    """An index of shards that are as they are found now. Raises ShardError for one that is not there or has another size than
+    its index says. cut: it may be smaller."""
+    return replace(index, shards=tuple(check_size(shard, cut=cut) for shard in index.shards))
 
 
-def check_size(shard: Shard, *, cut: bool = False) -> None:
+def check_size(shard: Shard, *, cut: bool = False) -> Shard:
     """The same for one shard; that of a server is compared when its first byte comes."""
     if is_remote(shard.path):
-        return
+        return shard
     try:
-        size = os.stat(shard.path).st_size
+        found = os.stat(shard.path)
     except OSError as error:
         raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
+    size = found.st_size
     if size != shard.bytes and not (cut and size < shard.bytes):
         folder = os.path.dirname(shard.path) or "."
         raise ShardError(
             f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. Copy or pack it again, "
             f"or accept it as it is: wdstrain index {folder}"
         )
+    return replace(shard, tag=state_of(found))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -273,7 +290,8 @@ def _head_line(head: dict[str, Any]) -> bytes:
     return _MAGIC + line[:-1] + b" " * (-(len(_MAGIC) + len(line)) % 64) + b"\n"  # arrays start aligned for the mapping
 
 
-def _map(path: str, wanted: str) -> Table:
+def _map(path: str, wanted: str, *, former: str | None) -> Table:
+    """The table in a file, if it belongs to the index.json with this id, or in the one that is kept while both are replaced."""
     data: bytes | mmap.mmap | None
     if is_remote(path):
         data = read_whole(path)
@@ -284,6 +302,9 @@ def _map(path: str, wanted: str) -> Table:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     head, table = _arrays(data, path)
     if head["id"] != wanted:
+        if former is not None and not is_remote(former) and os.path.exists(former):
+            with suppress(OSError, ValueError):
+                return _map(former, wanted, former=None)
         raise ValueError(f"{path} belongs to another index.json")
     return table
 

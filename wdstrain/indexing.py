@@ -44,8 +44,8 @@ ARRAYS = {
 class Shard:
     """One tar: where it is and what it holds.
 
-    `sha256` is empty where the shard was only walked over, not read; `tag` is then what a server calls the state of it that was
-    walked over (ETag), empty where it says nothing.
+    `sha256` is empty where the shard was only walked over, not read. `tag` is the state in which it was found: what a server calls
+    it (ETag), empty where it says nothing; of a file here, what `storage.state_of` says.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Shard:
     bytes: int
     split: str = ""
     sha256: str = ""
-    tag: str = ""
+    tag: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -182,6 +182,10 @@ class Index:
             "labels": ", ".join(label.name for label in self.labels) or "none are known",
         }
         return charts.part("Index", charts.table(rows))
+
+    def state(self, shard: Shard) -> str:
+        """The state in which a shard on a disk here has to be; "" where checksums tell of each sample whether it is what it was."""
+        return "" if len(self.table.member_crc) or is_remote(shard.path) else shard.tag
 
     @cached_property
     def counts(self) -> Ints:

@@ -1,8 +1,8 @@
-"""Ctrl-C, which waits while a thread or process is half begun.
+"""Ctrl-C, and word of a worker that died, which wait while a thread or process is half begun.
 
 Python raises KeyboardInterrupt between any two steps of the main thread, also between that which starts a thread and that which notes that it
 is there: nobody would end it. A notebook's cells are interrupted often, and its kernel lives on. So what is begun is begun whole, and
-the interrupt comes right after.
+the interrupt comes right after. Torch raises the death of a worker in the same way; within a fork Python would print and drop it.
 """
 
 from __future__ import annotations
@@ -11,31 +11,36 @@ import signal
 import threading
 from typing import Any
 
+_RAISING = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(signal, name)]
+
 
 class Held:
-    """Lets Ctrl-C wait within `with`. Elsewhere than in the main thread, where it never comes, nothing is done."""
+    """Lets them wait within `with`. Elsewhere than in the main thread, where they never come, nothing is done."""
 
     def __init__(self) -> None:
-        self._arrived = False
-        self._former: Any = None
+        self._arrived = set[int]()
+        self._former = dict[int, Any]()
 
     def __enter__(self) -> Held:
-        former = signal.getsignal(signal.SIGINT)
-        if former is not None and threading.current_thread() is threading.main_thread():
-            self._former = former
-            signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in _RAISING:
+                former = signal.getsignal(number)
+                if callable(former):  # somebody answers it by an exception, perhaps
+                    self._former[number] = former
+                    signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.let_go()
-        if self._arrived:
-            signal.raise_signal(signal.SIGINT)
+        for number in sorted(self._arrived):
+            signal.raise_signal(number)
 
     def let_go(self) -> None:
-        """From here on Ctrl-C works again, before the end."""
-        if self._former is not None:
-            signal.signal(signal.SIGINT, self._former)
-            self._former = None
+        """From here on they come as they did, before the end."""
+        while self._former:
+            number, former = self._former.popitem()
+            if signal.getsignal(number) == self._note:  # torch puts its own before what it finds
+                signal.signal(number, former)
 
-    def _note(self, *_: object) -> None:
-        self._arrived = True
+    def _note(self, number: int, _: object) -> None:
+        self._arrived.add(number)

@@ -165,7 +165,7 @@ class Landing:
         parts = [Placed(*(column[at : at + each] for column in samples)) for at in range(0, len(samples.ids), each)]
         reading, lock = Reading(missing=len(parts)), threading.Lock()
         try:
-            source = LocalFile(shard.path)
+            source = LocalFile(shard.path, self._index.state(shard))
         except WdstrainError as error:
             reading.missing = 0
             if self._salvage:
@@ -215,7 +215,7 @@ class Landing:
         start = int(table.start[number])
         memory = memoryview(bytearray(int(table.stop[number]) - start))
         try:
-            with open_source(shard.path, shard.bytes) as source:
+            with open_source(shard.path, shard.bytes, self._index.state(shard)) as source:
                 source.read_into([memory], start)
         except WdstrainError as error:
             return f"it cannot be read ({str(error).rstrip('.')})"

@@ -2,7 +2,7 @@
 
 Shards with an index beside them are taken as it says, after their sizes were compared. Shards that somebody else made are
 walked over header by header once; what was found is remembered in a hidden folder beside them, or in the user's cache
-folder where that cannot be written, and used for as long as size and time of a shard stay what they were.
+folder where that cannot be written, and used for as long as a shard stays in the state in which it was found.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from wdstrain.storage import (
     expand,
     folder_of,
     is_json,
+    is_state,
     read_whole,
     user_cache,
 )
@@ -116,6 +117,9 @@ def make_index(urls: Urls) -> Index:
     if not paths:
         raise UsageError(f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards.")
     index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
+    changed = [shard.name for shard in index.shards if not _is_as_found(shard)]
+    if changed:
+        raise ShardError(f"{changed[0]} was written to while it was walked over. Run this again when it is whole.")
     if os.path.exists(beside) and is_ours(beside):
         index = _kept(index, beside)
     save_index(index, folder)
@@ -178,8 +182,7 @@ def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
 
 
 def _checked(index: Index, *, cut: bool) -> Index:
-    check_sizes(index, cut=cut)
-    return index
+    return check_sizes(index, cut=cut)
 
 
 def _kept(index: Index, beside: str) -> Index:
@@ -263,42 +266,37 @@ def _recall(folder: str, wanted: set[str]) -> Index | None:
     for place in _places(folder):
         with suppress(ShardError, OSError):
             index = load(os.path.join(place, INDEX_NAME), base=folder)
-            times = index.info.get("times")
-            times = times if isinstance(times, dict) else {}
+            states = index.info.get("states")
+            states = states if isinstance(states, dict) else {}
             index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in wanted)
-            if is_remote(folder):
-                index = replace(index, shards=tuple(replace(one, tag=str(times.get(one.name) or "")) for one in index.shards))
+            index = replace(index, shards=tuple(replace(one, tag=str(states.get(one.name) or "")) for one in index.shards))
             with ThreadPoolExecutor(_ASKING) as threads:
-                stamps = list(threads.map(_stamp, index.shards))
-            same = [i for i, one in enumerate(index.shards) if stamps[i] == (one.bytes, times.get(one.name))]
+                same = [i for i, is_same in enumerate(threads.map(_is_as_found, index.shards)) if is_same]
             return index.pick(same) if same else None
     return None
 
 
 def _remember(index: Index, folder: str) -> str | None:
     """Write down what was found; returns where, or None where nothing can be written."""
-    if is_remote(folder):
-        times: dict[str, int | str | None] = {shard.name: shard.tag or None for shard in index.shards}
-    else:
-        times = {shard.name: stamp[1] for shard in index.shards if (stamp := _stamp(shard)) is not None}
+    states = {shard.name: shard.tag or None for shard in index.shards}
     for place in _places(folder):
         with suppress(OSError, StorageError):
             os.makedirs(place, exist_ok=True)
-            save_index(replace(index, info={**index.info, "times": times}), place)
+            save_index(replace(index, info={**index.info, "states": states}), place)
             return place
     return None
 
 
-def _stamp(shard: Shard) -> tuple[int, int | str | None] | None:
-    """(bytes, time of the last change in ns, or a server's tag) of a shard, None if it is not there."""
+def _is_as_found(shard: Shard) -> bool:
+    """Whether a shard is in the state in which it was walked over. Of one that is not there, whoever reads it will say so."""
     if is_remote(shard.path):
         try:
             with open_remote(shard.path) as source:
-                return source.size, source.tag
+                return (source.size, source.tag) == (shard.bytes, shard.tag or None)
         except StorageError:
-            return None  # whoever reads it will say why
+            return False
     try:
         found = os.stat(shard.path)
     except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns
+        return False
+    return found.st_size == shard.bytes and is_state(shard.tag, found)

@@ -220,6 +220,10 @@ class Pipeline:
         self._watch.waiting()
         try:
             result = next(results)
+        except MemoryError as error:  # of the batch as a whole; of a sample it is a reason
+            raise WdstrainError(
+                "there was no memory to make a batch. Lower batch_size, num_workers or shuffle_buffer, or give it more memory."
+            ) from error
         finally:
             self._watch.done()
         others = self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others  # which were done meanwhile

@@ -263,7 +263,7 @@ class Reader:
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
         where = np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64)
-        forward = Forward(lambda path, size: open_source(path, size), self._fetchers)
+        forward = Forward(lambda shard: open_source(shard.path, shard.bytes, self._index.state(shard)), self._fetchers)
         return _Run(plan, lane, clock, step, where, first, first, forward)
 
     def _next(self, runs: list[_Run]) -> _Run | None:

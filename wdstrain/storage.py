@@ -132,11 +132,30 @@ def check_finished(folder: str) -> None:
         raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --resume.")
 
 
-class LocalFile:
-    """A shard on a disk, read by position. Not shared between threads."""
+def state_of(found: os.stat_result) -> str:
+    """The state of a file, as one word: what is written to it or put in its place changes it."""
+    return f"{found.st_mtime_ns}:{found.st_ctime_ns}:{found.st_ino}"
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+
+def is_state(word: str, found: os.stat_result) -> bool:
+    """Whether a file is in this state.
+
+    A new link or other rights change the time of its entry alone, a file system in user space may number its files anew: neither is
+    another file. What was moved to its place has both another number and another time, though it was written at the same time.
+    """
+    now, then = state_of(found).split(":"), word.split(":")
+    return now[0] == then[0] and (now[1:2] == then[1:2] or now[2:] == then[2:])
+
+
+class LocalFile:
+    """A shard on a disk, read by position. Not shared between threads.
+
+    state: in which it was found, for those that nothing else would tell to be others; "" asks for none. Raises ShardError, also
+    of bytes that were read, where it is in another.
+    """
+
+    def __init__(self, path: str, state: str = "") -> None:
+        self.path, self._state = path, state
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
@@ -145,7 +164,12 @@ class LocalFile:
         if not stat.S_ISREG(found.st_mode):  # of a pipe nobody knows the size, and opening one may wait for ever
             self.close()
             raise StorageError(f"{path} is no file but a folder, a pipe or a device. Name a tar.")
-        self.size = found.st_size
+        self.size, self.tag = found.st_size, state_of(found)
+        try:
+            self._check()
+        except ShardError:
+            self.close()
+            raise
         with suppress(OSError, AttributeError):  # a hint: some systems and file systems know none
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -171,6 +195,14 @@ class LocalFile:
                 )
             offset += count
             todo.filled(count)
+        self._check()
+
+    def _check(self) -> None:
+        if self._state and not is_state(self._state, os.fstat(self._fd)):
+            raise ShardError(
+                f"{self.path} was written to or replaced since it was opened first, so its samples may be others. Start again with "
+                f"it as it is; shards that wdstrain convert made are told from others by their checksums."
+            )
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -187,9 +219,9 @@ class LocalFile:
 Source = LocalFile | RemoteFile
 
 
-def open_source(path: str, size: int | None = None) -> Source:
-    """A shard to read from. size: as an index says, which saves asking a server for it."""
-    return open_remote(path, size) if is_remote(path) else LocalFile(path)
+def open_source(path: str, size: int | None = None, state: str = "") -> Source:
+    """A shard to read from. size: as an index says, which saves asking a server for it. state: of a file here."""
+    return open_remote(path, size) if is_remote(path) else LocalFile(path, state)
 
 
 def read_whole(path: str) -> bytes | None:

@@ -109,7 +109,7 @@ class Tasks:
     def _read(self, number: int, into: memoryview) -> None:
         """Read what of a sample is in the arena."""
         shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
-        with open_source(shard.path, shard.bytes) as source:
+        with open_source(shard.path, shard.bytes, self._index.state(shard)) as source:
             pieces = [into] if self._landing is None else self._landing.around(number, into)
             source.read_into(pieces, int(self._index.table.start[number]))
 

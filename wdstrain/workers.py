@@ -138,12 +138,7 @@ class Processes:
             for results in self._iterator:
                 yield from map(pickle.loads, results)
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise WdstrainError(
-                f"a worker process of the loader died ({str(error).splitlines()[0]}). If the system killed it for memory, "
-                f"lower num_workers or batch_size; dmesg tells."
-            ) from error
+            raise death_of_a_worker(error) or error from error
 
     def _start(self, tasks: Iterator[Task]) -> Iterator[list[bytes]]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
@@ -175,6 +170,19 @@ class Processes:
                     worker.join()
         self._loader._iterator = None
         self._stream.tasks = iter(())  # they refer to whoever uses these workers
+
+
+def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
+    """What torch's error says of a worker process that died, as a sentence; None of another error.
+
+    Torch tells of it by a signal, wherever the program is: mostly while it waits for a batch, but also in the loop's own code.
+    """
+    if "DataLoader worker" not in str(error):
+        return None
+    return WdstrainError(
+        f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If the system killed it for memory, lower "
+        f"num_workers or batch_size; dmesg tells."
+    )
 
 
 def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:

@@ -78,7 +78,7 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
         splits=dict(splits),
         fields=tuple(map(printable, index.fields)),
         labels=index.labels,
-        info={name: value for name, value in index.info.items() if name != "times"},
+        info={name: value for name, value in index.info.items() if name != "states"},
         exact=weights is None,
         error=seen.error * seen.samples / max(1, samples) if seen and weights is not None else 0.0,
         overhead=max(0, size - sum(one.sizes.total for one in contents)),

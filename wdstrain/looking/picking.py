@@ -25,7 +25,7 @@ from wdstrain.indexing import Index, Ints, Label, Shard, Table
 from wdstrain.labels import classes_in, even_part, label_bytes
 from wdstrain.opening import one_of, open_index, tars_of
 from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import LocalFile, Urls, check_finished, expand, folder_of, is_json, open_source
+from wdstrain.storage import Urls, check_finished, expand, folder_of, is_json, open_source
 from wdstrain.tar import samples
 
 Order = Literal["first", "random", "classes"]
@@ -131,8 +131,7 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
             check_finished(os.path.dirname(path))
         with open_source(path) as source:
             found = list(islice(samples(source.read, source.size, redacted(path) if is_remote(path) else path), missing))
-            tag = "" if isinstance(source, LocalFile) else source.tag or ""
-            shards.append(Shard(path, len(found), source.size, tag=tag))
+            shards.append(Shard(path, len(found), source.size, tag=source.tag or ""))
             tables.append(Table.of(found, fields))
             missing -= len(found)
     return Index(tuple(shards), tuple(fields), Table.join(tables), info={"made": _BEGUN})

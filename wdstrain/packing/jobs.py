@@ -15,6 +15,9 @@ from collections.abc import Callable, Generator
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -68,13 +71,18 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
     board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
+    pool, others, workers = (
+        ProcessPoolExecutor(jobs, context, _begin, (work, board)),
+        set(active_children()),
+        set[BaseProcess](),
+    )
     waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
     try:
         for number in range(count):
             with warnings.catch_warnings():  # threads of libraries are idle; the children use none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append(pool.submit(_do, number))
+            workers |= set(active_children()) - others
             if len(waiting) > 2 * jobs:
                 yield _awaited(waiting.popleft(), sums, told)
         while waiting:
@@ -82,7 +90,22 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
     except BrokenProcessPool as error:
         raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        _see_off(workers)
+        pool.shutdown(wait=True)
+
+
+def _see_off(workers: set[BaseProcess]) -> None:
+    """Wait for processes that were told to end.
+
+    One that is killed now, while it waits for its work, takes a lock along for which the others would wait for ever, and the pool,
+    which looks after that as long as there is work, for them.
+    """
+    while any(worker.is_alive() for worker in workers):
+        wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_LOOK)
+        if any(worker.exitcode for worker in workers):
+            for worker in workers:
+                worker.kill()
 
 
 def _awaited(future: Future[Any], sums: npt.NDArray[Any], told: Told) -> Any:

@@ -29,7 +29,7 @@ from wdstrain.packing.listing import Bad, Part
 from wdstrain.packing.pictures import Recipe
 from wdstrain.packing.planning import Piece
 from wdstrain.packing.rows import Rows
-from wdstrain.storage import publish, write_whole
+from wdstrain.storage import publish, sync_folder, write_whole
 from wdstrain.tar import END
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
@@ -94,6 +94,9 @@ def write_shard(
             yield catalog.key(number), parts
 
     try:
+        with suppress(FileNotFoundError):  # it speaks of the shard that is about to be replaced
+            os.unlink(path + PART)
+            sync_folder(folder)
         with collector_paused():
             index = write_samples(path, piece.split, good(), tick)
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}

@@ -12,7 +12,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from itertools import islice
@@ -26,7 +26,7 @@ from wdstrain.packing.catalog import Codes, Hashes, Marks, SpanCatalog, sides_of
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, tidy
 from wdstrain.packing.options import Options
 from wdstrain.packing.rows import Rows
-from wdstrain.storage import write_whole
+from wdstrain.storage import sync_folder, write_whole
 
 _BUCKETS = 256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
 _RUN = 256 << 20  # bytes of a bucket where the order is the source's own
@@ -43,6 +43,9 @@ def spill(
 
     Returns its samples, its labels, and the number of entries that were read, bad ones included.
     """
+    with suppress(FileNotFoundError):  # what it speaks of is about to be written over
+        os.unlink(os.path.join(folder, _ABOUT))
+        sync_folder(folder)
     pass_ = _Pass(folder, options)
     before = len(quarantine.bad)
     for entry in islice(stream.entries(quarantine), options.limit):

@@ -25,6 +25,7 @@ _NAMES = "names.json"  # on the stage: what the exchange removes and brings
 _DONE = "done"  # on the stage: what is left of an exchange that came to its end
 _LOCK = "owner"  # on the stage: held by the process that works on it
 _PATIENCE = 2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
+_LOOK = 0.02  # seconds between two looks at it
 
 
 class Stage:
@@ -39,20 +40,29 @@ class Stage:
         self._held = -1
         try:
             os.makedirs(out, exist_ok=True)
-            if os.path.exists(os.path.join(self.path, _DONE)):  # all is in place, and the rest was being removed
-                shutil.rmtree(self.path, ignore_errors=True)
+            if self._made:
+                sync_folder(os.path.dirname(os.path.abspath(out)))
+            if os.path.exists(self.path):  # whoever works there comes first, also one that takes away what is left of its work
+                self._lock()
+                if os.path.exists(os.path.join(self.path, _DONE)):  # all is in place, and the rest was being removed
+                    self._remove()
             present = set(os.listdir(out))
             self._check(present, overwrite, resume)
             if resume and not present & {UNFINISHED, SWAPPING} and present:
                 self.whole = True
                 return
-            os.makedirs(self.path, exist_ok=True)
-            self._lock()
+            if self._held < 0:
+                self._lock()
+            if (set(os.listdir(out)) ^ present) - {UNFINISHED}:
+                raise UsageError(f"another conversion was writing into {out} until now. Look at what it made before you go on.")
             if resume and SWAPPING in present:
                 self._exchange()
                 self.whole = True
             elif not resume:
-                for name in set(os.listdir(self.path)) - {_LOCK}:
+                names = self._cut_short()
+                if names:
+                    write_whole(os.path.join(self.path, _NAMES), json.dumps({"former": names, "files": {}}).encode())
+                for name in set(os.listdir(self.path)) - {_LOCK, _NAMES}:
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
         except (FileExistsError, NotADirectoryError):
             self._unlock()
@@ -88,6 +98,7 @@ class Stage:
         """Raise UsageError if shards of others lie there that would be taken for part of the new splits."""
         listed = os.path.join(self.out, INDEX_NAME)
         former = {row["url"] for row in read_document(listed)["shardlist"]} if os.path.exists(listed) else set()
+        former |= set(self._cut_short())
         for name in sorted(os.listdir(self.out)):
             split = name.rpartition("-")[0]
             if name.endswith(".tar") and name not in former and split in splits and not os.path.exists(self._swapping):
@@ -95,6 +106,15 @@ class Stage:
                     f"{self.out} holds {name}, which no index lists and which would be taken for a shard of the new split "
                     f"'{split}'. Move such files away, or choose another folder."
                 )
+
+    def _cut_short(self) -> list[str]:
+        """What exchanges that were cut short were about to remove or bring: one that stands, one that was about to, older ones."""
+        found: list[str] = []
+        for place in (self._swapping, os.path.join(self.path, "shards"), self.path):
+            with suppress(OSError, ValueError, KeyError), open(os.path.join(place, _NAMES), encoding="utf-8") as file:
+                names = json.load(file)
+                found += [*names["former"], *names["files"]]
+        return list(dict.fromkeys(found))
 
     @property
     def _swapping(self) -> str:
@@ -111,17 +131,16 @@ class Stage:
 
     def clear(self) -> None:
         """Take the stage away, and the folder if it was made for it."""
-        self._unlock()
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()
         if self._made:
             with suppress(OSError):
                 os.rmdir(self.out)
 
     def leave(self) -> None:
         """Leave the stage for --resume; take it away if nothing is on it."""
-        self._unlock()
-        if not any(files for _, _, files in os.walk(self.path)):
+        if self._held >= 0 and not any(set(files) - {_LOCK} for _, _, files in os.walk(self.path)):
             self.clear()
+        self._unlock()
 
     def put_in_place(self, shards: str, files: dict[str, str]) -> None:
         """Replace the set in the folder by the files in `shards`: {final name: name there}, the index last.
@@ -133,12 +152,11 @@ class Stage:
         former: list[str] = []
         with suppress(WdstrainError):
             former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
-        with suppress(OSError, ValueError, KeyError), open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
-            names = json.load(file)
-            former += [*names["former"], *names["files"]]
+        former += self._cut_short()
         try:
             write_whole(os.path.join(shards, _NAMES), json.dumps({"former": former, "files": files}).encode())
             if os.path.exists(swapping):  # of an exchange that was cut short; until the new one stands, no index is there
+                shutil.rmtree(os.path.join(self.path, "former"), ignore_errors=True)
                 os.rename(swapping, os.path.join(self.path, "former"))
             os.rename(shards, swapping)
             sync_folder(self.out)
@@ -159,39 +177,44 @@ class Stage:
                     with suppress(FileNotFoundError):
                         os.unlink(os.path.join(self.out, os.path.basename(name)))
             for final, name in files.items():
+                if final == INDEX_NAME:
+                    sync_folder(self.out)  # where it has arrived, all others have, also after a power cut
                 if final not in arrived:
                     os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
             sync_folder(self.out)
         os.rename(swapping, os.path.join(self.path, _DONE))  # at once: from here on readers take the new set
         sync_folder(self.out)
-        self._unlock()
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()
 
     # --- one conversion at a time ------------------------------------------------------------------------------------
 
     def _lock(self) -> None:
         """Hold the stage, by a lock that ends with the process. Two conversions into one folder would undo each other."""
-        self._held = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try:
-            import fcntl
-        except ImportError:  # not a system with such locks
-            return
-        end = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() < end:
-                    time.sleep(0.02)
-                    continue
-                os.close(self._held)
-                self._held = -1
-                raise UsageError(
-                    f"another conversion is writing into {self.out}. Wait for it, or choose another folder."
-                ) from None
-            except OSError:  # a file system without locks
-                return
+        end, path = time.monotonic() + _PATIENCE, os.path.join(self.path, _LOCK)
+        while self._held < 0:
+            os.makedirs(self.path, exist_ok=True)
+            with suppress(FileNotFoundError):  # the stage was taken away just now
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+                try:
+                    if _has_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):  # and not one that was taken away
+                        self._held = fd
+                finally:
+                    if self._held < 0:
+                        os.close(fd)
+            if self._held < 0:
+                if time.monotonic() > end:
+                    raise UsageError(f"another conversion is writing into {self.out}. Wait for it, or choose another folder.")
+                time.sleep(_LOOK)
+
+    def _remove(self) -> None:
+        """Take the stage away, and its lock last: whoever waits for that begins a stage of its own."""
+        for name in sorted(set(os.listdir(self.path)) - {_LOCK}, key=lambda name: name == _DONE):  # that it is done, to the end
+            shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, _NAMES))
+        self._unlock()
+        with suppress(OSError):
+            os.rmdir(self.path)
 
     def _unlock(self) -> None:
         if self._held < 0:
@@ -200,6 +223,21 @@ class Stage:
             os.unlink(os.path.join(self.path, _LOCK))
         os.close(self._held)
         self._held = -1
+
+
+def _has_lock(fd: int) -> bool:
+    """Whether this process has the lock now, or there are none here."""
+    try:
+        import fcntl
+    except ImportError:  # not a system with such locks
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _is_foreign(path: str) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage import publish, sync_folder
+from wdstrain.storage import publish
+from wdstrain.workers import death_of_a_worker
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds
@@ -41,12 +42,14 @@ class Checkpoints:
         try:
             torch.save(dict(state), temporary)
             publish(temporary, path)
-            for other in (LAST, BEST)[: 1 + best]:
+            for other in (BEST, LAST)[not best :]:  # from the last a run goes on: what is behind it is not done again
                 self._name(path, other)
             for old in names(self._folder)[: -self._keep]:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
         except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
+            if isinstance(error, RuntimeError) and (death := death_of_a_worker(error)) is not None:
+                raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
             why = error.strerror if isinstance(error, OSError) else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
             raise StorageError(f"the checkpoint {path} cannot be written ({why}). Those before it are whole.") from error
@@ -62,8 +65,7 @@ class Checkpoints:
                 os.link(path, temporary)
             except OSError:  # a file system without links
                 shutil.copyfile(path, temporary)
-            os.replace(temporary, os.path.join(self._folder, other))
-            sync_folder(self._folder)
+            publish(temporary, os.path.join(self._folder, other))
         finally:
             with suppress(OSError):
                 os.unlink(temporary)

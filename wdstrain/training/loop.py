@@ -38,6 +38,7 @@ from wdstrain.training.stages import STAGES, Stages
 from wdstrain.training.task import Task, normalised, shape_of
 from wdstrain.training.telling import Tell
 from wdstrain.training.world import GO_ON, SAVE, STOP, World
+from wdstrain.workers import death_of_a_worker
 
 _LISTED = 100  # classes whose accuracies stand in the line of an epoch
 _SHOWN = 0.5  # seconds between looks at the loss, for which a GPU is waited for
@@ -124,6 +125,8 @@ class Training:
                 self._train(interruption)
                 details = self._validate(interruption) if self.val_loader is not None else {}
                 self._finish_epoch(details)
+        except RuntimeError as error:
+            raise death_of_a_worker(error) or error from error
         except Stopped:
             self.save()
             if self._failed is not None:  # no checkpoint, and no word of one

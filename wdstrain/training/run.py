@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
         self.folder, self._fd = folder, -1
-        there = [name for name in os.listdir(folder) if name != _LOCK] if os.path.isdir(folder) else []
+        there = [name for name in os.listdir(folder) if name != _LOCK and not _is_left(name)] if os.path.isdir(folder) else []
         if there and CONFIG not in there:
             raise UsageError(f"{folder} holds other files than those of a run. Choose another --out.")
         if there and not overwrite and not resume:
@@ -45,7 +45,7 @@ class Run:
             if overwrite:
                 self._clear()
             for name in os.listdir(folder):
-                if name.startswith(".") and name.endswith(".tmp"):  # what a kill left half written
+                if _is_left(name):
                     os.unlink(self.path(name))
             write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
@@ -70,7 +70,7 @@ class Run:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl or steps.jsonl; what a kill left half written is none."""
         found = []
-        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8") as file:
+        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8", errors="replace") as file:
             for line in file:
                 with suppress(ValueError):
                     found.append(json.loads(line))
@@ -99,6 +99,11 @@ class Run:
                 shutil.rmtree(self.path(name))
             else:
                 os.unlink(self.path(name))
+
+
+def _is_left(name: str) -> bool:
+    """Whether a file is what a kill left half written, perhaps of config.toml itself."""
+    return name.startswith(".") and name.endswith(".tmp")
 
 
 def _text(lines: Sequence[Mapping[str, Any]]) -> bytes:

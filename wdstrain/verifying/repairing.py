@@ -233,6 +233,6 @@ def _check(out: str, paths: list[str]) -> None:
 def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
     """Labels and making as the old index says; what it counted is not kept where samples are lost."""
     labels = known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
-    stale = {"made", "times"} | ({"samples", "listed"} if result.findings else set())
+    stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
     former = {name: value for name, value in (known[0].info if known else {}).items() if name not in stale}
     return replace(index, labels=labels, info={**former, "repaired": {"copied": len(index), "lost": result.lost}})

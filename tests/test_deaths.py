@@ -1,0 +1,565 @@
+"""Deaths: what is killed, cut off, filled or changed under us leaves no lie on a disk, a sentence, and a way to go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import ROOT, picture, write_class_folder, write_shards
+from wdstrain import cache, index_files
+from wdstrain.cache import Cache
+from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.index_files import load, save_index
+from wdstrain.interrupts import Held
+from wdstrain.locks import try_lock
+from wdstrain.opening import open_index
+from wdstrain.packing import jobs
+from wdstrain.packing import shard as shard_
+from wdstrain.packing.options import Packing
+from wdstrain.packing.spill import _Pass
+from wdstrain.packing.stage import Stage
+from wdstrain.storage import LocalFile, is_state, state_of
+from wdstrain.training import checkpoints
+from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, read_checkpoint
+from wdstrain.workers import death_of_a_worker
+
+# --- the script ------------------------------------------------------------------------------------------------------
+
+QUICK = ["kill-at convert over", "kill-at index", "kill-at remembered", "kill-at checkpoint", "power-cut convert over"]
+QUICK += ["power-cut index", "power-cut remembered", "power-cut checkpoint", "full-disk index", "read-only index"]
+QUICK += ["kill-after cache", "worker of a loader", "shard changes"]
+
+
+def survived(*words: str, times: int) -> None:
+    """The script's table says of all faults whose names have these words that all of them were survived."""
+    run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), *words, "--times", str(times)]
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines()[1:-1] if line[:1].strip()]
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    assert rows
+    for row in rows:
+        found = re.match(r".{28} +(\d+) +(\d+) +\d+ ", row)
+        assert (found is not None and found[1] == found[2]) or row.endswith("no disk can be mounted here"), row
+    assert done.stdout.splitlines()[-1].startswith("all survived")
+
+
+def test_a_few_deaths_of_the_quick_kinds_are_survived() -> None:
+    survived(*QUICK, times=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_few_deaths_of_every_kind_are_survived() -> None:
+    survived(times=2)
+
+
+@pytest.mark.slow
+def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_path: Path) -> None:
+    """The script itself: where flushing is left out, a power cut takes what has its name already."""
+    broken = tmp_path / "wdstrain"
+    shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (broken / "storage.py").read_text()
+    flushing = "        os.fsync(file.fileno())\n"
+    assert text.count(flushing) == 1
+    (broken / "storage.py").write_text(text.replace(flushing, "        file.fileno()\n"))
+    run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), "power-cut checkpoint", "--times", "12"]
+    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not all survived" in done.stdout
+    assert re.search(r"again: deaths.py 'power-cut checkpoint writing' --seed 0 --only \d+", done.stdout)
+
+
+# --- conversions -----------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_what_was_laid_down_of_a_stream_is_not_believed_when_another_was_written_over_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stream came to its end, the second was broken off among its buckets, and the first is gone on with."""
+    for name, value in (("one", 1), ("two", 2)):
+        np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
+    options = Packing(shard_samples=40, resume=True)
+
+    def pack(name: str, out: str) -> wt.Index:
+        return wt.pack_arrays({"x": str(tmp_path / f"{name}.npy")}, str(tmp_path / out), **options)
+
+    write, save = shard_.write_samples, _Pass.save
+    monkeypatch.setattr("wdstrain.packing.shard.write_samples", broken_off)
+    with pytest.raises(BrokenOffError):
+        pack("one", "out")
+    monkeypatch.setattr(_Pass, "save", broken_off)
+    with pytest.raises(BrokenOffError):
+        pack("two", "out")
+    monkeypatch.setattr(_Pass, "save", save)
+    monkeypatch.setattr("wdstrain.packing.shard.write_samples", write)
+    pack("one", "out")
+    pack("one", "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+class BrokenOffError(Exception):
+    pass
+
+
+def broken_off(*_: Any, **__: Any) -> None:
+    raise BrokenOffError
+
+
+def test_what_is_said_of_a_shard_is_not_believed_of_one_that_took_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of the same size was put there by other input, and its part of the index was not."""
+    for name, value in (("one", 1), ("two", 2)):
+        for number in range(6):
+            path = tmp_path / name / "a" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(value, kind="JPEG").ljust(2000, b"\0"))
+    options = Packing(shard_samples=3, resume=True)
+    write, place = shard_.write_whole, Stage.put_in_place
+    monkeypatch.setattr(Stage, "put_in_place", broken_off)
+    with pytest.raises(BrokenOffError):
+        wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
+    monkeypatch.setattr("wdstrain.packing.shard.write_whole", broken_off)
+    with pytest.raises(BrokenOffError):
+        wt.pack_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
+    monkeypatch.setattr("wdstrain.packing.shard.write_whole", write)
+    monkeypatch.setattr(Stage, "put_in_place", place)
+    wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
+    wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_what_an_exchange_was_about_to_remove_is_removed_though_the_next_was_cut_short_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nine shards are to be replaced by three of another set, and then by one: each is cut short in its exchange."""
+
+    def pack(count: int, **options: Any) -> None:
+        rows = ({"__key__": f"k{number}", "txt": str(number)} for number in range(count))
+        wt.pack(rows, str(tmp_path / "out"), shard_samples=10, **options)
+
+    pack(90)
+    exchange, rename = Stage._exchange, os.rename
+    removed: list[str] = []
+
+    def cut(self: Stage) -> None:
+        for name in ("index.json", "index.bin"):
+            (tmp_path / "out" / name).unlink()
+            removed.append(name)
+        raise BrokenOffError
+
+    monkeypatch.setattr(Stage, "_exchange", cut)
+    with pytest.raises(BrokenOffError):
+        pack(30, overwrite=True)
+    monkeypatch.setattr(Stage, "_exchange", exchange)
+
+    def killed(source: str, target: str) -> None:
+        rename(source, target)
+        if target.endswith("former"):
+            raise BrokenOffError
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(BrokenOffError):
+        pack(10, overwrite=True)
+    monkeypatch.setattr(os, "rename", rename)
+    pack(10, **{how: True})
+    assert removed
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
+
+
+def test_a_stage_is_not_taken_away_by_the_one_who_had_it_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second conversion comes while the first, all in place, takes away what is left of its stage."""
+    fork = multiprocessing.get_context("fork")
+    began, ended, go_on = fork.Event(), fork.Event(), fork.Event()
+    remove = Stage._remove
+
+    def slowly(self: Stage) -> None:
+        began.set()
+        assert go_on.wait(30)
+        remove(self)
+
+    def first() -> None:
+        monkeypatch.setattr(Stage, "_remove", slowly)
+        wt.pack([{"txt": "one"}], str(tmp_path / "out"))
+
+    def second() -> None:
+        with pytest.raises(UsageError, match="another conversion is writing into"):
+            wt.pack([{"txt": "two"}], str(tmp_path / "out"), overwrite=True)
+        ended.set()
+
+    one, two = fork.Process(target=first), fork.Process(target=second)
+    one.start()
+    assert began.wait(30)
+    two.start()
+    assert ended.wait(30)
+    go_on.set()
+    for process in (one, two):
+        process.join(30)
+        assert process.exitcode == 0
+    wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
+
+
+def test_a_lock_that_was_taken_away_is_no_lock(tmp_path: Path) -> None:
+    """Who waited for a stage that was taken away has one of his own, and a third has to wait for him."""
+    first = Stage(str(tmp_path / "out"), overwrite=False, resume=False)
+    fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
+    first.clear()
+    second = Stage(str(tmp_path / "out"), overwrite=False, resume=False)
+    assert not os.path.samestat(os.fstat(fd), os.stat(tmp_path / "out" / ".unfinished" / "owner"))
+    with pytest.raises(UsageError, match="another conversion is writing into"):
+        Stage(str(tmp_path / "out"), overwrite=True, resume=False)
+    second.clear()
+    os.close(fd)
+
+
+class Nothing:
+    """Work that is done at once."""
+
+    def __call__(self, number: int, tick: Any) -> int:
+        return number
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_is_killed_when_all_is_done_is_waited_for_by_nobody(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that wait for work, one holds a lock."""
+    results = jobs.run(Nothing(), 4, 2, lambda samples, size: None)
+    assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
+    victim, shut = sorted(child.pid or 0 for child in multiprocessing.active_children())[which], ProcessPoolExecutor.shutdown
+    os.kill(victim, signal.SIGSTOP)  # it holds what it has until it is killed
+
+    def shutdown(self: ProcessPoolExecutor, wait: bool = True, **options: Any) -> None:
+        if not wait:
+            shut(self, wait=False, **options)
+            os.kill(victim, signal.SIGKILL)
+        else:
+            shut(self, wait=True, **options)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shutdown)
+    assert next(results, None) is None
+    assert not multiprocessing.active_children()
+
+
+# --- indexes ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_index_is_replaced_as_one_and_keeps_its_checksums_through_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 12})
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"), shard_samples=4)
+    (tmp_path / "set" / "train-000002.tar").unlink()
+    before, write = load(str(tmp_path / "set" / "index.json")), index_files.write_whole
+
+    def killed(path: str, data: bytes) -> None:
+        if path.endswith("index.json"):
+            raise BrokenOffError
+        write(path, data)
+
+    for _ in range(2):  # the second time, what the first left is there
+        monkeypatch.setattr(index_files, "write_whole", killed)
+        with pytest.raises(BrokenOffError):
+            wt.index(tmp_path / "set")
+        assert np.array_equal(load(str(tmp_path / "set" / "index.json")).table.start, before.table.start)
+    monkeypatch.setattr(index_files, "write_whole", write)
+    index = wt.index(tmp_path / "set")
+    assert np.array_equal(index.table.member_crc, before.table.member_crc[: len(index.table.member_field)])
+    assert len(index.table.member_crc) == 16
+    assert not [name for name in os.listdir(tmp_path / "set") if name.startswith(".")]
+
+
+def test_offsets_of_another_index_are_refused_though_former_ones_lie_there(tmp_path: Path) -> None:
+    write_shards(tmp_path / "s", [3, 4])
+    save_index(index_files.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    shutil.copy(tmp_path / "s" / "index.bin", tmp_path / "s" / ".index.bin.former")
+    save_index(index_files.scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
+    shutil.copy(tmp_path / "s" / "index.json", tmp_path / "kept.json")
+    save_index(index_files.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    shutil.copy(tmp_path / "kept.json", tmp_path / "s" / "index.json")
+    with pytest.raises(ShardError, match="belongs to another index.json"):
+        load(str(tmp_path / "s" / "index.json"))
+
+
+# --- shards that change ----------------------------------------------------------------------------------------------
+
+
+def replaced(path: Path, data: bytes, *, keep_time: bool = False) -> None:
+    was, new = os.stat(path), path.with_name(".new")
+    new.write_bytes(data)
+    if keep_time:
+        os.utime(new, ns=(was.st_atime_ns, was.st_mtime_ns))
+    os.replace(new, path)
+
+
+@pytest.mark.parametrize("keep_time", [True, False])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error(
+    tmp_path: Path, indexed: bool, keep_time: bool
+) -> None:
+    folder = write_shards(tmp_path / "s", [9, 9])
+    if indexed:
+        wt.index(folder)
+    loader = wt.Loader(folder, batch_size=2, shuffle=False)
+    data = (folder / "part-001.tar").read_bytes()
+    replaced(folder / "part-001.tar", data.replace(b"sample 1", b"SAMPLE 1"), keep_time=keep_time)
+    with pytest.raises(ShardError, match="part-001.tar was written to or replaced since it was opened first"):
+        list(loader)
+    loader.close()
+    assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # as it is now
+
+
+def test_of_a_shard_that_was_replaced_all_samples_are_bad_and_counted(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [8, 8])
+    loader = wt.Loader(folder, batch_size=2, shuffle=False, on_bad="replace", max_bad=0.6)
+    replaced(folder / "part-001.tar", (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"))
+    found = [text for batch in loader for text in batch["txt"]]
+    assert loader.report()["bad"] == 8
+    assert len(found) == 16
+    assert not any(text.startswith(b"SAMPLE") for text in found)
+    loader.close()
+
+
+def test_bytes_that_are_written_over_while_they_are_read_are_an_error(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [9])
+    path = folder / "part-000.tar"
+    os.utime(path, ns=(0, 0))  # whatever is written from here on has another time, however coarse the clock is
+    with LocalFile(str(path), state_of(os.stat(path))) as source:
+        memory = memoryview(bytearray(600))
+        source.read_into([memory], 0)
+        with open(path, "r+b") as file:
+            file.write(b"other")
+        with pytest.raises(ShardError, match="was written to or replaced"):
+            source.read_into([memory], 0)
+
+
+def test_a_new_link_and_other_rights_are_no_other_file(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [9])
+    path = folder / "part-000.tar"
+    state = state_of(os.stat(path))
+    os.link(path, tmp_path / "backup.tar")
+    path.chmod(0o600)
+    assert is_state(state, os.stat(path))
+    time, _, number = state.split(":")
+    assert is_state(f"{time}:0:{number}", os.stat(path))
+    assert not is_state(f"{time}:0:0", os.stat(path))
+
+
+def test_what_changed_while_it_was_walked_over_is_neither_indexed_nor_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_shards(tmp_path / "s", [9, 9])
+    samples, data = index_files.samples, (folder / "part-001.tar").read_bytes()
+    os.utime(folder / "part-001.tar", ns=(0, 0))
+
+    def changing(read: Any, size: int, shown: str, walk: Any) -> Any:
+        found = list(samples(read, size, shown, walk))
+        if shown.endswith("part-001.tar"):
+            (folder / "part-001.tar").write_bytes(data)
+        return found
+
+    monkeypatch.setattr(index_files, "samples", changing)
+    with pytest.raises(ShardError, match="part-001.tar was written to while it was walked over"):
+        wt.index(folder)
+    open_index(str(folder))
+    monkeypatch.setattr(index_files, "samples", samples)
+    told: list[str] = []
+    open_index(str(folder), note=told.append)
+    assert "walked over the headers of 9 samples" in told[0]
+
+
+def test_a_remembered_walk_is_not_believed_of_a_file_with_the_same_size_and_time(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [9])
+    path = folder / "part-000.tar"
+    assert open_index(str(folder)).key(0) == "s000000"
+    replaced(path, path.read_bytes().replace(b"s000001", b"s000010"), keep_time=True)  # of the same checksum
+    assert open_index(str(folder)).key(1) == "s000010"
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"format": 1, "model": {"w": torch.full((4,), float(step))}, "config": {}, "task": {}}
+
+
+def test_the_best_has_its_name_before_a_run_would_go_on_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, put = Checkpoints(str(tmp_path), 2), checkpoints.publish
+    kept.save(state(1), 1, best=True)
+    named: list[str] = []
+
+    def recorded(temporary: str, final: str) -> None:
+        named.append(os.path.basename(final))
+        put(temporary, final)
+
+    monkeypatch.setattr(checkpoints, "publish", recorded)
+    kept.save(state(2), 2, best=True)
+    assert named == ["step-00000002.pt", BEST, LAST]
+    assert all(read_checkpoint(str(tmp_path / name))["model"]["w"][0] == 2 for name in (BEST, LAST))
+
+
+def test_where_there_are_no_links_a_copy_is_flushed_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def no_link(*_: Any, **__: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    def flush(fd: int) -> None:
+        flushed.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def rename(source: str, target: str) -> None:
+        assert os.stat(source).st_ino in flushed, target
+        replace(source, target)
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    Checkpoints(str(tmp_path), 2).save(state(1), 1, best=True)
+    assert sorted(os.listdir(tmp_path)) == [BEST, LAST, "step-00000001.pt"]
+
+
+def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*_: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(torch, "save", dies)
+    with pytest.raises(WdstrainError, match="a worker process of the loader died") as raised:
+        Checkpoints(str(tmp_path), 2).save(state(1), 1)
+    assert not isinstance(raised.value, StorageError)
+
+
+def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
+    """What a power cut may leave at the end of a file that was being appended to."""
+    from wdstrain.training.run import STEPS, Run
+
+    run = Run(str(tmp_path / "run"), "", overwrite=False, resume=False)
+    run.log(STEPS, {"step": 1})
+    with open(run.path(STEPS), "ab") as file:
+        file.write(b"\xff\xfe\x00\x00\x80 noise")
+    assert run.lines(STEPS) == [{"step": 1}]
+    run.close()
+
+
+def test_a_run_that_was_killed_before_it_had_its_configuration_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wdstrain.training.run import Run
+
+    monkeypatch.setattr(os, "replace", broken_off)
+    monkeypatch.setattr(os, "unlink", lambda *_: None)  # a kill does not clean up
+    with pytest.raises(BrokenOffError):
+        Run(str(tmp_path / "run"), "", overwrite=False, resume=False)
+    monkeypatch.undo()
+    assert [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+    for resume in (False, True):
+        Run(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+
+
+def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads of a reader open the first shard at once, and find what was made and not yet marked when a process was killed."""
+    wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
+    shard, one = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
+    part = one.place_of(shard) + cache.PART
+    Path(part).touch()
+    looking = os.open(part, os.O_RDWR)
+    assert try_lock(looking, cache._IN_USE, shared=True)
+    taken_out = cache._removed
+
+    def removed(fd: int, path: str) -> bool:
+        done = taken_out(fd, path)
+        if not done:
+            os.close(looking)  # the other has seen it
+        return done
+
+    monkeypatch.setattr(cache, "_removed", removed)
+    file = one.open(shard)
+    assert file is not None
+    assert file.sound
+    file.close()
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+class Hungry:
+    names, example = ("cls",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_want_of_memory_is_said_in_words(shards: Path, num_workers: int) -> None:
+    loader = wt.Loader(shards, {"label": Hungry()}, batch_size=4, num_workers=num_workers)
+    with pytest.raises(
+        SampleError, match="there was no memory for it; if the sample is sound, lower num_workers or batch_size"
+    ):
+        list(loader)
+    loader.close()
+
+
+def test_want_of_memory_for_a_batch_is_a_sentence(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("wdstrain.decoder.Decoder._read_fields", no_memory)
+    with pytest.raises(WdstrainError, match="there was no memory to make a batch"):
+        list(loader)
+    loader.close()
+
+
+def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
+    """Torch tells of it by an exception in a handler of SIGCHLD; raised within a fork, Python would print and drop it."""
+
+    def handler(*_: Any) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
+
+    reached: list[bool] = []
+
+    def within() -> None:
+        with Held():
+            signal.raise_signal(signal.SIGCHLD)
+            reached.append(True)
+
+    former = signal.signal(signal.SIGCHLD, handler)
+    try:
+        with pytest.raises(RuntimeError, match="is killed by signal") as raised:
+            within()
+        assert reached
+        assert signal.getsignal(signal.SIGCHLD) == handler
+        with Held():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # somebody sets his own meanwhile, as torch does
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+    death = death_of_a_worker(raised.value)
+    assert death is not None
+    assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death)
+    assert death_of_a_worker(RuntimeError("of something else")) is None
