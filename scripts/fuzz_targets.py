@@ -859,7 +859,7 @@ def _reading(data: bytes) -> Callable[[int, int], bytes]:
 @cache
 def _folder() -> str:
     """A folder of this process, in memory where that can be."""
-    place = tempfile.TemporaryDirectory(prefix="wdstrain-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    place = tempfile.TemporaryDirectory(prefix="fuzzing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     _FOLDERS.append(place)
     os.environ["XDG_CACHE_HOME"] = os.path.join(place.name, "cache")
     return place.name

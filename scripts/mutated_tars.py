@@ -312,7 +312,7 @@ def main() -> int:
     logging.disable()
     begun = time.perf_counter()
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="wdstrain-mutated-", dir=memory) as folder:
+    with tempfile.TemporaryDirectory(prefix="mutated-tars-", dir=memory) as folder:
         counts = campaign(asked.count, asked.seed, Path(folder), asked.keep)
     print(table(counts))
     print(

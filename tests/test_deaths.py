@@ -62,6 +62,7 @@ def test_a_few_deaths_of_the_quick_kinds_are_survived() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_few_deaths_of_every_kind_are_survived() -> None:
     survived(times=2)
