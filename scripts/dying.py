@@ -6,7 +6,7 @@ those are counted by an audit hook and by standing in for the calls that Python 
 
 A power cut is modelled strictly. Of the work all states of its folder are recorded, with what was flushed when; a disk after a cut has
 every change of a folder that was flushed since, of the others any that leave none out that is older in the same folder, and of a file
-what was flushed, or of what came after it anything: the same, nothing, zeros, a half. Renames alone are taken to be whole.
+what was flushed, and of what was written after that anything: all, nothing, zeros, a half. Renames alone are taken to be whole.
 """
 
 from __future__ import annotations
@@ -406,7 +406,9 @@ def _after(made: Recording, number: int, at: int, flushed: list[tuple[int, int]]
     base = then[-1] if then else b""
     if base == now:
         return now
-    return bits.choice([base, now, bytes(len(now)), now[: len(now) // 2]])
+    new = bytes(b if a == b else 0 for a, b in zip(base, now, strict=False))  # what was flushed and not written to since stays
+    rest = len(now) - len(new)
+    return bits.choice([base, now, new + bytes(rest), (new + now[len(new) :])[: len(new) + rest // 2]])
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ class Heavy:
             if self._how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._how == "limit":  # of the addresses that the process may have, as a container's memory is one
-                resource.setrlimit(resource.RLIMIT_AS, (1 << 28, resource.RLIM_INFINITY))
+                with open("/proc/self/statm") as file:
+                    now = int(file.read().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
                 return bytes(1 << 30)
             raise MemoryError
         return found

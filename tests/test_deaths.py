@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -502,6 +503,24 @@ def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
     assert file is not None
     assert file.sound
     file.close()
+
+
+def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path) -> None:
+    """As nothing that was flushed can be, and what a disk of another mind may give after a power cut."""
+    index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
+    one, shard = Cache(str(tmp_path / "cache")), replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar")
+    part = Path(one.place_of(shard) + cache.PART)
+    part.write_bytes(bytes(shard.bytes))
+    file = one.open(shard)
+    assert file is not None
+    assert not file.whole
+    file.close()
+    part.write_bytes(Path(index.shards[0].path).read_bytes())
+    file = one.open(shard)
+    assert file is not None
+    assert file.whole
+    file.close()
+    assert os.path.exists(one.place_of(shard))
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------

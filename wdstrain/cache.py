@@ -105,7 +105,10 @@ class Cache:
                     os.utime(fd)  # used now; a part is as old as its last block
                 if path != final:
                     file.finish()
-                return file
+                if os.fstat(fd).st_nlink:
+                    return file
+                file.close()  # it was all there, and not what its index says
+                return None
         except BaseException:
             file.close()
             raise
@@ -280,13 +283,13 @@ class CachedFile:
         if not try_lock(self._fd, _FINISHING):
             return  # another does it
         try:
+            if self._shard.sha256 and self._digest() != self._shard.sha256:
+                self._cache.forget(self._shard)
+                _log.warning(
+                    "%s: what came is not what its index says (sha256). It is not kept in the cache.", self._shard.shown
+                )
+                return
             if not self.whole:
-                if self._shard.sha256 and self._digest() != self._shard.sha256:
-                    self._cache.forget(self._shard)
-                    _log.warning(
-                        "%s: what came is not what its index says (sha256). It is not kept in the cache.", self._shard.shown
-                    )
-                    return
                 os.fsync(self._fd)  # before it has the length of a whole shard, also after a power cut
                 os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
