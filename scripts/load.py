@@ -21,7 +21,8 @@ is one moment, so in a run of a minute the sum is judged, and not each tree. The
 status is 1 if anything is not as it should be; a process that has not ended when asked is such a thing.
 
 What was found by the first runs: a closed loader's memory stayed until a collection (a reader that breaks off swung between 193 and
-458 MB), and seeding a sample for a transform took a worker 185 us (289 epochs in ten minutes, and 977 without).
+458 MB), and seeding a sample for a transform took a worker 185 us. (289 epochs came with both, and 977 without,
+on a machine whose other work was not the same.)
 
 What was measured last:
 
