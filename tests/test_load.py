@@ -39,7 +39,7 @@ def test_a_reader_that_is_killed_and_one_that_breaks_off_get_what_is_planned_fro
     found = load(minutes=0.1, processes=2, workers=1)
     assert number(found, "epochs from their first batch to their last") > 0
     assert number(found, "readers killed and started again") > 0
-    assert number(found, "faults") > 10
+    assert number(found, "faults") > 0
     assert number(found, "wrong epochs") == 0
 
 
