@@ -542,6 +542,33 @@ def test_want_of_memory_is_said_in_words(shards: Path, num_workers: int) -> None
     loader.close()
 
 
+_LIMITED = """
+import resource, sys
+import wdstrain as wt
+
+class Limited:
+    names, example = ("cls",), None
+
+    def read(self, name, data, out, draws):
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY))
+        return bytes(1 << 30)
+
+loader = wt.Loader(sys.argv[1], {"label": Limited()}, batch_size=4, num_workers=2, multiprocessing_context="fork")
+try:
+    list(loader)
+except wt.SampleError as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Path) -> None:
+    """A thread that it starts then does not begin, and Python waits for it."""
+    run = [sys.executable, "-c", _LIMITED, str(shards)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert "there was no memory for it; if the sample is sound, lower num_workers or batch_size" in done.stdout, done.stderr
+
+
 def test_want_of_memory_for_a_batch_is_a_sentence(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4)
 
