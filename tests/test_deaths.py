@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import re
@@ -9,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,34 @@ def test_a_stage_is_not_taken_away_by_the_one_who_had_it_before(tmp_path: Path, 
         assert process.exitcode == 0
     wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
+def test_who_waits_for_a_conversion_that_then_ends_finds_what_it_made(tmp_path: Path, how: str) -> None:
+    """And makes no stage in the place of the one that was taken away."""
+    out = str(tmp_path / "out")
+    wt.pack([{"txt": "one"}], out)
+    before = files(tmp_path / "out")
+    (tmp_path / "out" / ".unfinished").mkdir()
+    held = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def ends() -> None:
+        os.unlink(tmp_path / "out" / ".unfinished" / "owner")
+        os.rmdir(tmp_path / "out" / ".unfinished")
+        os.close(held)
+
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(ends)
+        if how == "neither":
+            with pytest.raises(UsageError, match="holds 3 files"):
+                Stage(out, overwrite=False, resume=False)
+        elif how == "resume":
+            assert Stage(out, overwrite=False, resume=True).whole
+        else:
+            Stage(out, overwrite=True, resume=False).leave()
+        ended.result()
+    assert files(tmp_path / "out") == before
 
 
 def test_a_lock_that_was_taken_away_is_no_lock(tmp_path: Path) -> None:
@@ -541,6 +570,33 @@ def test_want_of_memory_is_said_in_words(shards: Path, num_workers: int) -> None
     ):
         list(loader)
     loader.close()
+
+
+_LIMITED = """
+import resource, sys
+import wdstrain as wt
+
+class Limited:
+    names, example = ("cls",), None
+
+    def read(self, name, data, out, draws):
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), resource.RLIM_INFINITY))
+        return bytes(1 << 30)
+
+loader = wt.Loader(sys.argv[1], {"label": Limited()}, batch_size=4, num_workers=2, multiprocessing_context="fork")
+try:
+    list(loader)
+except wt.SampleError as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Path) -> None:
+    """A thread that it starts then does not begin, and Python waits for it."""
+    run = [sys.executable, "-c", _LIMITED, str(shards)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert "there was no memory for it; if the sample is sound, lower num_workers or batch_size" in done.stdout, done.stderr
 
 
 def test_want_of_memory_for_a_batch_is_a_sentence(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

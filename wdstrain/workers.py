@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, repeat
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -116,7 +116,7 @@ class Processes:
 
     def __init__(self, decoder: Decoder, count: int, batch_size: int, context: str | None) -> None:
         self.count, self.desks, self._stacks = count, Desks(count), Stacks()
-        self._stream = _Stream(PREFETCH * count, _together(batch_size))
+        self._stream = _Stream(count, _together(batch_size))
         self._loader: DataLoader[Any] = DataLoader(
             _Remote(decoder, self.desks),
             batch_size=None,  # a task is a batch already, or some
@@ -192,17 +192,22 @@ def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:
 
 
 class _Stream:
-    """The DataLoader's sampler: whatever stream of tasks is current, some at a time but for the first, which are waited for."""
+    """The DataLoader's sampler: whatever stream of tasks is current, some at a time but for the first, which are waited for.
+
+    Before all each worker has a message without a task. With its answer it starts the thread that sends answers, while there is memory:
+    where there is none, Python waits for ever for a thread that could not begin, and the loop for the worker.
+    """
 
     tasks: Iterator[Task]
 
-    def __init__(self, alone: int, together: int) -> None:
-        self._alone, self._together = alone, together
+    def __init__(self, workers: int, together: int) -> None:
+        self._workers, self._together = workers, together
 
     def __iter__(self) -> Iterator[tuple[Task, ...]]:
         tasks = self.tasks
+        yield from repeat((), self._workers)
         for message in count():
-            yield tuple(islice(tasks, 1 if message < self._alone else self._together))
+            yield tuple(islice(tasks, 1 if message < PREFETCH * self._workers else self._together))
 
 
 class _Remote(Dataset[list[bytes]]):

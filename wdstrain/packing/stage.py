@@ -43,8 +43,11 @@ class Stage:
             if self._made:
                 sync_folder(os.path.dirname(os.path.abspath(out)))
             if os.path.exists(self.path):  # whoever works there comes first, also one that takes away what is left of its work
-                self._lock()
-                if os.path.exists(os.path.join(self.path, _DONE)):  # all is in place, and the rest was being removed
+                self._lock(make=False)
+                # nothing was begun; or all is in place, and the rest was being removed
+                if self._held >= 0 and (
+                    not set(os.listdir(self.path)) - {_LOCK} or os.path.exists(os.path.join(self.path, _DONE))
+                ):
                     self._remove()
             present = set(os.listdir(out))
             self._check(present, overwrite, resume)
@@ -52,7 +55,7 @@ class Stage:
                 self.whole = True
                 return
             if self._held < 0:
-                self._lock()
+                self._lock(make=True)
             if (set(os.listdir(out)) ^ present) - {UNFINISHED}:
                 raise UsageError(f"another conversion was writing into {out} until now. Look at what it made before you go on.")
             if resume and SWAPPING in present:
@@ -188,11 +191,17 @@ class Stage:
 
     # --- one conversion at a time ------------------------------------------------------------------------------------
 
-    def _lock(self) -> None:
-        """Hold the stage, by a lock that ends with the process. Two conversions into one folder would undo each other."""
+    def _lock(self, *, make: bool) -> None:
+        """Hold the stage, by a lock that ends with the process. Two conversions into one folder would undo each other.
+
+        make: the stage, if it is not there; else it is held by nobody if it is taken away meanwhile.
+        """
         end, path = time.monotonic() + _PATIENCE, os.path.join(self.path, _LOCK)
         while self._held < 0:
-            os.makedirs(self.path, exist_ok=True)
+            if make:
+                os.makedirs(self.path, exist_ok=True)
+            elif not os.path.exists(self.path):
+                return
             with suppress(FileNotFoundError):  # the stage was taken away just now
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
                 try:
