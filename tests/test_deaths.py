@@ -639,3 +639,47 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
     assert death is not None
     assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death)
     assert death_of_a_worker(RuntimeError("of something else")) is None
+
+
+def test_a_file_that_a_kill_left_on_the_stage_goes_with_it(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"a": 8}, "jpg")
+    (tmp_path / "out" / ".unfinished").mkdir(parents=True)
+    (tmp_path / "out" / ".unfinished" / ".names.json.0123.tmp").touch()
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
+    assert not (tmp_path / "out" / ".unfinished").exists()
+    assert len(wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), resume=True)) == 8
+
+
+def test_a_handler_of_dead_children_is_asked_by_the_one_that_was_set_while_they_waited() -> None:
+    """As torch sets its own once, when the first workers start, and asks what it found then for ever."""
+    asked: list[int] = []
+    former = signal.signal(signal.SIGCHLD, lambda number, _: asked.append(number))
+    try:
+        with Held():
+            found: Any = signal.getsignal(signal.SIGCHLD)
+            signal.signal(signal.SIGCHLD, lambda number, frame: found(number, frame))
+        signal.raise_signal(signal.SIGCHLD)
+        assert asked == [signal.SIGCHLD]
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+
+
+def test_an_error_of_the_model_is_not_its_own_cause(tmp_path: Path) -> None:
+    """It would be kept by itself, and with it the memory of its frames, until a collection."""
+
+    class Failing(torch.nn.Module):
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, outputs)
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            if len(pixels) > 2:  # it is tried out with two
+                raise RuntimeError("boom")
+            found: torch.Tensor = self.layer(pixels.mean((2, 3)))
+            return found
+
+    write_class_folder(tmp_path / "in", {"a": 16, "b": 16}, "jpg")
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"))
+    with pytest.raises(RuntimeError, match="boom") as raised:
+        wt.train(tmp_path / "set", tmp_path / "run", model=Failing, epochs=1, batch_size=8, image_size=16)
+    assert raised.value.__cause__ is None

@@ -161,6 +161,19 @@ def test_a_function_that_a_checkpoint_names_is_not_called(
         assert (tmp_path / "ran").exists()
 
 
+def test_a_function_that_the_folder_of_a_run_names_is_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text('model = "my_models:mine"\n')
+    (tmp_path / "my_models.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = write_shards(tmp_path / "set", [8])
+    assert main(["train", str(folder), "--out", str(tmp_path / "run"), "--resume"]) == 2
+    assert "what a run names is not run. Give it yourself: --model my_models:mine" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
 KEYS = ("../../outside/x", "/outside/x", "a/../../../x", "$HOME/x", "~/x", "-rf", "..\\..\\x", ".", "C:\\x", "$(touch ran)")
 
 

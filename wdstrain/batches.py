@@ -75,7 +75,9 @@ class Batches(Iterator[Batch]):
             raise
         except RuntimeError as error:
             self.close()
-            raise death_of_a_worker(error) or error from error
+            if (death := death_of_a_worker(error)) is None:
+                raise
+            raise death from error
         except BaseException:
             self.close()
             raise

@@ -8,6 +8,7 @@ ImageFolder do; 16-bit greys keep their high byte; of an animation the first pic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +25,7 @@ BoxOf = Callable[[int, int], Box]
 
 _WORK = 1 << 32  # pixels times scans of a JPEG: one as large as is allowed may have 24
 _SCAN = 10  # bytes of a scan, at least
+_MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)  # of a segment of a JPEG, or of its end
 _STRIP = 1 << 18  # pixels that leave Pillow at a time
 
 
@@ -48,8 +50,22 @@ def decode_image(
 
 def check_scans(data: bytes | memoryview, pixels: int) -> None:
     """Raise SampleError for a JPEG of so many scans, each over all of its pixels, that 100 KB of it would take minutes."""
-    if len(data) * pixels > _WORK * _SCAN and (scans := bytes(data).count(b"\xff\xda")) * pixels > _WORK:
+    if len(data) * pixels <= _WORK * _SCAN or (raw := bytes(data)).count(b"\xff\xda") * pixels <= _WORK:
+        return
+    at, scans = 2, 0  # what looks like the begin of one may be of a profile, or of a film behind the picture
+    while (found := _MARKER.search(raw, at)) is not None and found[1] != b"\xd9":
+        scans += found[1] == b"\xda"
+        at = found.end() + max(2, int.from_bytes(raw[found.end() : found.end() + 2], "big"))
+    if scans * pixels > _WORK:
         raise SampleError(f"{scans} scans of {pixels} pixels: more work than a picture is ({len(data)} bytes)")
+
+
+def _check_tiles(image: Image.Image) -> None:
+    """Raise SampleError for a TIFF whose tiles are larger than it: each is decoded as a whole."""
+    tags = getattr(image, "tag_v2", {})
+    wide, high = (tags.get(tag, 0) for tag in (322, 323))
+    if wide * high > max(4 * image.width * image.height, _STRIP):
+        raise SampleError(f"tiles of {wide} x {high} pixels for a picture of {image.width} x {image.height}")
 
 
 def _has_exif(data: bytes | memoryview) -> bool:
@@ -89,6 +105,8 @@ def _pillow(data: bytes | memoryview) -> Pixels:
                 raise SampleError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
             if image.format in ("JPEG", "MPO"):
                 check_scans(data, image.width * image.height)
+            if image.format == "TIFF":
+                _check_tiles(image)
             image.load()
             # libjpeg goes on in grey where the rest of a JPEG is zeros; within what is compressed neither marker can occur
             if image.format == "JPEG" and (raw := bytes(data)).rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):

@@ -239,7 +239,7 @@ class HttpFile:
         if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
             raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
         coding = response.headers.get("Transfer-Encoding", "chunked")
-        if coding.lower() != "chunked":  # http.client would give what is coded for the object's bytes
+        if coding.lower() not in ("chunked", "identity"):  # http.client would give what is coded for the object's bytes
             raise StorageError(f"{shown}: the server answered in the transfer coding {coding[:80]!r}, which cannot be read.")
         if self.known_size is not None and answer.total not in (None, self.known_size):
             raise ShardError(

@@ -24,6 +24,7 @@ import numpy as np
 
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.indexing import ARRAYS, Index, Label, Shard, Table
+from wdstrain.machine import memory
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import INDEX_NAME, beside, open_source, read_whole, state_of, write_whole
 from wdstrain.tar import Walk, samples
@@ -171,7 +172,7 @@ def read_document(path: str) -> dict[str, Any]:
         if data is None:
             more = ", or may not be read (the server answered 404, 410 or 403)" if is_remote(path) else ""
             raise ShardError(f"{_shown(path)} is not there{more}. Check the address.")
-        document: dict[str, Any] = json.loads(data)
+        document: dict[str, Any] = _parsed(data)
         labels_of(document)
         splits_of(document)
         info_of(document)
@@ -185,10 +186,19 @@ def read_document(path: str) -> dict[str, Any]:
 def is_ours(path: str) -> bool:
     """Whether an index.json says where its offsets are; False for another tool's list of shards."""
     try:
-        document = json.loads(read_whole(path) or b"")
+        document = _parsed(read_whole(path) or b"")
     except (OSError, ValueError, RecursionError):
         return True  # unreadable or damaged: whoever reads it says so
     return not (isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document)
+
+
+def _parsed(data: bytes) -> Any:
+    """JSON. Raises ValueError for so much of it that Python's objects, up to 48 bytes for each of its own, would fill memory."""
+    if len(data) > (most := memory() // 128):
+        raise ValueError(
+            f"{len(data)} bytes of JSON, and {most} are the most that this machine's memory is asked to take apart"
+        )
+    return json.loads(data)
 
 
 def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
@@ -313,7 +323,7 @@ def _arrays(data: bytes | mmap.mmap, path: str) -> tuple[dict[str, Any], Table]:
     end = data.find(b"\n", len(_MAGIC))
     if data[: len(_MAGIC)] != _MAGIC or end < 0:
         raise ValueError(f"{path} does not start as an index")
-    head = json.loads(data[len(_MAGIC) : end])
+    head = _parsed(data[len(_MAGIC) : end])
     arrays, offset = {}, end + 1
     for name, dtype in ARRAYS.items():
         arrays[name] = np.frombuffer(data, dtype, _size(head["lengths"][name]), offset)

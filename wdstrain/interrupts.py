@@ -20,9 +20,11 @@ class Held:
     def __init__(self) -> None:
         self._arrived = set[int]()
         self._former = dict[int, Any]()
+        self._holding = False
 
     def __enter__(self) -> Held:
         if threading.current_thread() is threading.main_thread():
+            self._holding = True
             for number in _RAISING:
                 former = signal.getsignal(number)
                 if callable(former):  # somebody answers it by an exception, perhaps
@@ -37,10 +39,13 @@ class Held:
 
     def let_go(self) -> None:
         """From here on they come as they did, before the end."""
-        while self._former:
-            number, former = self._former.popitem()
+        self._holding = False
+        for number, former in self._former.items():
             if signal.getsignal(number) == self._note:  # torch puts its own before what it finds
                 signal.signal(number, former)
 
-    def _note(self, number: int, _: object) -> None:
-        self._arrived.add(number)
+    def _note(self, number: int, frame: object) -> None:
+        if self._holding:
+            self._arrived.add(number)
+        else:  # torch's handler calls what it found when it was set, and was set while we held
+            self._former[number](number, frame)

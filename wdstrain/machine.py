@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+_GROUPS = "/sys/fs/cgroup"
+_LIMITS = (f"{_GROUPS}/memory.max", f"{_GROUPS}/memory/memory.limit_in_bytes")  # of a container
 
 
 def cores() -> int:
@@ -16,7 +17,14 @@ def cores() -> int:
 def memory() -> int:
     """Bytes of memory that this process and its neighbours may use."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in _LIMITS:
+    paths = list(_LIMITS)
+    with suppress(OSError), open("/proc/self/cgroup") as file:  # a job's own group, and those it is in
+        for line in file:
+            group = line.rstrip("\n").rpartition(":")[2] if line.startswith("0::") else ""
+            while group.strip("/"):
+                paths.append(f"{_GROUPS}{group}/memory.max")
+                group = group.rpartition("/")[0]
+    for path in paths:
         with suppress(OSError, ValueError), open(path) as file:  # not there, or "max"
             found = min(found, int(file.read()))
     return found

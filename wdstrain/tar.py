@@ -244,7 +244,7 @@ class Extra:
 
     def read(self, kind: bytes, padded: bytes, length: int, shard: str, offset: int) -> None:
         """Take in what one says. padded: its data of this length, with the padding behind it."""
-        payload, told = padded[:length], self.path is not None
+        payload, told, named = padded[:length], self.path is not None, kind == b"L"
         if kind == b"L":
             if b"\0" not in payload and any(padded[length:]):  # tarfile would read on
                 raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
@@ -256,6 +256,7 @@ class Extra:
         elif kind in (b"x", b"X"):
             for name, value in _records(payload, shard, offset):
                 if name == b"path":
+                    named = True
                     self.path = value.decode("utf-8", "surrogateescape")
                 elif name == b"size":
                     if not value.isdigit() or len(value) > 20:
@@ -263,7 +264,7 @@ class Extra:
                     self.size = int(value)
                 elif name.startswith(b"GNU.sparse"):
                     self.sparse = True
-        if told and kind in (b"L", b"x", b"X"):  # some go by the first, some by the last
+        if told and named:  # some go by the first, some by the last
             raise ShardError(f"{shard} has a second header for the name of one member at offset {offset}. Repack it.")
 
 

@@ -25,7 +25,7 @@ Pixels = npt.NDArray[np.uint8]
 Box = tuple[int, int, int, int]  # top, left, height, width
 
 _DECOMPRESS, _RGB, _BGR = 1, 0, 1
-_SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS = 4, 5, 6, 8  # parameters
+_SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS, _PROGRESSIVE = 4, 5, 6, 8, 12  # parameters
 _BLOCKS = {0: (8, 8), 1: (16, 8), 2: (16, 16), 3: (8, 8), 4: (8, 16), 5: (32, 8), 6: (8, 32)}  # width, height by subsampling
 _KNOWN = (0, 1, 2)  # RGB, YCbCr, grey
 
@@ -43,8 +43,7 @@ def decode_part(
     there, and for colours it does not turn into RGB: then another decoder decides. What is below the part is not looked at.
     """
     turbo = _library()
-    # an end marker before the end: scans of a progressive picture may be missing, which versions of libjpeg smooth differently
-    if turbo is None or bytes(data).find(b"\xff\xd9") != len(data) - 2:
+    if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
         return None
     found = _decode(turbo, data, box, most_pixels, out, _BGR if blue_first else _RGB)
     if found is None:  # it may be left in the middle of this picture, and would take the next for the rest of it
@@ -62,6 +61,9 @@ def _decode(
     width, height = turbo.tj3Get(handle, _WIDTH), turbo.tj3Get(handle, _HEIGHT)
     block = _BLOCKS.get(turbo.tj3Get(handle, _SUBSAMPLING))
     if block is None or turbo.tj3Get(handle, _COLOURS) not in _KNOWN or width * height > most_pixels:
+        return None
+    # an end marker before the end: scans of a progressive picture may be missing, which versions of libjpeg smooth differently
+    if turbo.tj3Get(handle, _PROGRESSIVE) == 1 and bytes(data).find(b"\xff\xd9") != len(data) - 2:
         return None
     top, left, h, w = box
     x, y = max(0, (left // block[0] - 1) * block[0]), max(0, top - block[1])

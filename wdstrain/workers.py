@@ -138,7 +138,9 @@ class Processes:
             for results in self._iterator:
                 yield from map(pickle.loads, results)
         except RuntimeError as error:
-            raise death_of_a_worker(error) or error from error
+            if (death := death_of_a_worker(error)) is None:
+                raise
+            raise death from error
 
     def _start(self, tasks: Iterator[Task]) -> Iterator[list[bytes]]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""

@@ -100,6 +100,12 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.config:
         more, where = read_config(arguments.config)
         options, data = {**options, **more}, {**data, **where}
+    named = {**(more if arguments.config else {}), **_given(arguments)}
+    if "model" not in named and ":" in str(options.get("model", "")):  # a run's folder may be somebody else's
+        raise UsageError(
+            f"{saved} says that the model is what {options['model']} makes, and what a run names is not run. "
+            f"Give it yourself: --model {options['model']}"
+        )
     options |= _given(arguments)
     addresses = arguments.urls or data.get("train")
     if not addresses:

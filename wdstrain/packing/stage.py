@@ -66,7 +66,7 @@ class Stage:
                 if names:
                     write_whole(os.path.join(self.path, _NAMES), json.dumps({"former": names, "files": {}}).encode())
                 for name in set(os.listdir(self.path)) - {_LOCK, _NAMES}:
-                    shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+                    _discard(os.path.join(self.path, name))
         except (FileExistsError, NotADirectoryError):
             self._unlock()
             raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
@@ -217,10 +217,9 @@ class Stage:
 
     def _remove(self) -> None:
         """Take the stage away, and its lock last: whoever waits for that begins a stage of its own."""
-        for name in sorted(set(os.listdir(self.path)) - {_LOCK}, key=lambda name: name == _DONE):  # that it is done, to the end
-            shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
-        with suppress(OSError):
-            os.unlink(os.path.join(self.path, _NAMES))
+        with suppress(OSError):  # somebody took it away, or the whole folder
+            for name in sorted(set(os.listdir(self.path)) - {_LOCK}, key=lambda name: (name == _NAMES, name == _DONE)):
+                _discard(os.path.join(self.path, name))  # that it is done, and what is exchanged, last
         self._unlock()
         with suppress(OSError):
             os.rmdir(self.path)
@@ -261,3 +260,12 @@ def _info(path: str) -> dict[str, Any]:
     with suppress(WdstrainError):
         return dict(read_document(path)["wdstrain"]["info"])
     return {}
+
+
+def _discard(path: str) -> None:
+    """Take a folder or a file away, as far as that is possible."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)

@@ -38,6 +38,7 @@ FEW = 32  # clients at a time, up to which requests may come together: some hund
 LISTED, PAGE = 10_000, 1 << 20  # names on a folder's page, and bytes of it, at most
 
 _MOST = 1 << 30  # bytes that the system is asked to send at once
+_NO_SENDFILE, _PIECE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP), 1 << 20  # file systems that know none are read
 _TYPES = {".tar": "application/x-tar", ".json": "application/json"}  # never a page: our readers refuse pages as shards
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # of a header
 _BREAK = re.compile("[\r\n\0]")  # a header over several lines, which not everybody reads as one
@@ -226,6 +227,12 @@ class Connection(BaseHTTPRequestHandler):
                     if not ready.poll(PATIENCE * 1000):
                         raise TimeoutError("nothing more is taken") from None
                     continue
+                except OSError as error:
+                    if error.errno not in _NO_SENDFILE:
+                        raise
+                    piece = os.pread(opened, _PIECE, at)[: stop - at]
+                    self.connection.sendall(piece)
+                    count = len(piece)
                 if not count:
                     break
                 at += count

@@ -126,7 +126,9 @@ class Training:
                 details = self._validate(interruption) if self.val_loader is not None else {}
                 self._finish_epoch(details)
         except RuntimeError as error:
-            raise death_of_a_worker(error) or error from error
+            if (death := death_of_a_worker(error)) is None:
+                raise
+            raise death from error
         except Stopped:
             self.save()
             if self._failed is not None:  # no checkpoint, and no word of one
