@@ -124,10 +124,15 @@ class Converting(Work):
     def again(self, place: Path) -> None:
         out = place / "out"
         begun = (out / ".unfinished").exists() or (out / ".swapping").exists()
-        if (out / ".unfinished" / "done").exists() or (begun and visible(out) == self.new):
-            begun = True
-        how = "--resume" if begun or not self._over else "--overwrite"
-        typed("convert", *self._words, str(out), "--jobs", "1", how)
+        words = ["convert", *self._words, str(out), "--jobs", "1"]
+        try:
+            typed(*words, "--resume" if begun or not self._over else "--overwrite")
+        except (
+            WdstrainError
+        ) as error:  # it was killed before it had begun, and the old set is there: the sentence says what to add
+            if "add --overwrite to replace it" not in str(error) or not self._over:
+                raise
+            typed(*words, "--overwrite")
 
     def end(self, place: Path) -> None:
         if visible(place / "out") != self.new:
@@ -203,9 +208,9 @@ class Remembering(Work):
     def lay(self, place: Path) -> None:
         place.mkdir(parents=True)
         shutil.copytree(self.shared / "set", place / "set")
-        os.environ["XDG_CACHE_HOME"] = str(place / "home")
 
     def run(self, place: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(place / "home")  # of this child
         true_of(open_index(str(place / "set")))
 
     def look(self, place: Path) -> None:
@@ -213,6 +218,7 @@ class Remembering(Work):
         true_of(open_index(str(place / "set")))
 
     def end(self, place: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(place / "home")
         told: list[str] = []
         true_of(open_index(str(place / "set"), note=told.append))
         if told:
