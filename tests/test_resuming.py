@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "deterministic": True,
     "checkpoint_every": 2,
 }
+RESUME = ("--resume", "--model", str(OPTIONS["model"]))  # a function is called only if it is named
 
 
 def dropping(outputs: int) -> torch.nn.Module:
@@ -132,13 +133,11 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
         "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from wdstrain.cli import main; main(sys.argv[1:])"
     )
-    killed = subprocess.run(
-        [sys.executable, "-c", code, "train", "--resume", "--out", str(out)], capture_output=True, text=True
-    )
+    killed = subprocess.run([sys.executable, "-c", code, "train", *RESUME, "--out", str(out)], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
     assert position(out) == before
-    assert main(["train", "--resume", "--out", str(out)]) == 0  # its options are in its folder
+    assert main(["train", *RESUME, "--out", str(out)]) == 0  # its options are in its folder
     same(out, undisturbed)
 
 
@@ -151,7 +150,7 @@ def test_a_terminated_run_writes_a_checkpoint_first_and_goes_on_to_the_same_bits
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in said
-    assert main(["train", str(pets), "--resume", "--out", str(out)]) == 0
+    assert main(["train", str(pets), *RESUME, "--out", str(out)]) == 0
     same(out, undisturbed)
 
 
