@@ -41,9 +41,12 @@ class Checkpoints:
         path, temporary = os.path.join(self._folder, name), self._temporary()
         try:
             torch.save(dict(state), temporary)
+            # a run goes on from last.pt, or from the last step where a kill came before there was one: what is behind these is not
+            # done again
+            if best:
+                self._name(temporary, BEST)
             publish(temporary, path)
-            for other in (BEST, LAST)[not best :]:  # from the last a run goes on: what is behind it is not done again
-                self._name(path, other)
+            self._name(path, LAST)
             for old in names(self._folder)[: -self._keep]:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
