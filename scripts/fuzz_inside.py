@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import sys
 import traceback
 from random import Random
@@ -50,10 +51,12 @@ def main() -> None:
         return bytes(atheris.Mutate(data, most))
 
     options = {} if target.mutate is None else {"custom_mutator": mutate}
+    # libFuzzer looks at the most that a process ever had, and what its parent had is told of it, too
+    inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     given = [
         f"-seed={seed}",
         f"-max_len={target.longest}",
-        "-rss_limit_mb=2048",
+        f"-rss_limit_mb={2048 + inherited}",
         "-timeout=10",
         "-print_final_stats=1",
         "-close_fd_mask=1",

@@ -445,7 +445,7 @@ def test_the_best_has_its_name_before_a_run_would_go_on_behind_it(tmp_path: Path
 
     monkeypatch.setattr(checkpoints, "publish", recorded)
     kept.save(state(2), 2, best=True)
-    assert named == ["step-00000002.pt", BEST, LAST]
+    assert named == [BEST, "step-00000002.pt", LAST]
     assert all(read_checkpoint(str(tmp_path / name))["model"]["w"][0] == 2 for name in (BEST, LAST))
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -141,13 +142,22 @@ def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, l
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(shards: Path, listen: Callable[..., Listener]) -> None:
+    taken = shards / "taken"  # the first batch, which a worker that is stopped could not hand over
+
     def transform(sample: dict[str, Any]) -> dict[str, int]:
         if sample["__key__"] == STUCK:
+            while not taken.exists():
+                time.sleep(0.005)
             os.kill(os.getpid(), signal.SIGSTOP)
         return {"length": len(sample["txt"])}
 
     loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", shuffle=False)
     next(iter(loader))
+    (worker,) = multiprocessing.active_children()
+    taken.touch()
+    end = time.monotonic() + 30
+    while Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < end:
+        time.sleep(0.005)
     loader.close()  # torch waits for 5 s, asks the worker to end, and leaves it; the fixture looks for what is left
 
 
