@@ -250,7 +250,7 @@ def try_out(name: str, prepare: Callable[[Path], Trial], numbers: list[int], see
         f"{n} {word}" for word, n in sorted(where.items())
     ]
     counts += [f"{missed} missed"] if missed else []
-    first = f"{name:<28}{len(numbers):>5}{len(numbers) - len(failed):>9}{time.monotonic() - begun:>6.0f}  "
+    first = f"{name:<30}{len(numbers):>5}{len(numbers) - len(failed):>9}{time.monotonic() - begun:>6.0f}  "
     lines, line = [], first
     for count in counts:
         if len(line) + len(count) >= 80:
@@ -290,12 +290,12 @@ def main() -> int:
     try:
         inside(lambda: Filling.serve_from(place / "web")).need("done")
         url, mounts = serving(place / "web" / "served"), may_mount()
-        print(f"{'fault':<28}{'times':>5}{'survived':>9}{'s':>6}  where, or what became of it", flush=True)
+        print(f"{'fault':<30}{'times':>5}{'survived':>9}{'s':>6}  where, or what became of it", flush=True)
         for name, prepare in all_faults(url, place / "web" / "served").items():
             if arguments.words and not any(word in name for word in arguments.words):
                 continue
             if name.startswith(("full-disk", "read-only")) and not mounts:
-                print(f"{name:<28}    -        -     -  no disk can be mounted here", flush=True)
+                print(f"{name:<30}    -        -     -  no disk can be mounted here", flush=True)
                 continue
             count = [number for number in numbers if name != "200 loaders" or number < 2 or arguments.only is not None]
             line, more = try_out(name, prepare, count, arguments.seed, place / "tried")

@@ -55,7 +55,7 @@ def survived(*words: str, times: int) -> None:
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert rows
     for row in rows:
-        found = re.match(r".{28} +(\d+) +(\d+) +\d+ ", row)
+        found = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
         assert (found is not None and found[1] == found[2]) or row.endswith("no disk can be mounted here"), row
     assert done.stdout.splitlines()[-1].startswith("all survived")
 
