@@ -124,6 +124,7 @@ def train(
                 f"options. Give all of them the same, and a folder that all of them share."
             )
         interruption = stack.enter_context(Interruption().watched())
+        stack.enter_context(world.explained())  # inside of the watch: between the two, a signal could end what is to be said
         made = made.to(device, memory_format=torch.channels_last) if config.channels_last else made.to(device)  # type: ignore[call-overload]
         weights = [class_weights(train_index, head, config.class_weights, device) for head in task.heads]
         keeper = Keeper(task)

@@ -51,7 +51,8 @@ class Interruption:
             yield self
         finally:
             for number, before in self._before.items():
-                signal.signal(number, before)
+                if signal.getsignal(number) == self._noted:  # else somebody inside had a reason to take it
+                    signal.signal(number, before)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,22 +50,33 @@ class World:
     def joined(self, device: torch.device) -> Iterator[World]:
         """Meet the others, and part at the end. Raises WdstrainError where another process ended first."""
         try:
-            self._join(device)
-            yield self
-        except RuntimeError as error:
-            if self.size > 1 and any(word in str(error) for word in _LOST):
-                first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[
-                    :200
-                ]  # without torch's own file and line
-                raise WdstrainError(
-                    f"rank {self.rank} of {self.size}: another process of this job is gone ({first}). "
-                    f"What it said stands above. Start the job again with --resume to go on from the last checkpoint."
-                ) from error
-            raise
+            with self.explained():
+                self._join(device)
+                yield self
         finally:
             self._asked = self._control = None
             if self._owns and dist.is_initialized():
                 dist.destroy_process_group()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """What a collective says in here when another process ended, as a WdstrainError.
+
+        A launcher ends the others as soon as one is gone (SIGTERM, and some time later SIGKILL). So SIGTERM is let pass from here on
+        to the end of this process: what it knows is said first.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not any(word in str(error) for word in _LOST):
+                raise
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[:200]  # without torch's own file and line
+            raise WdstrainError(
+                f"rank {self.rank} of {self.size}: another process of this job is gone ({first}). "
+                f"What it said stands above. Start the job again with --resume to go on from the last checkpoint."
+            ) from error
 
     def _join(self, device: torch.device) -> None:
         if self.size == 1:
