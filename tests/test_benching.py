@@ -37,6 +37,15 @@ class Sleepy:
         return bytes(data).decode()
 
 
+class Busy:
+    """A field that computes with the interpreter's lock in its hands."""
+
+    names, example = ("txt",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> str:
+        return f"{bytes(data).decode()} {sum(range(20_000))}"
+
+
 def photograph(number: int, side: int) -> bytes:
     """A JPEG of smooth noise, so that it takes as long to decode as a photograph of its size."""
     pixels = np.random.Generator(np.random.PCG64(number)).integers(0, 255, (side // 16, side // 12, 3), np.uint8)
@@ -69,6 +78,18 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
     then = wt.bench(shards, fields, batch_size=8, num_workers=workers, seconds=SHORT)
     assert within_a_fifth(now.predicted(1), now.achieved)
     assert within_a_fifth(change.rate, then.achieved), (change, then)
+
+
+@pytest.mark.alone
+@pytest.mark.skipif(cores() < 2, reason="one processor decodes one at a time in any case")
+def test_threads_that_wait_for_the_interpreters_lock_are_told_from_busy_processors(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [100])
+    wt.index(shards)
+    found = wt.bench(shards, {"txt": Busy()}, batch_size=8, seconds=0.3)
+    assert found.binding == "lock"
+    assert "the interpreter's lock binds, for which threads wait" in found.verdict
+    assert found.predicted(0) < found.decode["threads"][cores()]
+    assert [change.what for change in found.changes] == [f"num_workers={cores()}"]
 
 
 @pytest.mark.slow

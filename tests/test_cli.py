@@ -135,7 +135,7 @@ def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any) -> None:
-    photos, out = write_class_folder(tmp_path / "many", {"a": 3000}), tmp_path / "out"
+    photos, out = write_class_folder(tmp_path / "many", {"a": 1000}), tmp_path / "out"
     command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: len(list((out / ".unfinished").glob("shards/*.tar"))) > 3, process)
@@ -151,7 +151,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
 
 
 def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
-    photos = write_class_folder(tmp_path / "many", {"a": 3000})
+    photos = write_class_folder(tmp_path / "many", {"a": 1000})
     out = tmp_path / "out"
     command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -194,6 +194,7 @@ def test_importing_starts_nothing_and_brings_no_trainer() -> None:
     assert not [name for name in words[1:] if "training" in name or "cli" in name or "packing" in name]
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path: Path) -> None:
     """A wheel that is made from the source archive, so that has all of it, too."""
     run = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]

@@ -34,6 +34,7 @@ def number(found: str, name: str) -> int:
     return int(row[1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_reader_that_is_killed_and_one_that_breaks_off_get_what_is_planned_from_a_server_that_fails() -> None:
     found = load(minutes=0.1, processes=2, workers=1)

@@ -181,6 +181,10 @@ class _Parts:
             )
         return found
 
+    def loading(self, few: Index, num_workers: int) -> float:
+        """Samples a second of a loader over an excerpt: all but the storage."""
+        return _run(few, self._fields, self._transform, num_workers, self._batch, self._seconds, self._options)[0]
+
     def handing_over(self, kind: str) -> float:
         """Samples a second where nothing is decoded."""
         fields: dict[str, Field] | None = None
@@ -257,13 +261,11 @@ def _changes(
             Change("a cache (cache_dir), from the second epoch on,", replace(found, storage=1e12).predicted(found.num_workers))
         )
     smaller = _smaller(few, fields)
-    if smaller is not None and found.binding in ("decode", "processors", "storage"):
-        kind = "processes" if found.num_workers else "threads"
+    if smaller is not None and found.binding in ("decode", "processors", "lock", "storage"):
         small = limits.excerpt(few, len(few), os.path.join(folder, "small.tar"), Recipe.of(Options(resize=smaller)).apply)
         share = small.shards[0].bytes / few.shards[0].bytes
-        rates = {**found.decode, kind: made.decoding(small, kind)}
-        then = replace(found, decode=rates, storage=found.storage / max(1e-9, share))
-        options.append(Change(f"packing anew with --resize {smaller}", then.predicted(found.num_workers)))
+        rate = min(found.storage / max(1e-9, share), made.loading(small, found.num_workers))
+        options.append(Change(f"packing anew with --resize {smaller}", rate))
     even = found.achieved <= UNEVEN * found.predicted(found.num_workers)
     return [one for one in options if even and one.rate >= _WORTH * found.achieved]
 

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -128,6 +128,14 @@ def forget(index: Index) -> None:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
+class Ran(NamedTuple):
+    """What a decoder did, and when, by time.perf_counter."""
+
+    samples: int
+    begun: float
+    ended: float
+
+
 class Bare:
     """The decoder by itself: batches that lie in memory are decoded over and over. index: of one tar on this machine."""
 
@@ -158,8 +166,8 @@ class Bare:
         rounds = [np.arange(first, first + self.size) for first in range(0, len(index) - self.size + 1, self.size)]
         return [tasks.make(n, 0, 0, ids, index.table.start[ids], {}) for n, ids in enumerate(rounds)]
 
-    def run(self, number: int, seconds: float) -> float:
-        """Samples a second of one decoder, the `number`th of several that run at a time."""
+    def run(self, number: int, seconds: float) -> Ran:
+        """What one decoder does in this time, the `number`th of several that run at a time."""
         desk, done = Desk.apart(), 0
         self._decoder(self._tasks[0]._replace(slot=number), desk)  # the first takes longer: libraries begin, memory is mapped
         begun = time.perf_counter()
@@ -167,12 +175,12 @@ class Bare:
             task = self._tasks[(number + done) % len(self._tasks)]
             self._decoder(task._replace(slot=number, epoch=done), desk)
             done += 1
-        return done * self.size / spent
+        return Ran(done * self.size, begun, begun + spent)
 
     def threads(self, count: int, seconds: float) -> float:
         """Samples a second of so many threads."""
         with decoder_threads(count) as pool:
-            return sum(pool.map(self.run, range(count), [seconds] * count))
+            return _together(list(pool.map(self.run, range(count), [seconds] * count)))
 
     def processes(self, count: int, seconds: float, context: str | None) -> float:
         """Samples a second of so many processes."""
@@ -180,13 +188,18 @@ class Bare:
             return self.threads(1, seconds)
         with ProcessPoolExecutor(count, multiprocessing.get_context(context), _begin_alone, (self, Memory(8 * count))) as pool:
             try:
-                rates = list(pool.map(_run_alone, range(count), [count] * count, [seconds] * count))
+                ran = list(pool.map(_run_alone, range(count), [count] * count, [seconds] * count))
             except BrokenProcessPool:
                 raise WdstrainError(
                     "a process that decoded by itself died. If the system killed it for memory, lower batch_size; dmesg tells. "
                     "wdstrain verify --decode names pictures that break a decoder."
                 ) from None
-        return float(sum(rates))
+        return _together(ran)
+
+
+def _together(ran: list[Ran]) -> float:
+    """Samples a second of decoders of which one may have waited until another was done: for the interpreter's lock."""
+    return sum(one.samples for one in ran) / (max(one.ended for one in ran) - min(one.begun for one in ran))
 
 
 def _begin_alone(bare: Bare, ready: Memory) -> None:
@@ -197,14 +210,15 @@ def _begin_alone(bare: Bare, ready: Memory) -> None:
 _alone: list[Any] = []  # of a process that decodes by itself: what, and where it says that it is there
 
 
-def _run_alone(number: int, count: int, seconds: float) -> float:
+def _run_alone(number: int, count: int, seconds: float) -> Ran:
     bare, ready = _alone
     there = ready.view.cast("q")
     there[number] = 1
     until = time.monotonic() + _PATIENCE
     while sum(there) < count and time.monotonic() < until:  # all at a time, or they would not be in each other's way
         time.sleep(0.002)
-    return float(bare.run(number, seconds))
+    ran: Ran = bare.run(number, seconds)
+    return ran
 
 
 # --- hand-off --------------------------------------------------------------------------------------------------------

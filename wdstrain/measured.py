@@ -2,7 +2,8 @@
 
 The stages run side by side, so a loader is as fast as the slowest of them; those that compute also share the processors. That is
 the whole model: the least of storage, hand-off, decoding by the decoders there are, and what the processors can do of decoding and
-hand-off together. A road not taken is to search settings one by one: it takes a run each, and says nothing of why.
+hand-off together. Where threads together decode hardly more than one of them, they wait for the interpreter's lock, which the
+hand-off needs as well: then what they do together is done one after another. A road not taken is to search settings one by one: it takes a run each, and says nothing of why.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from wdstrain import charts
 
+_LOCKED = 0.75  # of what as many single threads would decode: below it, they wait for the interpreter's lock
 UNEVEN = 1.25  # times what its parts allow: no loader is faster, so they were measured in a worse moment
 
 
@@ -65,7 +67,7 @@ class Bench:
 
     @property
     def binding(self) -> str:
-        """What is slowest: storage, decode, hand-off or processors."""
+        """What is slowest: storage, decode, hand-off, processors or lock."""
         found = self._limits(self.num_workers)
         return min(found, key=lambda name: found[name])
 
@@ -79,6 +81,7 @@ class Bench:
             "decode": "decoding binds",
             "hand-off": "the hand-off of batches binds",
             "processors": f"the {self.cores} processors bind, all of them at work",
+            "lock": "the interpreter's lock binds, for which threads wait",
         }
         if share > UNEVEN:
             return (
@@ -143,4 +146,7 @@ class Bench:
         decode = float(np.interp(decoders, known, [rates[count] for count in known]))
         each = rates[known[-1]] / known[-1]  # of one processor, while all decode
         together = self.cores / (1 / each + 1 / self.handoff[kind])
-        return {"storage": self.storage, "decode": decode, "hand-off": self.handoff[kind], "processors": together}
+        found = {"storage": self.storage, "decode": decode, "hand-off": self.handoff[kind], "processors": together}
+        if kind == "threads" and rates[known[-1]] < _LOCKED * known[-1] * rates[1]:
+            found["lock"] = 1 / (1 / rates[known[-1]] + 1 / self.handoff[kind])
+        return found
