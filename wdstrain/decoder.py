@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,24 +129,19 @@ class Decoder:
 
     def _bytes(self, task: Task) -> Read:
         """Each field as a list of bytes, None where a sample lacks it."""
-        view, rows = self.arena.view, len(task.ids)
-        ends = (task.offset + task.size).tolist()
-        data = [bytes(view[start:end]) for start, end in zip(task.offset.tolist(), ends, strict=True)]
-        bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
-        of = np.repeat(np.arange(rows), np.diff(task.first))
-        if len(task.crc):
-            for m in [m for m, (one, crc) in enumerate(zip(data, task.crc.tolist(), strict=True)) if crc32(one) != crc]:
-                row = int(of[m])
-                bad[row] = bad.get(row, Bad(row, self._names[task.field[m]], MISMATCH))
+        rows = len(task.ids)
+        data = list(map(bytes, self._members(task)))
+        bad = self._damaged(task, data)
         read, found = time.perf_counter(), dict[str, list[bytes | None]]()
         for number, name in enumerate(self._names):
             mine = np.flatnonzero(task.field == number)
             column: list[bytes | None] = [data[m] for m in mine.tolist()]
             if len(mine) != rows:  # some lack it
+                of = np.repeat(np.arange(rows), np.diff(task.first))
                 there = dict(zip(of[mine].tolist(), column, strict=True))
                 column = [there.get(row) for row in range(rows)]
             found[name] = column
-        return found, self._substitute(sorted(bad.values()), task.ids, list(found.values())), read
+        return found, self._substitute(list(bad.values()), task.ids, list(found.values())), read
 
     def _read_fields(self, task: Task, desk: Desk) -> Read:
         assert self._fields is not None
@@ -155,13 +151,12 @@ class Decoder:
         columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         parts = [(name, field, columns.get(name)) for name, field in self._fields.items()]
-        bad: list[Bad] = []
-        listed = _Rows.of(task)
-        for row in range(len(task.ids)):
+        data = self._members(task)
+        damaged = self._damaged(task, data)
+        bad = list(damaged.values())
+        for row, members in enumerate(self._by_row(task, data)):
             desk.at(row)
-            damaged = len(bad)
-            members = self._members(listed, row, bad)
-            if len(bad) > damaged:
+            if row in damaged:
                 continue
             for name, field, column in parts:
                 found = None
@@ -179,21 +174,20 @@ class Decoder:
                     bad.append(Bad(row, found or name, _reason(error)))
                     break
         read = time.perf_counter()
-        bad = self._substitute(bad, task.ids, [*columns.values(), *loose.values()])
+        bad = self._substitute(sorted(bad), task.ids, [*columns.values(), *loose.values()])
         return {} if _fails(bad) else {name: _gather(values) for name, values in loose.items()}, bad, read
 
     def _transformed(self, task: Task, own_process: bool, desk: Desk) -> Read:
         assert self._transform is not None
         examples: list[Any] = [None] * len(task.ids)
-        bad: list[Bad] = []
-        listed = _Rows.of(task)
-        for row in range(len(task.ids)):
+        data = self._members(task)
+        damaged = self._damaged(task, data)
+        bad = list(damaged.values())
+        for row, members in enumerate(self._by_row(task, data)):
             desk.at(row)
-            sample: dict[str, Any] = {"__key__": task.keys[row]}
-            damaged = len(bad)
-            sample |= {name: bytes(data) for name, data in self._members(listed, row, bad).items()}
-            if len(bad) > damaged:
+            if row in damaged:
                 continue
+            sample = {"__key__": task.keys[row], **{name: bytes(one) for name, one in members.items()}}
             word = key("sample", self._seed, task.epoch, int(task.ids[row]))
             if own_process:  # in threads the global generators are shared and are left alone
                 random.seed(word)
@@ -209,7 +203,7 @@ class Decoder:
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}"))
         read = time.perf_counter()
-        bad = self._substitute(bad, task.ids, [examples])
+        bad = self._substitute(sorted(bad), task.ids, [examples])
         if _fails(bad):
             return {}, bad, read
         try:
@@ -235,35 +229,26 @@ class Decoder:
             done.append(one._replace(donor=int(ids[donor])))
         return done
 
-    def _members(self, task: _Rows, row: int, bad: list[Bad]) -> dict[str, memoryview]:
-        """The bytes of a sample by field. One whose checksum is not the one it was packed with is added to `bad`."""
-        view, names, found = self.arena.view, self._names, dict[str, memoryview]()
-        if row in task.lost:
-            bad.append(Bad(row, "", task.lost[row]))
-            return found
-        for m in range(task.first[row], task.first[row + 1]):
-            offset, name = task.offset[m], names[task.field[m]]
-            data = found[name] = view[offset : offset + task.size[m]]
-            if task.crc and crc32(data) != task.crc[m]:
-                bad.append(Bad(row, name, MISMATCH))
-                break
-        return found
+    def _members(self, task: Task) -> list[memoryview]:
+        """Where the members of a batch lie in the arena."""
+        view = self.arena.view
+        ends = (task.offset + task.size).tolist()
+        return [view[start:end] for start, end in zip(task.offset.tolist(), ends, strict=True)]
 
+    def _damaged(self, task: Task, data: Sequence[bytes | memoryview]) -> dict[int, Bad]:
+        """By row, what was not read as it was packed. All members at once: beside what each takes by itself a checksum is nothing."""
+        bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
+        if len(task.crc) and (found := list(map(crc32, data))) != (packed := task.crc.tolist()):
+            for m in [m for m, crc in enumerate(found) if crc != packed[m]]:
+                row = int(np.searchsorted(task.first, m, side="right")) - 1
+                bad.setdefault(row, Bad(row, self._names[task.field[m]], MISMATCH))
+        return dict(sorted(bad.items()))
 
-class _Rows(NamedTuple):
-    """The members of a task as Python's own numbers: taking one out of an array takes as long as a checksum."""
-
-    first: list[int]
-    field: list[int]
-    offset: list[int]
-    size: list[int]
-    crc: list[int]
-    lost: dict[int, str]
-
-    @classmethod
-    def of(cls, task: Task) -> _Rows:
-        first, field, offset = task.first.tolist(), task.field.tolist(), task.offset.tolist()
-        return cls(first, field, offset, task.size.tolist(), task.crc.tolist(), task.lost)
+    def _by_row(self, task: Task, data: list[memoryview]) -> Iterator[dict[str, memoryview]]:
+        """The members of each sample, by field."""
+        names, field, first = self._names, task.field.tolist(), task.first.tolist()
+        for start, stop in pairwise(first):
+            yield {names[field[m]]: data[m] for m in range(start, stop)}
 
 
 def _reason(error: Exception) -> str:
