@@ -20,10 +20,11 @@ from torchvision.transforms import v2
 import wdstrain as wt
 from tests.conftest import picture
 from wdstrain import turbo
-from wdstrain.augment import DRAWS, Augment, fit, middle_crop, random_crop, region
+from wdstrain.augment import DRAWS, Augment, middle_crop, random_crop, region
 from wdstrain.bits import uniform
 from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
+from wdstrain.fitting import fit
 
 NO_DRAWS = np.zeros(DRAWS)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import wdstrain
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_shards
 
 PACKAGE = ROOT / "wdstrain"
 
@@ -48,6 +48,7 @@ FLOORS = [
         "packing.options",
         "packing.expression",
         "packing.jobs",
+        "fitting",
     },
     {"fields", "cache", "verifying.salvage", "verifying.passage"},
     {"forward", "labels", "verifying.trial", "inspecting.contents", "inspecting.provenance"},
@@ -192,6 +193,20 @@ def test_importing_starts_nothing_and_brings_no_trainer() -> None:
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert words[0] == "1"
     assert not [name for name in words[1:] if "training" in name or "cli" in name or "packing" in name]
+
+
+def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [20])
+    for words in (
+        ["--help"],
+        ["index", shards],
+        ["info", shards],
+        ["verify", shards],
+        ["convert", "tars", shards, tmp_path / "out"],
+    ):
+        code = "import sys; from wdstrain.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == "False", done
 
 
 @pytest.mark.slow

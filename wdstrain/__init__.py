@@ -9,34 +9,33 @@ for batch in wt.to_device(loader, "cuda"): ...
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.augmentation import Augmentation
-from wdstrain.device import to_device
-from wdstrain.errors import (
-    PlanError,
-    SampleError,
-    ShardError,
-    SourceError,
-    StorageError,
-    UsageError,
-    WdstrainError,
-)
-from wdstrain.fields import Example, Field, array, image, json, label, number, text
-from wdstrain.indexing import Index, Label, Shard
-from wdstrain.loader import Loader
-from wdstrain.mixed import mix
-from wdstrain.opener import gopen
-from wdstrain.opening import make_index as index
-from wdstrain.plan import Plan
-from wdstrain.streaming import Stream, stream, to_example
-
 if TYPE_CHECKING:
+    from wdstrain.augmentation import Augmentation
     from wdstrain.benching import bench
+    from wdstrain.device import to_device
+    from wdstrain.errors import (
+        PlanError,
+        SampleError,
+        ShardError,
+        SourceError,
+        StorageError,
+        UsageError,
+        WdstrainError,
+    )
+    from wdstrain.fields import Example, Field, array, image, json, label, number, text
     from wdstrain.foresight.doors import foresee
+    from wdstrain.indexing import Index, Label, Shard
     from wdstrain.inspecting.doors import info
     from wdstrain.inspecting.facts import Info
+    from wdstrain.loader import Loader
     from wdstrain.looking.doors import Peek, peek
     from wdstrain.measured import Bench
+    from wdstrain.mixed import mix
+    from wdstrain.opener import gopen
+    from wdstrain.opening import make_index as index
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
+    from wdstrain.plan import Plan
+    from wdstrain.streaming import Stream, stream, to_example
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
     from wdstrain.training.predicting import predict
@@ -99,28 +98,41 @@ __all__ = [
 ]
 
 
-_LATER = {
-    "Bench": "measured",
-    "bench": "benching",
-    "info": "inspecting.doors",
-    "Info": "inspecting.facts",
-    "peek": "looking.doors",
-    "Peek": "looking.doors",
-    "foresee": "foresight.doors",
-    "train": "training.doors",
-    "evaluate": "training.doors",
-    "predict": "training.predicting",
-    "export": "training.exporting",
-    "verify": "verifying.doors",
-    "Verification": "verifying.doors",
-    "repair": "verifying.repairing",
-    "Repair": "verifying.repairing",
+_WHERE = {
+    "augmentation": "Augmentation",
+    "benching": "bench",
+    "device": "to_device",
+    "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
+    "fields": "Example Field array image json label number text",
+    "foresight.doors": "foresee",
+    "indexing": "Index Label Shard",
+    "inspecting.doors": "info",
+    "inspecting.facts": "Info",
+    "loader": "Loader",
+    "looking.doors": "Peek peek",
+    "measured": "Bench",
+    "mixed": "mix",
+    "opener": "gopen",
+    "packing.doors": "pack pack_arrays pack_folder pack_hdf5 pack_table pack_tars pack_torchvision",
+    "plan": "Plan",
+    "streaming": "Stream stream to_example",
+    "training.doors": "evaluate train",
+    "training.exporting": "export",
+    "training.predicting": "predict",
+    "verifying.doors": "Verification verify",
+    "verifying.repairing": "Repair repair",
 }
+_MODULE = {name: module for module, names in _WHERE.items() for name in names.split()} | {"index": "opening"}
 
 
 def __getattr__(name: str) -> Any:
-    """What packs, shows, foresees and trains is imported when it is first used: who writes his own loop needs none of it."""
-    module = "packing.doors" if name.startswith("pack") else _LATER.get(name)
-    if module is not None and name in __all__:
-        return getattr(import_module(f"wdstrain.{module}"), name)
-    raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
+    """What a name stands for is imported when it is first used: a command that needs no torch does not wait for it."""
+    if name not in _MODULE:
+        raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
+    found = getattr(import_module(f"wdstrain.{_MODULE[name]}"), "make_index" if name == "index" else name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

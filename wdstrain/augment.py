@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 
 from wdstrain import policies
@@ -25,7 +24,6 @@ _OF_CROP = 23  # ten tries of area and aspect, a place in two axes, a flip
 DRAWS = _OF_CROP + policies.DRAWS  # numbers in [0, 1) for one sample
 _TRIES = 10
 _POLICIES = {"trivialaugment": policies.trivial_augment, "randaugment": policies.rand_augment}
-_resize = torch.ops.aten._upsample_bilinear2d_aa.out  # what torch.nn.functional.interpolate calls
 
 
 @dataclass(frozen=True)
@@ -92,26 +90,3 @@ def region(height: int, width: int, size: tuple[int, int], augment: Augment, dra
     if augment.rrc:
         return random_crop(height, width, draws)
     return middle_crop(height, width, size[1] / size[0])
-
-
-def fit(part: Pixels, out: Pixels, *, mirrored: bool = False) -> None:
-    """Resize a part of an image into `out`. part: uint8[h, w, 3]; out: uint8[height, width, 3], which `part` may be.
-
-    Bilinear with anti-aliasing, as torchvision's. mirrored: the part is BGR, and comes out as RGB the other way round: both are
-    done by reversing the bytes of each row, which takes two thirds of the time of reversing its pixels. Then it is not `out`.
-    """
-    if part.shape != out.shape:
-        target = np.empty(out.shape, np.uint8) if mirrored else out
-        # straight to where it is wanted: without out= it takes 1.6 times as long
-        _resize(_planes(part), out.shape[:2], False, None, None, out=_planes(target))
-        part = target
-    if mirrored:
-        rows = (out.shape[0], out.shape[1] * 3)
-        torch.from_numpy(out).view(rows).copy_(torch.from_numpy(part).reshape(rows).flip(1))
-    elif part is not out and not np.shares_memory(part, out):
-        np.copyto(out, part)
-
-
-def _planes(pixels: Pixels) -> torch.Tensor:
-    """The same memory as torch sees images: [1, 3, h, w], channels last."""
-    return torch.from_numpy(pixels).permute(2, 0, 1)[None]

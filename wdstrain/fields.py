@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.augment import Augment, Draws, fit, region
+from wdstrain.augment import Augment, Draws, region
 from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
+from wdstrain.fitting import fit
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Label as IndexLabel
 

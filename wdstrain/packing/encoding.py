@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-import torch
 from PIL import Image, ImageOps
 
 from wdstrain.errors import SampleError
 from wdstrain.formats import EXTENSIONS
 from wdstrain.packing.listing import Part, field_name
+
+if TYPE_CHECKING:
+    import torch
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm": "PPM", "ppm": "PPM"}
@@ -41,7 +44,7 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] =
         return name, bytes(value)
     if kind in _PICKLES:
         raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
-    if isinstance(value, torch.Tensor):
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):  # who has a tensor has imported it
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
         return name, _image(name, kind, value, quality)

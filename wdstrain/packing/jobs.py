@@ -11,10 +11,11 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,7 +23,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from wdstrain import children
 from wdstrain.errors import UsageError, WdstrainError
@@ -58,13 +58,23 @@ def _here(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
             line[:] = samples, size
             told(int(before[0]) + samples, int(before[1]) + size)
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # one job is one core; for a picture, more threads wait for each other longer than they work
-        try:
+        with _one_thread():
             result = work(number, tick)
-        finally:
-            torch.set_num_threads(threads)
         yield result
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One job is one core; for a picture, more threads of torch's wait for each other longer than they work."""
+    torch = sys.modules.get("torch")  # what works with it imported it before it was run
+    threads = torch.get_num_threads() if torch is not None else 1
+    try:
+        if torch is not None:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(threads)
 
 
 def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator[R, None, None]:
@@ -124,7 +134,9 @@ def _begin(work: Any, board: Memory) -> None:
     global _mine
     _mine = work, board
     children.begin()
-    torch.set_num_threads(1)  # a process is a core's worth; and torch's threads do not outlive a fork
+    os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # a process is a core's worth; and torch's threads do not outlive a fork
 
 
 def _do(number: int) -> Any:
@@ -150,14 +162,14 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
     @ray.remote(max_retries=-1)
     def do(work: Any, number: int, place: str) -> tuple[Any, int, int]:
         os.chdir(place)  # what is named relative to the caller's folder is found on every node
-        torch.set_num_threads(1)
         last = (0, 0)
 
         def tick(samples: int, size: int) -> None:
             nonlocal last
             last = (samples, size)
 
-        return work(number, tick), *last
+        with _one_thread():
+            return work(number, tick), *last
 
     waiting = deque(do.remote(shared, number, os.getcwd()) for number in range(count))
     samples = size = 0

@@ -18,7 +18,6 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
-import torch
 from PIL import Image, ImageOps
 
 from wdstrain.decode import check_scans, decode_image
@@ -42,6 +41,8 @@ class Recipe:
 
     @classmethod
     def of(cls, options: Options) -> Recipe:
+        if options.resize is not None:
+            import torch  # noqa: F401  once, before processes are made that each would import it
         return cls(options.resize, options.quality, options.check)
 
     @property
@@ -158,6 +159,8 @@ def _resized(pixels: npt.NDArray[np.uint8], side: int | None) -> npt.NDArray[np.
     height, width = pixels.shape[:2]
     if side is None or min(height, width) <= side:
         return pixels
+    import torch
+
     wide, high = _smaller(width, height, side)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     made = torch.nn.functional.interpolate(planes, (high, wide), mode="bicubic", antialias=True, align_corners=False)
