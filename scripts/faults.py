@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,11 @@ def jobs(shared: Path) -> Trial:
                 time.sleep(after)
                 while not hit and time.monotonic() < end and not over.is_set():
                     for child in multiprocessing.active_children():
-                        if child.pid is not None:
-                            os.kill(child.pid, signal.SIGKILL)
-                            hit.append(child.pid)
-                            break
+                        with suppress(ProcessLookupError):  # it has just ended by itself
+                            if child.pid is not None:
+                                os.kill(child.pid, signal.SIGKILL)
+                                hit.append(child.pid)
+                                break
                     time.sleep(0.001)
 
             over = threading.Event()
@@ -180,9 +182,10 @@ def training_workers(shared: Path) -> Trial:
                     time.sleep(0.001)
                 time.sleep(after)
                 found = multiprocessing.active_children()
-                if found and found[0].pid is not None:
-                    hit.append(found[0].pid)
-                    os.kill(found[0].pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    if found and found[0].pid is not None:
+                        os.kill(found[0].pid, signal.SIGKILL)
+                        hit.append(found[0].pid)
 
             killer = threading.Thread(target=kill, daemon=True)
             killer.start()
@@ -459,8 +462,8 @@ def many(shared: Path) -> Trial:
     def counted() -> Counter[str]:
         gc.collect()
         end = time.monotonic() + 5
-        while multiprocessing.active_children() and time.monotonic() < end:
-            time.sleep(0.01)
+        while (multiprocessing.active_children() or len(os.listdir("/proc/self/task")) > 1) and time.monotonic() < end:
+            time.sleep(0.01)  # threads of loaders that were forgotten end by themselves, but not at once
         with open("/proc/self/status") as file:
             memory = next(int(line.split()[1]) // 1024 for line in file if line.startswith("RssAnon"))
         return Counter(

@@ -2,7 +2,8 @@
 
 Python raises KeyboardInterrupt between any two steps of the main thread, also between that which starts a thread and that which notes that it
 is there: nobody would end it. A notebook's cells are interrupted often, and its kernel lives on. So what is begun is begun whole, and
-the interrupt comes right after. Torch raises the death of a worker in the same way; within a fork Python would print and drop it.
+the interrupt comes right after. Torch raises the death of a worker in the same way; within a fork, and while the end of an object
+is seen to, Python would print and drop it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import signal
 import threading
 from typing import Any
 
-_RAISING = [getattr(signal, name) for name in ("SIGINT", "SIGCHLD") if hasattr(signal, name)]
+INTERRUPT, DEATH = "SIGINT", "SIGCHLD"
 
 
 class Held:
     """Lets them wait within `with`. Elsewhere than in the main thread, where they never come, nothing is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
+        """names: INTERRUPT or DEATH, where only one of them is to wait."""
+        self._numbers = [getattr(signal, name) for name in names or (INTERRUPT, DEATH) if hasattr(signal, name)]
         self._arrived = set[int]()
         self._former = dict[int, Any]()
         self._holding = False
@@ -25,7 +28,7 @@ class Held:
     def __enter__(self) -> Held:
         if threading.current_thread() is threading.main_thread():
             self._holding = True
-            for number in _RAISING:
+            for number in self._numbers:
                 former = signal.getsignal(number)
                 if callable(former):  # somebody answers it by an exception, perhaps
                     self._former[number] = former

@@ -24,6 +24,7 @@ from wdstrain.decoder import Transform
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.fields import Field, Image, reader_of, with_classes
 from wdstrain.indexing import Index
+from wdstrain.interrupts import DEATH, Held
 from wdstrain.meter import Meter, Report
 from wdstrain.opening import one_split, open_index
 from wdstrain.pipeline import Pipeline
@@ -244,8 +245,9 @@ class Loader:
 
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
-        self._end()
-        self._pipeline = None
+        with Held(DEATH):  # what it has ends too, and would drop the word
+            self._end()
+            self._pipeline = None
 
     def __repr__(self) -> str:
         return (
@@ -309,7 +311,8 @@ def _end(pipeline: Pipeline) -> None:
     if threading.current_thread().name.startswith("wdstrain-"):
         threading.Thread(target=pipeline.close, daemon=False).start()
     else:
-        pipeline.close()
+        with Held(DEATH):  # of a worker that is about to end, nobody needs to hear
+            pipeline.close()
 
 
 def open_shards(urls: Urls, *, cut: bool = False) -> Index:

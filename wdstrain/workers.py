@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice, repeat
 from multiprocessing.reduction import ForkingPickler
@@ -133,14 +134,10 @@ class Processes:
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
-        try:
+        with deaths_told():
             self._iterator = self._start(tasks)
             for results in self._iterator:
                 yield from map(pickle.loads, results)
-        except RuntimeError as error:
-            if (death := death_of_a_worker(error)) is None:
-                raise
-            raise death from error
 
     def _start(self, tasks: Iterator[Task]) -> Iterator[list[bytes]]:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
@@ -185,6 +182,17 @@ def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
         f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If the system killed it for memory, lower "
         f"num_workers or batch_size; dmesg tells."
     )
+
+
+@contextmanager
+def deaths_told() -> Iterator[None]:
+    """In here the death of a worker process is an error in words. Also a decorator."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (death := death_of_a_worker(error)) is None:
+            raise
+        raise death from error
 
 
 def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:

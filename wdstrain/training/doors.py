@@ -34,6 +34,7 @@ from wdstrain.training.scoring import score
 from wdstrain.training.task import Task, picture_of, shape_of
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
+from wdstrain.workers import deaths_told
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Outcome:
         return f"Outcome({self.folder!r}, {len(self.epochs)} epochs, val={last})"
 
 
+@deaths_told()
 def train(
     urls: Urls,
     out: str | os.PathLike[str],
@@ -159,6 +161,7 @@ def train(
     return Outcome(folder, task, training.scored, training.at.history, training.at.best)
 
 
+@deaths_told()
 def evaluate(
     checkpoint: str | os.PathLike[str],
     urls: Urls,

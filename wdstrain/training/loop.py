@@ -38,7 +38,6 @@ from wdstrain.training.stages import STAGES, Stages
 from wdstrain.training.task import Task, normalised, shape_of
 from wdstrain.training.telling import Tell
 from wdstrain.training.world import GO_ON, SAVE, STOP, World
-from wdstrain.workers import death_of_a_worker
 
 _LISTED = 100  # classes whose accuracies stand in the line of an epoch
 _SHOWN = 0.5  # seconds between looks at the loss, for which a GPU is waited for
@@ -125,10 +124,6 @@ class Training:
                 self._train(interruption)
                 details = self._validate(interruption) if self.val_loader is not None else {}
                 self._finish_epoch(details)
-        except RuntimeError as error:
-            if (death := death_of_a_worker(error)) is None:
-                raise
-            raise death from error
         except Stopped:
             self.save()
             if self._failed is not None:  # no checkpoint, and no word of one

@@ -35,6 +35,7 @@ from wdstrain.training.recipe import arithmetic
 from wdstrain.training.task import Head, normalised, picture_of
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
+from wdstrain.workers import deaths_told
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Predicted:
     bad: int
 
 
+@deaths_told()
 def predict(
     checkpoint: str | os.PathLike[str],
     urls: Urls,
