@@ -455,9 +455,16 @@ def _fresh(code: str, *words: str) -> str:
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
 
 
-_IMPORT = "import time, torch; begun = time.perf_counter(); import wdstrain; print(time.perf_counter() - begun)"
+_IMPORT = """
+import time, torch
+begun = time.perf_counter()
+import wdstrain as wt
+wt.Loader, wt.image, wt.to_device  # names are imported when they are used
+print(time.perf_counter() - begun)
+"""
 _START = """
 import sys, time, wdstrain as wt
+wt.Loader, wt.label
 begun = time.perf_counter()
 loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=64, num_workers=int(sys.argv[2]))
 loader.load_state_dict({**loader.state_dict(), "step": int(sys.argv[3])})
