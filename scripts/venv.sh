@@ -44,7 +44,7 @@ setup() {
     # by environment, so that it also holds for the pip that pip starts
     PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
         "$VENV/bin/python" -m pip install -e "$ROOT[$extra]" >"$log" 2>&1 || {
-        if grep -qiE 'name resolution|connection|network|timed out|max retries|proxy' "$log"; then
+        if grep -qiE 'Retrying \(Retry|max retries exceeded|timed out|temporary failure in name' "$log"; then
             fail "Installing failed: the package index cannot be reached. Check the network and run this again. Details: $log"
         fi
         fail "Installing failed: $(grep -i '^error' "$log" | tail -n 1) Details: $log"
