@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -114,15 +115,23 @@ def test_what_a_cache_gives_is_what_was_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(300)
 def test_what_smaller_pictures_give_is_what_was_predicted(tmp_path: Path) -> None:
     shards = photographs(tmp_path / "large", 96, 720)
     fields = {"image": wt.image(size=64, augment="rrc+flip")}
-    now = wt.bench(shards, fields, batch_size=16, seconds=1.0)
-    (change,) = [change for change in now.changes if "--resize" in change.what]
-    wt.pack_tars(str(shards), str(tmp_path / "small"), resize=int(change.what.rpartition(" ")[2]))
-    then = wt.bench(tmp_path / "small", fields, batch_size=16, seconds=1.0)
-    assert change.rate > 1.5 * now.achieved
-    assert within_a_fifth(change.rate, then.achieved), (change, then)
+    predicted, came = list[float](), list[float]()
+    while len(came) < 3:  # other programs take processors as they like
+        now = wt.bench(shards, fields, batch_size=16, seconds=1.0)
+        if "Measure again" in now.verdict:
+            continue
+        (change,) = [change for change in now.changes if "--resize" in change.what]
+        if not came:
+            wt.pack_tars(str(shards), str(tmp_path / "small"), resize=int(change.what.rpartition(" ")[2]))
+        then = wt.bench(tmp_path / "small", fields, batch_size=16, seconds=1.0)
+        assert change.rate > 1.5 * now.achieved
+        predicted.append(change.rate)
+        came.append(then.achieved)
+    assert within_a_fifth(statistics.median(predicted), statistics.median(came)), (predicted, came)
 
 
 def test_tuning_tries_other_workers_and_names_the_best(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -851,6 +852,29 @@ def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> No
         process.wait(20)
         wait_until(lambda: not any(alive(pid) for pid in workers), seconds=5)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "wdstrain"))]
+
+
+HARDLY_BEGUN = """
+    import os, pathlib, signal, sys, time
+    import wdstrain as wt
+
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as a training run answers it, which writes a checkpoint first
+    os.register_at_fork(after_in_child=lambda: time.sleep(1))  # workers that are slow to begin have the same answer
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    for path in pathlib.Path(sys.argv[1]).glob("*.tar"):
+        path.unlink()
+    try:
+        next(iter(loader))
+    except wt.WdstrainError as error:
+        print(error)
+"""
+
+
+def test_workers_that_have_hardly_begun_end_where_the_first_read_fails(shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(shards, tmp_path / "copy")
+    with run_python(HARDLY_BEGUN, str(tmp_path / "copy")) as process:
+        said, _ = process.communicate(timeout=30)
+    assert "cannot be opened: No such file" in said
 
 
 DYING = """

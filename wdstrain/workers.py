@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from wdstrain import children
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import WdstrainError
-from wdstrain.interrupts import Held
+from wdstrain.interrupts import DEATH, Held
 from wdstrain.machine import cores
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
@@ -147,9 +147,10 @@ class Processes:
                 self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
-                worker.join()
+            with Held(DEATH):  # of these, nobody needs to hear
+                for worker in set(multiprocessing.active_children()) - others:
+                    worker.kill()  # a program's own answer to SIGTERM is theirs too
+                    worker.join()
             raise
 
     def stack(self, number: int) -> tuple[str, str]:
