@@ -252,6 +252,20 @@ def test_who_waits_for_a_conversion_that_then_ends_finds_what_it_made(tmp_path: 
     assert files(tmp_path / "out") == before
 
 
+class _Late(Stage):
+    """A stage that is asked for while another conversion comes to its end between two looks at the folder."""
+
+    def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
+        super()._check(present, overwrite, resume)
+        Path(self.out, "train-000000.tar").write_bytes(b"")
+
+
+def test_who_is_refused_leaves_no_stage_behind(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="another conversion was writing into .* until now"):
+        _Late(str(tmp_path), overwrite=True, resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["train-000000.tar"]
+
+
 def test_a_lock_that_was_taken_away_is_no_lock(tmp_path: Path) -> None:
     """Who waited for a stage that was taken away has one of his own, and a third has to wait for him."""
     first = Stage(str(tmp_path / "out"), overwrite=False, resume=False)

@@ -68,13 +68,13 @@ class Stage:
                 for name in set(os.listdir(self.path)) - {_LOCK, _NAMES}:
                     _discard(os.path.join(self.path, name))
         except (FileExistsError, NotADirectoryError):
-            self._unlock()
+            self.leave()
             raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
         except OSError as error:
-            self._unlock()
+            self.leave()
             raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
         except BaseException:
-            self._unlock()
+            self.leave()  # also a stage that was made a moment ago, and has nothing on it
             raise
 
     def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
