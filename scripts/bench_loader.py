@@ -31,7 +31,7 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         webdataset 11034, MosaicML 10125, PyTables 6642 (5415 to 11400). 20.6 times PyTables: met; of readinto 0.28, of FFCV
         0.41: MISSED
     R4  ours 230974 (221205 to 239777); readinto 2870131; webdataset 26409, without processes 21338. 8.75 times: MISSED
-    R5  first batch 0.17 s, 0.21 s with processes; resume 0.46 s, 0.54 s; import 0.09 s: met
+    R5  first batch 0.17 s, 0.21 s with processes; resume 0.46 s, 0.54 s; import 0.12 s (2026-11-21): met
     R6  two workers 1.91 times one; the training process 0.13 (0.12 to 0.13) of a core: met. On 16 cores (and no peers; Python
         3.12, torch 2.11) with a commit of the same day: 964, 1635, 3558, 7374, 11898 samples/s for 1, 2, 4, 8, 16 workers,
         12.34 times one, and 0.15 of a core: met; decode alone there 12929 (12624 to 17028)

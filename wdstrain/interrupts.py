@@ -12,15 +12,15 @@ import signal
 import threading
 from typing import Any
 
-INTERRUPT, DEATH = "SIGINT", "SIGCHLD"
+DEATH = "SIGCHLD"  # of a worker process
 
 
 class Held:
     """Lets them wait within `with`. Elsewhere than in the main thread, where they never come, nothing is done."""
 
     def __init__(self, *names: str) -> None:
-        """names: INTERRUPT or DEATH, where only one of them is to wait."""
-        self._numbers = [getattr(signal, name) for name in names or (INTERRUPT, DEATH) if hasattr(signal, name)]
+        """names: of the signals that wait, where it is not both."""
+        self._numbers = [getattr(signal, name) for name in names or ("SIGINT", DEATH) if hasattr(signal, name)]
         self._arrived = set[int]()
         self._former = dict[int, Any]()
         self._holding = False
