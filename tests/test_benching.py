@@ -211,8 +211,9 @@ def test_the_verb_prints_limits_and_verdict(tmp_path: Path) -> None:
 
     shown = run("--image-size", "32", "--cold")
     assert shown.returncode == 0, shown.stderr
-    for word in ("storage", "decode, threads", "decode, processes", "hand-off", "achieved", "first batch", "verdict", "bind"):
+    for word in ("storage", "decode, threads", "decode, processes", "hand-off", "achieved", "first batch", "verdict"):
         assert word in shown.stdout
+    assert "bind" in shown.stdout or "Measure again" in shown.stdout  # on a machine that was busy meanwhile
     assert max(map(len, shown.stdout.splitlines())) <= 80
     found = json.loads(run("--bytes", "--json").stdout)
     assert found["binding"] in ("storage", "decode")

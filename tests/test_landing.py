@@ -323,7 +323,7 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
             if step % 97 == 0:  # the reader is as far ahead as it may be
                 reader = loader._pipeline._reader  # type: ignore[union-attr]
                 with reader._lock:
-                    reader._lock.wait_for(lambda r=reader: _is_ahead(r), timeout=0.05)  # type: ignore[misc]
+                    reader._changed.wait_for(lambda r=reader: _is_ahead(r), timeout=0.05)  # type: ignore[misc]
     loader.close()
 
 

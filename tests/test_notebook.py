@@ -35,7 +35,7 @@ def cells() -> list[tuple[str, bool]]:
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A notebook beside three shards in `s`; `make(...)` is a loader of them, `alive()` what runs for loaders."""
     home = tmp_path_factory.mktemp("notebook")
-    write_shards(home / "s", [7, 13, 1])
+    write_shards(home / "s", [70, 130, 10])
     with kernel(home) as running:
         running.run(
             "import wdstrain as wt, gc, multiprocessing, os, subprocess, sys, threading, time\n"
@@ -150,7 +150,7 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
     ):
         for _ in range(2):
             opened.interrupted(code)
-            assert opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out == "20\n"
+            assert opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out == "210\n"
     ours = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
     assert len([one for one in ours if isinstance(one, int)]) == workers
     assert ours.count("wdstrain-reader") == 1

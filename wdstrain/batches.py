@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,10 +53,13 @@ class Taken(NamedTuple):
 class Batches(Iterator[Batch]):
     """The batches of one epoch from a step on. Nothing starts before the first is asked for."""
 
-    def __init__(self, host: Host, plan: Order, rank: int, start: int, max_bad: float) -> None:
-        self._host, self._plan, self._max_bad = host, plan, max_bad
+    _plan: Order  # once it has begun
+    _promised: int
+
+    def __init__(self, host: Host, plans: Callable[[int], Order], rank: int, epoch: int, start: int, max_bad: float) -> None:
+        self._host, self._plans, self._rank, self._max_bad = host, plans, rank, max_bad
+        self._epoch = epoch
         self._start = self._step = start
-        self._promised = sum(_promised(plan, lane, start) for lane in plan.lanes_of(rank))
         self._rows = 0
         self._pipeline: Pipeline | None = None
         self._turn = 0
@@ -67,11 +70,14 @@ class Batches(Iterator[Batch]):
         self._logged = False
 
     def __next__(self) -> Batch:
-        asked = self.asked()
         try:
-            return self.give(self.take(), asked)
+            asked = self.asked()
+            try:
+                return self.give(self.take(), asked)
+            except StopIteration:
+                self.ended()
+                raise
         except StopIteration:
-            self.ended()
             raise
         except RuntimeError as error:
             self.close()
@@ -117,19 +123,19 @@ class Batches(Iterator[Batch]):
 
     def take(self) -> Taken:
         """The next batch. Raises StopIteration at the epoch's end, and what the pipeline raises."""
-        if self._step == self._plan.steps:
-            if self._rows != self._promised:
-                raise WdstrainError(f"epoch {self._plan.epoch} promised {self._promised} samples and gave {self._rows}.")
-            raise StopIteration
         if self._pipeline is None:
             self._begin()
         assert self._pipeline is not None
+        if self._step == self._plan.steps:
+            if self._rows != self._promised:
+                raise WdstrainError(f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}.")
+            raise StopIteration
         if self._pipeline.turn != self._turn:
             raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
         batch, counts = self._pipeline.next()
         self._rows += len(counts.ids)
         self._step += 1
-        at = (self._plan.epoch, self._step) if self._step < self._plan.steps else (self._plan.epoch + 1, 0)
+        at = (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
         costs = {name: value - self._before[name] for name, value in self._pipeline.costs().items()}
         return Taken(batch, counts, costs, at, self._plan)
 
@@ -171,11 +177,13 @@ class Batches(Iterator[Batch]):
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        plan = self._plan = self._plans(self._epoch)
+        self._promised = sum(_promised(plan, lane, self._start) for lane in plan.lanes_of(self._rank))
         pipeline = self._pipeline = self._host.open()
-        pipeline.seek(self._plan.epoch, self._start)
+        pipeline.seek(self._epoch, self._start)
         self._turn, self._before = pipeline.turn, pipeline.costs()
-        self._meter = Meter(epoch=self._plan.epoch, left_out=self._plan.left_out, decoders=pipeline.decoders)
-        self._host.begun(self._meter, (self._plan.epoch, self._start))
+        self._meter = Meter(epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders)
+        self._host.begun(self._meter, (self._epoch, self._start))
 
     def _count(self, counts: Counts) -> None:
         meter = self._meter

@@ -192,8 +192,11 @@ class _Courier:
 
     def __init__(self, batches: Batches, sender: Sender) -> None:
         self._batches, self._sender = batches, sender
-        self._room, self._stopping = threading.Semaphore(1), False
+        # tells the thread to take another; a Semaphore would stay locked by an interrupt of whoever releases it
+        self._room: SimpleQueue[None] = SimpleQueue()
+        self._stopping = False
         self._found: SimpleQueue[Brought | BaseException | None] = SimpleQueue()
+        self._room.put(None)
         self._thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
         self._thread.start()
 
@@ -202,13 +205,13 @@ class _Courier:
         found = self._found.get()
         if isinstance(found, BaseException):
             raise found
-        self._room.release()
+        self._room.put(None)
         return found
 
     def close(self) -> None:
         """End the thread; what it took and nobody was given is taken again by another pass."""
         self._stopping = True
-        self._room.release()
+        self._room.put(None)
         self._thread.join(_PATIENCE)
         if self._thread.is_alive():
             self._batches.abandon()
@@ -216,7 +219,7 @@ class _Courier:
 
     def _run(self) -> None:
         while True:
-            self._room.acquire()
+            self._room.get()
             if self._stopping:
                 return
             try:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from wdstrain.cache import BLOCK, Cache, CachedFile
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.indexing import Shard
+from wdstrain.interrupts import Held
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote
 from wdstrain.storage import Source
@@ -135,7 +136,9 @@ class Fetchers:
     """
 
     def __init__(self, cache: Cache | None, tally: Tally, told: Callable[[], None]) -> None:
-        self.cache, self.lock = cache, threading.Condition()
+        # whoever stops this takes the lock itself: an interrupt within a Condition would keep it locked
+        self.cache, self.lock = cache, threading.RLock()
+        self._changed = threading.Condition(self.lock)
         self._tally, self._told = tally, told
         self._todo: deque[_Range] = deque()
         self._stopping = threading.Event()
@@ -147,7 +150,7 @@ class Fetchers:
     def add(self, ranges: list[_Range]) -> None:
         with self.lock:
             self._todo += ranges
-            self.lock.notify_all()
+            self._changed.notify_all()
         while not self._stopping.is_set() and len(self._threads) < _FETCHERS:
             name = f"wdstrain-fetch-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._fetch, name=name, daemon=True))
@@ -155,12 +158,12 @@ class Fetchers:
 
     def stop(self) -> None:
         """End what is on its way; no piece is written to after that."""
-        self._stopping.set()
-        with self.lock:
+        with Held(), self.lock:
+            self._stopping.set()
             for files in self._files.values():
                 for file in files.values():
                     file.stop()
-            self.lock.notify_all()
+            self._changed.notify_all()
         end = time.monotonic() + _PARTING
         for thread in self._threads:  # one that waits for the first byte of an answer ends with it, and writes nothing
             thread.join(max(0.0, end - time.monotonic()))
@@ -182,7 +185,7 @@ class Fetchers:
             with self.lock:
                 if self._alone is None and not all(file.ranged for file in files.values()):
                     self._alone = me
-                    self.lock.notify_all()
+                    self._changed.notify_all()
                 one.of.missing -= 1
                 if not self._stopping.is_set():  # then nobody asks
                     one.of.error = one.of.error or error
@@ -222,7 +225,7 @@ class Fetchers:
     def _take(self, me: int) -> _Range | None:
         """The next range to fetch, once there is one; None when all is to end, or another goes on alone."""
         with self.lock:
-            self.lock.wait_for(lambda: self._todo or self._stopping.is_set() or self._alone not in (None, me))
+            self._changed.wait_for(lambda: self._todo or self._stopping.is_set() or self._alone not in (None, me))
             if self._stopping.is_set() or self._alone not in (None, me):
                 return None  # where a server knows no ranges, each would bring the whole object
             return self._todo.popleft()

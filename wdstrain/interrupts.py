@@ -43,12 +43,16 @@ class Held:
     def let_go(self) -> None:
         """From here on they come as they did, before the end."""
         self._holding = False
-        for number, former in self._former.items():
-            if signal.getsignal(number) == self._note:  # torch puts its own before what it finds
-                signal.signal(number, former)
+        for number in reversed(self._former):  # with SIGINT as the last, which may come at once
+            self._put_back(number)
+
+    def _put_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._note:  # torch puts its own before what it finds
+            signal.signal(number, self._former[number])
 
     def _note(self, number: int, frame: object) -> None:
         if self._holding:
             self._arrived.add(number)
-        else:  # torch's handler calls what it found when it was set, and was set while we held
+        else:  # torch's handler calls what it found when it was set, while we held; or Ctrl-C came while it was put back
+            self._put_back(number)
             self._former[number](number, frame)

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from wdstrain.storage import open_source
 from wdstrain.tar import END, header, padding
 from wdstrain.tasks import Tasks
 from wdstrain.watching import Desk
-from wdstrain.workers import decoder_threads
+from wdstrain.workers import OneCoreEach
 
 _RUNS = 4  # places of the set from which samples are taken
 _MOST_BYTES = 64 << 20  # of an excerpt
@@ -179,8 +179,11 @@ class Bare:
 
     def threads(self, count: int, seconds: float) -> float:
         """Samples a second of so many threads."""
-        with decoder_threads(count) as pool:
-            return _together(list(pool.map(self.run, range(count), [seconds] * count)))
+        one_each = OneCoreEach(count)
+        with ThreadPoolExecutor(count, "wdstrain-decoder", one_each) as pool:
+            with one_each:
+                ran = pool.map(self.run, range(count), [seconds] * count)
+            return _together(list(ran))
 
     def processes(self, count: int, seconds: float, context: str | None) -> float:
         """Samples a second of so many processes."""

@@ -149,10 +149,11 @@ class Loader:
         )
         self._max_bad = max_bad
         self._pipeline: Pipeline | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._end_no_more: Callable[[], Any]  # what would end the pipeline with this loader
         self._position: tuple[int, int] | None = None  # the step after what was delivered; None: nothing was yet
         self._start: tuple[int, int] | None = None  # where the next `for` begins, if somebody said so
         self._meter = Meter()
+        self._host: Callable[[], _Host | None] = lambda: None  # of the pass that began last
 
     _sources: Mapping[str, int] | None = None  # the first id of each source of a mixture
 
@@ -180,9 +181,9 @@ class Loader:
 
     def epoch(self, number: int, *, start: int = 0) -> Batches:
         """Iterate over one epoch, from a step on."""
-        if number < 0 or not 0 <= start < len(self):
+        if number < 0 or start < 0 or (start and start >= len(self)):
             raise UsageError(f"epoch {number}, step {start}: both count from 0, and an epoch has {len(self)} steps.")
-        return Batches(_Host(self), self.plan(number), self.rank, start, self._max_bad)
+        return Batches(_Host(self), self.plan, self.rank, number, start, self._max_bad)
 
     def set_epoch(self, number: int) -> None:
         """The next `for` is this epoch; of a loaded state that lies in it, the rest."""
@@ -240,13 +241,16 @@ class Loader:
         """
         other = copy(self)
         other._new_pipeline = partial(self._new_pipeline, num_workers=0)
-        other._pipeline, other._end, other._meter = None, lambda: None, Meter()
+        other._pipeline, other._meter, other._host = None, Meter(), lambda: None
         return other
 
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
-        with Held(DEATH):  # what it has ends too, and would drop the word
-            self._end()
+        if self._pipeline is not None:
+            with Held(DEATH):  # what it has ends too, and would drop the word
+                self._pipeline.close()
+            # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
+            self._end_no_more()
             self._pipeline = None
 
     def __repr__(self) -> str:
@@ -274,7 +278,7 @@ class Loader:
 class _Host:
     """What a pass over an epoch does to its loader.
 
-    After an error it lets go of it: a traceback holds the pass for as long as it is kept, in a notebook until the next error, and
+    After an error, and when another pass has begun, it lets go of it: a traceback holds the pass for as long as it is kept, in a notebook until the next error, and
     the loader is to end when its user lets go of it. For the same reason no frame here names the loader.
     """
 
@@ -285,13 +289,18 @@ class _Host:
         if self._loader is None:
             raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
         if self._loader._pipeline is None:
-            self._loader._pipeline = self._loader._new_pipeline()
-            self._loader._end = weakref.finalize(self._loader, _end, self._loader._pipeline)
+            pipeline = self._loader._new_pipeline()
+            self._loader._end_no_more = weakref.finalize(self._loader, _end, pipeline).detach
+            self._loader._pipeline = pipeline
         return self._loader._pipeline
 
     def begun(self, meter: Meter, position: tuple[int, int]) -> None:
         if self._loader is not None:
             self._loader._start, self._loader._meter, self._loader._position = None, meter, position
+            former = self._loader._host()
+            if former is not None and former is not self:  # it lost its place
+                former._loader = None
+            self._loader._host = weakref.ref(self)
 
     def moved(self, position: tuple[int, int]) -> None:
         if self._loader is not None:

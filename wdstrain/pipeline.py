@@ -113,6 +113,7 @@ class Pipeline:
         self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
+        self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
         self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
         self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
         self._patience, self._watch = patience, Watch.idle()
@@ -128,8 +129,11 @@ class Pipeline:
     def seek(self, epoch: int, step: int) -> None:
         """The next batch is this one."""
         self.turn += 1
-        if self._results is None or self._at != (epoch, step):
+        if not self._whole:  # a worker may have half a message
+            self._workers.close()
+        if self._results is None or self._at != (epoch, step) or not self._whole:
             self._results, self._at, self._awaited = self._workers.run(self._tasks(epoch, step)), (epoch, step), 0
+            self._whole = True
 
     def next(self) -> tuple[dict[str, Any], Counts]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
@@ -137,8 +141,9 @@ class Pipeline:
             return self._next()
 
     def _next(self) -> tuple[dict[str, Any], Counts]:
-        if self._results is None or self._at is None:
+        if self._results is None or self._at is None or not self._whole:
             raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
+        self._whole = False
         result = self._result(self._results)
         came = time.perf_counter()
         batch = self._pending.pop(result.clock)
@@ -175,6 +180,7 @@ class Pipeline:
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
+        self._whole = True
         return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - int(batch.valid.sum()), found)
 
     def costs(self) -> dict[str, float]:
@@ -200,7 +206,10 @@ class Pipeline:
             self._at = None
 
     def close(self) -> None:
-        """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done."""
+        """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done.
+
+        A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again, and the stream begun anew.
+        """
         if os.getpid() != self._owner:
             return
         self._reader.stop()  # whoever waits for a batch in another thread waits no more

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
@@ -117,7 +118,10 @@ class Reader:
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
         self._scratch = memoryview(bytearray(READ_BYTES))
-        self._lock = threading.Condition(threading.RLock())
+        # the loop's own thread takes the lock itself and waits for news: an interrupt within a Condition would keep it locked
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # for the reader's thread
+        self._news: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
         self._fetchers = Fetchers(cache, Tally(), self._settle_all)
@@ -150,10 +154,8 @@ class Reader:
     def stop(self) -> None:
         """End the thread; at most one read is waited for."""
         if self._thread is not None:
-            with self._lock:
-                self._stopping = True
-                self._error = self._error or WdstrainError("the reader was stopped")
-                self._lock.notify_all()
+            with Held():
+                self._fail(WdstrainError("the reader was stopped"))
             self._thread.join()
             self._thread = None
         self._fetchers.stop()
@@ -169,8 +171,8 @@ class Reader:
 
     def collect(self, epoch: int, step: int) -> Batch:
         """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
+        self._wait(lambda: epoch in self._runs)
         with self._lock:
-            self._wait(lambda: epoch in self._runs)
             if epoch not in self._runs:
                 raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
@@ -181,16 +183,17 @@ class Reader:
         with self._lock:
             for run, wanted in zip(runs, places, strict=True):
                 run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
-            self._lock.notify_all()
-            before = self.shuffle_seconds
-            self._wait(lambda: all(run.read >= run.needed for run in runs))
-            self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
+            self._changed.notify_all()
+        before = self.shuffle_seconds
+        self._wait(lambda: all(run.read >= run.needed for run in runs))
+        self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
+        with self._lock:
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
             if step == plan.steps - 1:
                 del self._runs[epoch]
-                self._lock.notify_all()
+                self._changed.notify_all()
         ids = _joined([of_lane[1] for of_lane in asked])
         where = _joined(offset)
         if plan.tail == "drop":
@@ -202,13 +205,24 @@ class Reader:
         return Batch(ids, where, valid, lost)
 
     def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for the thread, which fails or gets there. The lock is held."""
-        begun, self._asking = time.perf_counter(), True
+        """Wait for the thread, which fails or gets there. The lock is not held."""
+        begun = time.perf_counter()
         try:
-            self._lock.wait_for(lambda: until() or self._error is not None)
+            while True:
+                with self._lock:
+                    if until() or self._error is not None:
+                        return
+                    self._asking = True
+                self._news.get()
         finally:
             self._asking = False
             self.shuffle_seconds += time.perf_counter() - begun
+
+    def _tell(self) -> None:
+        """Something is there that may be waited for. The lock is held."""
+        self._changed.notify_all()
+        if self._asking:
+            self._news.put(None)
 
     def behind(self) -> str | None:
         """What is being read while a batch waits for it, with the stack of who reads; None if none waits."""
@@ -235,9 +249,9 @@ class Reader:
                 plan = self._plans(epoch)
                 runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
                 with self._lock:  # one epoch ahead at most, however small the epochs are
-                    self._lock.wait_for(lambda: self._stopping or len(self._runs) < 2)
+                    self._changed.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
-                    self._lock.notify_all()
+                    self._tell()
                 self._read_epoch(runs)
                 clock += plan.steps
                 epoch, step = epoch + 1, 0
@@ -249,7 +263,7 @@ class Reader:
             while (run := self._next(runs)) is not None:
                 self._read_piece(run)
             with self._lock:  # what the loop needs first has the network for itself
-                self._lock.wait_for(lambda: self._stopping or not any(run.on_the_way for run in runs))
+                self._changed.wait_for(lambda: self._stopping or not any(run.on_the_way for run in runs))
         finally:
             for run in runs:
                 run.forward.close()
@@ -258,7 +272,7 @@ class Reader:
         with self._lock:
             self._error = self._error or error
             self._stopping = True
-            self._lock.notify_all()
+            self._tell()
 
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
@@ -272,7 +286,7 @@ class Reader:
             unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
-            self._lock.wait_for(lambda: self._stopping or any(r.begun - r.needed < self._ahead for r in unread))
+            self._changed.wait_for(lambda: self._stopping or any(r.begun - r.needed < self._ahead for r in unread))
             return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
 
     def _read_piece(self, run: _Run) -> None:
@@ -372,7 +386,7 @@ class Reader:
                 run.read += places
                 self.read_bytes += size
             if run.read > before:
-                self._lock.notify_all()
+                self._tell()
 
     def _asked(self, run: _Run, start: int, stop: int) -> tuple[Ints, Ints]:
         """(places, ids) at the delivery positions [start, stop) of a lane, computed for many positions at a time."""

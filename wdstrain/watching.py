@@ -157,7 +157,8 @@ class Watch:
     def __init__(self, patience: float, look: Callable[[float], None]) -> None:
         self._patience, self._look = patience, look
         self._since: float | None = None
-        self._ended = threading.Event()
+        self._running = threading.Lock()  # until the end
+        self._running.acquire()
         self._thread: threading.Thread | None = None
         if patience:
             self._thread = threading.Thread(target=self._run, name="wdstrain-watch", daemon=True)
@@ -179,14 +180,15 @@ class Watch:
         self._since = None
 
     def close(self) -> None:
-        self._ended.set()
+        if self._running.locked():
+            self._running.release()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
         told: float | None = None
         due = self._patience
-        while not self._ended.wait(max(_SOON, self._patience / _LOOKS)):
+        while not self._running.acquire(timeout=max(_SOON, self._patience / _LOOKS)):
             since = self._since
             if since != told:
                 told, due = since, self._patience

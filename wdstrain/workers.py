@@ -12,11 +12,14 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from functools import partial
 from itertools import count, islice, repeat
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -44,6 +47,9 @@ def _together(batch_size: int) -> int:
     return min(max(1, _TOGETHER // batch_size), _MOST)
 
 
+_Box = SimpleQueue["Result | BaseException"]  # for one result
+
+
 class Inline:
     """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
 
@@ -64,52 +70,76 @@ class Inline:
 
 
 class Threads:
-    """Decodes in threads, one per core; for num_workers=0."""
+    """Decodes in threads, one per core; for num_workers=0.
+
+    Not an executor of the standard library: its futures are Conditions, which a Ctrl-C can leave locked for ever.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.count = cores()
         self.desks = Desks(self.count)
-        self._names: dict[int, int] = {}  # number of a decoder by the identity of its thread
-        self._next = count()
-        self._pool: ThreadPoolExecutor | None = None
-        self._futures: deque[Future[Result]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._todo: SimpleQueue[tuple[Task, _Box] | None] = SimpleQueue()
+        self._boxes: deque[_Box] = deque()  # into which the results of what is in flight are put, in order
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Results of a new stream of tasks; what an earlier stream left in flight is waited for and dropped."""
-        self._drop()
+        """Results of a new stream of tasks, in new threads: so nothing is in flight of an earlier one."""
+        self.close()
         with Held():
-            self._pool = self._pool or decoder_threads(self.count)
+            self._begin()
         while True:
-            while len(self._futures) < PREFETCH * self.count:
-                self._futures.append(self._pool.submit(self._decode, next(tasks)))
-            yield self._futures.popleft().result()
+            while len(self._boxes) < PREFETCH * self.count:
+                task, box = next(tasks), _Box()
+                self._boxes.append(box)
+                self._todo.put((task, box))
+            result = self._boxes.popleft().get()
+            if isinstance(result, BaseException):
+                try:
+                    raise result
+                finally:
+                    del result  # which refers to this frame
+            yield result
 
-    def _decode(self, task: Task) -> Result:
-        number = self._names.get(threading.get_ident())
-        if number is None:
-            number = self._names[threading.get_ident()] = next(self._next) % self.count
-        return self._decoder(task, self.desks[number])
+    def _begin(self) -> None:
+        self._todo, one_each = SimpleQueue(), OneCoreEach(self.count)
+        threads = [
+            threading.Thread(target=self._work, args=(number, one_each), name=f"wdstrain-decoder_{number}", daemon=True)
+            for number in range(self.count)
+        ]
+        with one_each:
+            for thread in threads:
+                thread.start()
+        self._threads = threads
+
+    def _work(self, number: int, one_each: OneCoreEach) -> None:
+        one_each()
+        desk = self.desks[number]
+        while (given := self._todo.get()) is not None:
+            task, box = given
+            result: Result | BaseException
+            try:
+                result = self._decoder(task, desk)
+            except BaseException as error:  # the loop raises it
+                result = error
+            box.put(result)
+            del given, task, box, result  # the memory of a batch is the loop's alone
 
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a decoder."""
-        thread = next((ident for ident, one in list(self._names.items()) if one == number), None)
-        return f"decoder thread {number}", stack_of(thread)
-
-    def _drop(self) -> None:
-        for future in self._futures:
-            future.cancel()
-        for future in self._futures:
-            if not future.cancelled():
-                future.exception()
-        self._futures.clear()
+        return f"decoder thread {number}", stack_of(self._threads[number].ident if self._threads else None)
 
     def close(self) -> None:
-        self._drop()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
-            self._names.clear()
+        with Held():
+            with suppress(Empty):  # what nobody began is not decoded any more
+                while True:
+                    self._todo.get_nowait()
+            for _ in self._threads:
+                self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._boxes.clear()
 
 
 class Processes:
@@ -127,7 +157,7 @@ class Processes:
             persistent_workers=True,
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_worker, self._stacks, self.desks),
-            multiprocessing_context=context,
+            multiprocessing_context=_with_careful_queues(multiprocessing.get_context(context)),
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
         self._iterator: Iterator[list[bytes]] | None = None
@@ -161,14 +191,13 @@ class Processes:
         return f"worker process {number} (pid {process.pid})", self._stacks.ask(process.pid)
 
     def close(self) -> None:
-        iterator, self._iterator = self._iterator, None
+        iterator, self._iterator, self._loader._iterator = self._iterator, None, None
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
                 if worker.is_alive():  # it was asked to end and told to; one that is stopped or hangs hears neither
                     worker.kill()
                     worker.join()
-        self._loader._iterator = None
         self._stream.tasks = iter(())  # they refer to whoever uses these workers
 
 
@@ -221,6 +250,21 @@ class _Stream:
             yield tuple(islice(tasks, 1 if message < PREFETCH * self._workers else self._together))
 
 
+class _Careful(Queue):  # type: ignore[type-arg]
+    """A queue into which a Ctrl-C comes before or after something is put: between, it would leave it locked, and whoever closes it."""
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        with Held("SIGINT"):
+            super().put(obj, block, timeout)
+
+
+def _with_careful_queues(context: BaseContext) -> BaseContext:
+    """What begins worker processes, as torch takes it."""
+    careful = copy(context)
+    careful.Queue = partial(_Careful, ctx=context)  # type: ignore[method-assign]
+    return careful
+
+
 class _Remote(Dataset[list[bytes]]):
     """The DataLoader's data set: `remote[tasks]` decodes them.
 
@@ -255,22 +299,30 @@ def _begin_worker(stacks: Stacks, desks: Desks, worker: int) -> None:
     desks[worker].leave()
 
 
-def _on_one_core() -> None:
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-
-
-def decoder_threads(count: int) -> ThreadPoolExecutor:
-    """Threads in which torch computes on one core, theirs.
+class OneCoreEach:
+    """Called in each of `count` threads as it begins: torch computes on one core there, its own. They are begun `with` this.
 
     torch.set_num_threads is for the calling thread, and for all that have not asked for their number yet: so each of ours asks before
     it sets its own, or its first computation would take the caller's; that is put back for later threads when all of ours have theirs.
     """
-    threads = torch.get_num_threads()
-    ready = threading.Barrier(count + 1)
-    pool = ThreadPoolExecutor(count, "wdstrain-decoder", initializer=_on_one_core)
-    for _ in range(count):
-        pool.submit(ready.wait)
-    ready.wait()
-    torch.set_num_threads(threads)
-    return pool
+
+    def __init__(self, count: int) -> None:
+        self._threads, self._ready = torch.get_num_threads(), threading.Barrier(count + 1)
+
+    def __call__(self) -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._ready.wait()
+        except threading.BrokenBarrierError:  # another could not begin
+            raise SystemExit from None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        if failed is not None:
+            self._ready.abort()
+            return
+        self._ready.wait()
+        torch.set_num_threads(self._threads)

@@ -1,0 +1,129 @@
+"""Interrupts a loop over a loader, again and again, at moments drawn from all at which Python looks for a Ctrl-C.
+
+Those are where a function begins and where one of C has returned, in the main thread, which is what a profiler is called for. So each
+is as likely as another, however short the time in which a real Ctrl-C would meet it. Run as a program of its own, because a lock that
+stays locked ends nothing: it prints the stacks of all threads and gives up. Its last line is {"moments", "interrupted"}.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import wdstrain as wt
+
+PATIENCE = 60.0  # seconds until a loop that does not end is given up
+SWALLOWED = ("<genexpr>", "__del__", "_remove")  # where Python prints and drops whatever is raised: no place of ours
+
+
+class Moments:
+    """Counts the moments of the main thread within `with`; at the `nth` there is a Ctrl-C."""
+
+    def __init__(self, nth: int = 0) -> None:
+        self.count, self.nth = 0, nth
+
+    def __enter__(self) -> Moments:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "c_return" or (event == "call" and frame.f_code.co_name not in SWALLOWED):
+            self.count += 1
+            if self.count == self.nth:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGINT)
+
+
+def alive() -> list[str]:
+    threads = [one.name for one in threading.enumerate() if one.name.startswith("wdstrain")]
+    return threads + [str(child) for child in multiprocessing.active_children()]
+
+
+def interrupted(turn: Callable[[], None], nth: int, second: float | None) -> bool:
+    """Whether a turn that is interrupted ended with that. second: seconds until another Ctrl-C, which is a real one."""
+    ended_by_it, began = False, threading.Event()
+
+    def again() -> None:
+        began.wait()
+        time.sleep(second or 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=again)
+    if second is not None:
+        thread.start()
+    with suppress(KeyboardInterrupt):
+        try:
+            with Moments(nth) as moments:
+                turn()
+        except KeyboardInterrupt:
+            ended_by_it = True
+            raise
+        finally:
+            assert moments.count >= nth or not ended_by_it
+            began.set()
+            if second is not None:
+                thread.join()
+                time.sleep(0.001)  # a step in which it arrives
+    return ended_by_it
+
+
+def main() -> None:
+    urls, options, count, seed, twice = (
+        sys.argv[1],
+        json.loads(sys.argv[2]),
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+        sys.argv[5] == "twice",
+    )
+    rng = random.Random(seed)
+    kind = options.pop("kind")
+    if kind == "transform":
+        options["transform"] = lambda sample: {"n": int(sample["cls"])}
+    elif kind == "array":
+        options["fields"] = {"x": wt.array("x.npy", shape=(2048,), dtype="int32")}
+
+    def made() -> wt.Loader:
+        return wt.Loader(urls, batch_size=2, multiprocessing_context="fork", **options)
+
+    loader: wt.Loader | None = made()
+
+    def turn() -> None:
+        for _ in range(2):
+            list(loader or ())
+
+    with Moments() as moments:
+        turn()
+    assert loader is not None
+    promised = [batch["__key__"] for batch in loader.epoch(0)]
+    ended = 0
+    for number in range(count):
+        loader = made()
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        ended += interrupted(turn, rng.randrange(1, moments.count), rng.uniform(0, 0.002) if twice else None)
+        assert [batch["__key__"] for batch in loader.epoch(0)] == promised, f"after interrupt {number}"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, f"after interrupt {number}"
+        loader = None
+        if alive():  # a traceback goes with the collector
+            gc.collect()
+        assert not alive(), f"after interrupt {number}"
+        faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"moments": moments.count, "interrupted": ended}))
+
+
+if __name__ == "__main__":
+    main()
