@@ -910,3 +910,37 @@ def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
     while not done():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
+
+
+def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads(tmp_path: Path) -> None:
+    """Small ones are sent as they are, others as files in memory."""
+    shards = write_shards(tmp_path / "s", [8])
+
+    def transform(sample: dict[str, Any]) -> dict[str, torch.Tensor]:
+        number = torch.tensor(int(sample["cls"]))
+        kinds = (
+            torch.bool,
+            torch.uint8,
+            torch.int16,
+            torch.int64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.complex64,
+        )
+        of_kinds = {str(kind): (number + torch.arange(6).view(2, 3)).to(kind) for kind in kinds}
+        return {
+            **of_kinds,
+            "scalar": number,
+            "part": torch.arange(20)[number::3][:3],
+            "large": torch.full((100_000,), int(number)),
+        }
+
+    options: dict[str, Any] = {"transform": transform, "batch_size": 4, "multiprocessing_context": "fork"}
+    here, there = (list(wt.Loader(shards, num_workers=workers, **options)) for workers in (0, 2))
+    for one, other in zip(here, there, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"__key__"}:
+            assert one[name].dtype == other[name].dtype
+            assert torch.equal(one[name], other[name])
+            other[name][0] = 0  # it is the caller's

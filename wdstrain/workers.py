@@ -7,6 +7,7 @@ its care for dead workers, start methods and shutdown is torch's, well kept.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import pickle
 import threading
@@ -33,6 +34,18 @@ from wdstrain.machine import cores
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
+_SMALL = 256 << 10  # bytes of a tensor that is sent as it is
+_KNOWN_TO_NUMPY = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+)
 _TOGETHER, _MOST = 100, 4  # samples of one message to a worker process, about, where batches are small; batches of one
 
 
@@ -283,10 +296,30 @@ class _Remote(Dataset[list[bytes]]):
 
 def _pickled(result: Result) -> bytes:
     try:
-        return bytes(ForkingPickler.dumps(result))
+        return _Pickler.of(result)
     except Exception as error:  # what pickling raises depends on the object
         reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
-        return bytes(ForkingPickler.dumps(result._replace(values={}, bad=[Bad(0, "", reason)])))
+        return _Pickler.of(result._replace(values={}, bad=[Bad(0, "", reason)]))
+
+
+class _Pickler(ForkingPickler):
+    """Sends small tensors, such as the labels of a batch, as they are.
+
+    Torch sends each by a file in memory, which is fetched over a socket of its own: 1.2 ms each, half of it here; a copy of 256 bytes
+    takes 0.2 ms, of 256 KB 0.7. And a worker that is in the midst of it when Ctrl-C ends the loop prints a traceback.
+    """
+
+    @classmethod
+    def of(cls, result: Result) -> bytes:
+        into = io.BytesIO()
+        cls(into).dump(result)
+        return into.getvalue()
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout == torch.strided
+        if plain and not obj.requires_grad and not obj.is_neg() and obj.dtype in _KNOWN_TO_NUMPY and obj.nbytes <= _SMALL:
+            return torch.from_numpy, (obj.numpy(),)
+        return NotImplemented
 
 
 def _as_it_is(value: Any) -> Any:
