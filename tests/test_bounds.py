@@ -221,6 +221,7 @@ def check_walks(cases: list[tuple[Path, str]]) -> None:
         assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, said)
 
 
+@pytest.mark.slow
 def test_a_walk_over_headers_holds_no_more_than_they_are(tmp_path: Path) -> None:
     check_walks(bombs(tmp_path / "bombs", 60_000))
 
