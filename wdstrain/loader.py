@@ -278,8 +278,9 @@ class Loader:
 class _Host:
     """What a pass over an epoch does to its loader.
 
-    After an error, and when another pass has begun, it lets go of it: a traceback holds the pass for as long as it is kept, in a notebook until the next error, and
-    the loader is to end when its user lets go of it. For the same reason no frame here names the loader.
+    After an error, and when another pass has begun, it lets go of it: a traceback holds the pass for as long as it is kept, in a
+    notebook until the next error, and the loader is to end when its user lets go of it. For the same reason no frame here names
+    the loader.
     """
 
     def __init__(self, loader: Loader) -> None:

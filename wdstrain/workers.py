@@ -106,13 +106,16 @@ class Threads:
                 task, box = next(tasks), _Box()
                 self._boxes.append(box)
                 self._todo.put((task, box))
-            result = self._boxes.popleft().get()
-            if isinstance(result, BaseException):
-                try:
-                    raise result
-                finally:
-                    del result  # which refers to this frame
-            yield result
+            yield self._result()
+
+    def _result(self) -> Result:
+        result = self._boxes.popleft().get()
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # which refers to this frame
+        return result
 
     def _begin(self) -> None:
         self._todo, one_each = SimpleQueue(), OneCoreEach(self.count)
