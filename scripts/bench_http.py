@@ -74,7 +74,7 @@ import wdstrain as wt
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index
 from wdstrain.serving import Server
-from wdstrain.storage import open_source
+from wdstrain.storage import LocalFile
 
 PIECE = 4 << 20  # bytes of one read of our reader
 RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections
@@ -236,7 +236,7 @@ def forward(index: Index) -> float:
 
     begun = time.perf_counter()
     fetchers = Fetchers(None, Tally(), told)
-    lane = Forward(lambda shard: open_source(shard.path, shard.bytes), fetchers)
+    lane = Forward(lambda shard: LocalFile(shard.path), fetchers)
     for shard in index.shards:
         for number, offset in enumerate(range(0, shard.bytes, PIECE)):
             if len(on_the_way) == 8:

@@ -97,7 +97,7 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
     plan = plan_of(index, **options)
     if kind == "odd" and "lanes" not in options and options["batch_size"] == 4:
         assert foretold.ranks[0].unused_bytes > 3000
-    monkeypatch.setattr(reader, "open_source", lambda path, size, state: Recorder(path))
+    monkeypatch.setattr(reader, "LocalFile", lambda path, state: Recorder(path))
     words = {name: value for name, value in options.items() if name not in ("epoch", "world_size")}
     for rank in foretold.ranks:
         sources.clear()

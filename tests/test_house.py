@@ -13,6 +13,7 @@ import pytest
 
 import wdstrain
 from tests.conftest import ROOT, write_shards
+from wdstrain import bulk
 
 PACKAGE = ROOT / "wdstrain"
 
@@ -33,16 +34,17 @@ FLOORS = [
         "packing.collector",
         "looking.picturing",
     },
-    {"bodies", "turbo", "looking.wording", "sending", "console"},
-    {"http", "objects"},
+    {"bodies", "turbo", "looking.wording", "sending", "console", "memory"},
+    {"http", "objects", "bulk"},
     {"remote"},
     {"policies", "charts"},
-    {"plan", "tar", "storage", "opener", "decode", "augment", "memory", "meter", "measured", "inspecting.dimensions"},
+    {"plan", "tar", "storage", "opener", "decode", "augment", "meter", "measured", "inspecting.dimensions"},
     {
         "indexing",
         "verifying.search",
         "arena",
         "pinned",
+        "stretches",
         "watching",
         "mixing",
         "packing.options",
@@ -222,11 +224,15 @@ def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path
     assert guides
     assert set(guides) <= set(names)
     assert not [name for name in names if not name.startswith("wdstrain")]
+    assert ("wdstrain/libbulk.so" in names) == bulk.COMPILED
     site, place = tmp_path / "site", tmp_path / "elsewhere"
     place.mkdir()
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site)}
+    code = "from wdstrain import bulk; print(bulk.COMPILED, bulk.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{bulk.COMPILED} {site / 'wdstrain' / 'bulk.py'}\n"
     for command in ([sys.executable, "-m", "wdstrain"], [str(site / "bin" / "wdstrain")]):
         done = subprocess.run([*command, "--version"], cwd=place, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == f"wdstrain {wdstrain.__version__}\n"

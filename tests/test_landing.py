@@ -287,18 +287,18 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     from wdstrain import landing as module
 
     folder = pack(tmp_path / "set", 40)
-    original = module.Landing._all
+    original = module.Landing._read
 
-    def once(self: Any, source: Any, pieces: Any, count: int, part: Any) -> None:
-        original(self, source, pieces, count, part)
+    def once(self: Any, source: Any, places: Any, firsts: Any, part: Any) -> None:
+        original(self, source, places, firsts, part)
         if 20 in part.ids and not damaged:
             damaged.append(True)
-            row = part.ids.tolist().index(20)
-            after = pieces[(row + 1) * count - 1]  # the arena's part behind the array: the header and value of cls
+            first = int(firsts[part.ids.tolist().index(20)])
+            after = places.run(first + module._RUNS)  # the arena's part behind the array: the header and value of cls
             after[len(bytes(after).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding
 
     damaged: list[bool] = []
-    monkeypatch.setattr(module.Landing, "_all", once)
+    monkeypatch.setattr(module.Landing, "_read", once)
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace")
     found = epoch(loader)
     assert damaged
@@ -329,7 +329,7 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
 
 def _is_ahead(reader: Any) -> bool:
     runs = [run for runs in reader._runs.values() for run in runs]
-    return all(run.begun - run.needed >= reader._ahead or run.begun == run.plan.lane_places(run.lane) for run in runs)
+    return all(run.begun == run.plan.lane_places(run.lane) or not reader._may_read(run) for run in runs)
 
 
 def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:

@@ -81,7 +81,7 @@ for epoch in range(10):
     for batch in loader:
         # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
         reader = loader._pipeline._reader
-        while epoch == 0 and reader.read_bytes < 2 * extents and reader._error is None:
+        while epoch == 0 and not reader._resting and reader.read_bytes < 2 * extents and reader._error is None:
             os.sched_yield()
     sizes.append(tree())
 print(json.dumps(sizes))

@@ -147,8 +147,7 @@ class Batches(Iterator[Batch]):
         self._meter.copy_seconds += copy_seconds
         self._host.moved(taken.position)
         self._count(taken.counts)
-        for name, value in taken.costs.items():
-            setattr(self._meter, name, value)
+        vars(self._meter).update(taken.costs)
         self._last = taken._replace(batch={})  # the memory of a batch is the loop's alone
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked

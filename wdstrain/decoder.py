@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from wdstrain.augment import DRAWS
 from wdstrain.bits import key, uniform
-from wdstrain.checksum import crc32
+from wdstrain.bulk import checksums
 from wdstrain.fields import Field
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
@@ -50,6 +50,7 @@ class Task(NamedTuple):
     crc: npt.NDArray[np.uint32]
     keys: tuple[str, ...]
     lost: dict[int, str]
+    alike: tuple[int, ...]  # the fields of each sample, in order; empty where samples differ
 
 
 _LONGEST = 1000  # characters of a reason
@@ -130,17 +131,17 @@ class Decoder:
     def _bytes(self, task: Task) -> Read:
         """Each field as a list of bytes, None where a sample lacks it."""
         rows = len(task.ids)
-        data = list(map(bytes, self._members(task)))
-        bad = self._damaged(task, data)
-        read, found = time.perf_counter(), dict[str, list[bytes | None]]()
-        for number, name in enumerate(self._names):
-            mine = np.flatnonzero(task.field == number)
-            column: list[bytes | None] = [data[m] for m in mine.tolist()]
-            if len(mine) != rows:  # some lack it
-                of = np.repeat(np.arange(rows), np.diff(task.first))
-                there = dict(zip(of[mine].tolist(), column, strict=True))
-                column = [there.get(row) for row in range(rows)]
-            found[name] = column
+        ends = (task.offset + task.size).tolist()
+        data = list(map(self.arena.map.__getitem__, map(slice, task.offset.tolist(), ends)))
+        bad = self._damaged(task)
+        read = time.perf_counter()
+        found: dict[str, list[bytes | None]] = {name: [None] * rows for name in self._names}
+        for place, field in enumerate(task.alike):
+            found[self._names[field]][:] = data[place :: len(task.alike)]
+        if not task.alike:
+            of = np.repeat(np.arange(rows), np.diff(task.first)).tolist()
+            for row, field, value in zip(of, task.field.tolist(), data, strict=True):
+                found[self._names[field]][row] = value
         return found, self._substitute(list(bad.values()), task.ids, list(found.values())), read
 
     def _read_fields(self, task: Task, desk: Desk) -> Read:
@@ -152,7 +153,7 @@ class Decoder:
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         parts = [(name, field, columns.get(name)) for name, field in self._fields.items()]
         data = self._members(task)
-        damaged = self._damaged(task, data)
+        damaged = self._damaged(task)
         bad = list(damaged.values())
         for row, members in enumerate(self._by_row(task, data)):
             desk.at(row)
@@ -181,7 +182,7 @@ class Decoder:
         assert self._transform is not None
         examples: list[Any] = [None] * len(task.ids)
         data = self._members(task)
-        damaged = self._damaged(task, data)
+        damaged = self._damaged(task)
         bad = list(damaged.values())
         for row, members in enumerate(self._by_row(task, data)):
             desk.at(row)
@@ -235,11 +236,11 @@ class Decoder:
         ends = (task.offset + task.size).tolist()
         return [view[start:end] for start, end in zip(task.offset.tolist(), ends, strict=True)]
 
-    def _damaged(self, task: Task, data: Sequence[bytes | memoryview]) -> dict[int, Bad]:
-        """By row, what was not read as it was packed. All members at once: beside what each takes by itself a checksum is nothing."""
+    def _damaged(self, task: Task) -> dict[int, Bad]:
+        """By row, what was not read as it was packed."""
         bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
-        if len(task.crc) and (found := list(map(crc32, data))) != (packed := task.crc.tolist()):
-            for m in [m for m, crc in enumerate(found) if crc != packed[m]]:
+        if len(task.crc):
+            for m in (checksums(self.arena, task.offset, task.size) != task.crc).nonzero()[0].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1
                 bad.setdefault(row, Bad(row, self._names[task.field[m]], MISMATCH))
         return dict(sorted(bad.items()))

@@ -18,13 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from wdstrain.bulk import Places
 from wdstrain.cache import BLOCK, Cache, CachedFile
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.indexing import Shard
 from wdstrain.interrupts import Held
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote
-from wdstrain.storage import Source
+from wdstrain.storage import LocalFile
 
 RANGE = BLOCK  # bytes of one request, cut as the blocks of the cache are
 _FETCHERS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
@@ -68,9 +69,9 @@ class Forward:
     opened: what opens a local shard. fetchers: who brings those of others.
     """
 
-    opened: Callable[[Shard], Source]
+    opened: Callable[[Shard], LocalFile]
     fetchers: Fetchers
-    _source: Source | None = None  # the local shard that is open
+    _source: LocalFile | None = None  # the local shard that is open
     _shard: Shard | None = None  # the remote shard that is being read with a cache
     _asked: set[int] | None = None  # its blocks that were asked for, if it is read from its beginning
     _fills: Reading = field(default_factory=Reading)
@@ -80,7 +81,7 @@ class Forward:
         """Whether something is still on its way into the cache that nobody asked for."""
         return self._fills.missing > 0
 
-    def begin(self, shard: Shard, pieces: Sequence[memoryview], offset: int, *, leaving: bool) -> Reading:
+    def begin(self, shard: Shard, pieces: Places | Sequence[memoryview], offset: int, *, leaving: bool) -> Reading:
         """Fill the pieces with the bytes of a shard from offset on. leaving: the lane reads nothing of it after that."""
         reading = Reading()
         if not is_remote(shard.path):
@@ -88,7 +89,7 @@ class Forward:
                 if self._source is None or shard.path != self._source.path:
                     self.close()
                     self._source = self.opened(shard)
-                self._source.read_into(list(pieces), offset)
+                self._source.read_into(pieces, offset)
             except WdstrainError as error:
                 reading.error = error
             return reading

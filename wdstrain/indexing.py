@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -219,8 +220,14 @@ class Index:
 
     def keys(self, ids: Ints) -> list[str]:
         """The keys of samples."""
-        starts, stops, text = self.table.key_first[ids].tolist(), self.table.key_first[ids + 1].tolist(), self.table.keys.data
-        return [str(text[a:b], "utf-8", "surrogateescape") for a, b in zip(starts, stops, strict=True)]
+        starts = self.table.key_first[ids]
+        sizes = self.table.key_first[ids + 1] - starts
+        first = firsts(sizes)
+        joined = self.table.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
+        if joined.isascii():  # cut as text, which takes half the time of making one text after another
+            text = joined.decode("ascii")
+            return [text[a:b] for a, b in pairwise(first.tolist())]
+        return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in pairwise(first.tolist())]
 
     def shard_of(self, ids: Ints) -> Ints:
         """Number of the shard each sample lies in. int64, as `ids`."""

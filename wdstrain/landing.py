@@ -13,7 +13,6 @@ byte order, the first axis fastest), is odd: it is read once more when its batch
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +21,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from wdstrain.bulk import ALONE, JOINED, UNCHECKED, Places, of_samples
 from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import Field, NumpyArray
 from wdstrain.forward import Reading
 from wdstrain.indexing import Index, Ints, Shard
+from wdstrain.machine import cores
 from wdstrain.memory import Memory
 from wdstrain.plan import Order, Plan
 from wdstrain.remote import is_remote
@@ -34,9 +35,10 @@ from wdstrain.slots import Layout, Slots
 from wdstrain.storage import LocalFile, open_source
 
 READ_TOGETHER = 32 << 20  # bytes that are begun at a time, for the threads to share
-_CHUNK = 4 << 20  # bytes that one thread reads and compares at a time
+_SCRATCH = 4 << 20  # bytes for what nobody wants
 _LEAST = 4096  # bytes of an array that is worth it
 _HANDS = 4  # threads, at most
+_RUNS = 3  # of an array: what is before it, its head, and its numbers
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,11 @@ class Landing:
         self._lost: dict[tuple[int, int], str] = {}
         self._open: set[LocalFile] = set()
         self._slot_at: dict[int, int] = {}  # clock -> slot
-        self._heads: dict[tuple[int, bytes], bool] = {}
+        self._heads: dict[int, int] = {}  # by member: crc32 of a head that says that the array lies as it should, seen last
         self._hands: ThreadPoolExecutor | None = None
         self._todo: set[Future[None]] = set()
-        self._scratch = memoryview(bytearray(_CHUNK))
+        self._count = min(_HANDS, cores())
+        self._scratch = Memory(_SCRATCH)
 
     def homes(self, clocks: Ints) -> Ints:
         """Where the slots of these batches begin, in bytes. The reader's lock is held."""
@@ -155,48 +158,71 @@ class Landing:
                     lost[row] = why
         return slot, lost, count
 
-    def read(self, shard: Shard, samples: Placed, arena: Memory, told: Callable[[], None]) -> Reading:
-        """Begin to read samples that follow one another in a shard. told: called, from any thread, when all are there."""
-        if self._hands is None:
-            count = min(_HANDS, os.cpu_count() or 1)
-            self._hands = ThreadPoolExecutor(count, "wdstrain-land")
-        mean = max(1, int(samples.stops[-1] - samples.starts[0]) // len(samples.ids))
-        each = max(1, _CHUNK // mean)
-        parts = [Placed(*(column[at : at + each] for column in samples)) for at in range(0, len(samples.ids), each)]
-        reading, lock = Reading(missing=len(parts)), threading.Lock()
+    def read(self, shard: Shard, samples: Placed, arena: Memory, told: Callable[[], None]) -> list[tuple[Reading, int]]:
+        """Begin to read samples that follow one another in a shard: parts of them, and how many samples each has.
+
+        told: called, from any thread, when a part is there.
+        """
+        hands = self._hands
+        if hands is None:
+            hands = self._hands = ThreadPoolExecutor(self._count, "wdstrain-land")
+        count = len(samples.ids)
         try:
             source = LocalFile(shard.path, self._index.state(shard))
         except WdstrainError as error:
-            reading.missing = 0
             if self._salvage:
-                self._lose(samples, range(len(samples.ids)), error)
-            else:
-                reading.error = error
-            return reading
+                self._lose(samples, range(count), error)
+            return [(Reading(error=None if self._salvage else error), count)]
         self._open.add(source)
+        places, firsts = self._places(samples, arena)
+        bounds = np.linspace(0, count, min(self._count, count) + 1).astype(int).tolist()
+        readings, left, lock = [Reading(missing=1) for _ in bounds[1:]], [len(bounds) - 1], threading.Lock()
 
-        def work(part: Placed) -> None:
-            error: WdstrainError | None = None
+        def work(reading: Reading, start: int, stop: int) -> None:
             try:
-                self._read(source, part, arena)
+                self._read(source, places, firsts[start:stop], Placed(*(column[start:stop] for column in samples)))
             except WdstrainError as problem:
-                error = problem
+                reading.error = problem
             except BaseException as problem:  # handed to the reader, which raises it
-                error = WdstrainError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
+                reading.error = WdstrainError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
             with lock:
-                reading.error = reading.error or error
-                reading.missing -= 1
-                last = not reading.missing
+                left[0] -= 1
+                last = not left[0]
             if last:
                 self._open.discard(source)
                 source.close()
-                told()
+            reading.missing = 0
+            told()
 
-        for part in parts:
-            future = self._hands.submit(work, part)
+        for reading, start, stop in zip(readings, bounds, bounds[1:], strict=False):
+            future = hands.submit(work, reading, start, stop)
             self._todo.add(future)
             future.add_done_callback(self._todo.discard)
-        return reading
+        return list(zip(readings, np.diff(bounds).tolist(), strict=True))
+
+    def _places(self, samples: Placed, arena: Memory) -> tuple[Places, Ints]:
+        """Where the bytes of samples go, in `_RUNS` runs for each array and one behind the last; and which is the first of each sample."""
+        table, width = self._index.table, _RUNS * len(self._what) + 1
+        start, size = np.empty((2, len(samples.ids), width), np.int64)
+        upto, at = samples.offsets, samples.starts  # in the arena, and in the shard: what is placed so far
+        for k, one in enumerate(self._what):
+            row = table.member_offset[table.member_first[samples.ids] + one.member] + one.head
+            head = upto + row - at - one.head
+            before, of_head, of_row = range(_RUNS * k, _RUNS * k + _RUNS)
+            start[:, before], size[:, before] = upto, head - upto
+            start[:, of_head], size[:, of_head] = head, one.head
+            start[:, of_row], size[:, of_row] = samples.homes + one.column + samples.rows * one.row, one.row
+            upto, at = head + one.head, row + one.row
+        start[:, -1], size[:, -1] = upto, samples.stops - at
+        memories = (arena, self._slots.memory, self._scratch)
+        return of_samples(
+            memories,
+            [0, 0, 1] * len(self._what) + [0],
+            start,
+            size,
+            samples.starts,
+            [UNCHECKED, ALONE, JOINED if len(table.member_crc) else UNCHECKED] * len(self._what) + [UNCHECKED],
+        )
 
     def stop(self) -> None:
         """Wait for what is being read, forget what is not begun. No place is written to after that."""
@@ -244,44 +270,23 @@ class Landing:
 
     # --- the threads ---------------------------------------------------------------------------------------------------
 
-    def _read(self, source: LocalFile, part: Placed, arena: Memory) -> None:
-        table, count = self._index.table, 2 * len(self._what) + 1
-        pieces: list[memoryview] = [self._scratch[:0]] * (count * len(part.ids))
-        upto = part.offsets  # in the arena, and in the shard: what is placed so far
-        at = part.starts
-        heads: list[list[memoryview]] = []
-        rows: list[list[memoryview]] = []
-        for k, one in enumerate(self._what):
-            numbers = table.member_offset[table.member_first[part.ids] + one.member] + one.head
-            ends = upto + numbers - at
-            pieces[2 * k :: count] = _views(arena.view, upto, ends)
-            heads.append(_views(arena.view, ends - one.head, ends))
-            homes = part.homes + one.column + part.rows * one.row
-            rows.append(_views(self._slots.memory.view, homes, homes + one.row))
-            pieces[2 * k + 1 :: count] = rows[-1]
-            upto, at = ends, numbers + one.row
-        pieces[count - 1 :: count] = _views(arena.view, upto, upto + part.stops - at)
+    def _read(self, source: LocalFile, places: Places, firsts: Ints, part: Placed) -> None:
+        width, whole = _RUNS * len(self._what) + 1, np.arange(len(part.ids))
+        mine = places.part(int(firsts[0]), int(firsts[-1]) + width)
         try:
-            self._all(source, pieces, count, part)
-            whole = list(range(len(part.ids)))
+            source.read_into(mine, int(part.starts[0]))
         except WdstrainError:
             if not self._salvage:
                 raise
-            whole = [i for i in range(len(part.ids)) if self._single(source, pieces[i * count : (i + 1) * count], part, i)]
-        self._compare(part, whole, heads, rows)
+            single = [places.part(first, first + width) for first in firsts.tolist()]
+            whole = np.flatnonzero([self._single(source, one, part, i) for i, one in enumerate(single)])
+        first, part = firsts[whole] - firsts[0], Placed(*(column[whole] for column in part))
+        for k, one in enumerate(self._what):
+            self._compare(one, mine, first + _RUNS * k, part)
 
-    def _all(self, source: LocalFile, pieces: list[memoryview], count: int, part: Placed) -> None:
-        """Read all samples at once, and what is between them for nobody."""
-        pieces = pieces.copy()
-        gaps = part.starts[1:] - part.stops[:-1]  # members that are no samples, or samples this resume does not need
-        for i in np.flatnonzero(gaps)[::-1].tolist():
-            skipped = range(0, int(gaps[i]), _CHUNK)
-            pieces[(i + 1) * count : (i + 1) * count] = [self._scratch[: min(_CHUNK, int(gaps[i]) - at)] for at in skipped]
-        source.read_into(pieces, int(part.starts[0]))
-
-    def _single(self, source: LocalFile, pieces: list[memoryview], part: Placed, i: int) -> bool:
+    def _single(self, source: LocalFile, places: Places, part: Placed, i: int) -> bool:
         try:
-            source.read_into(pieces, int(part.starts[i]))
+            source.read_into(places, int(part.starts[i]))
             return True
         except WdstrainError as error:
             self._lose(part, [i], error)
@@ -291,19 +296,15 @@ class Landing:
         for i in which:
             self._lost[int(part.homes[i]), int(part.rows[i])] = f"it cannot be read ({str(error).rstrip('.')})"
 
-    def _compare(self, part: Placed, whole: list[int], heads: list[list[memoryview]], rows: list[list[memoryview]]) -> None:
-        """What is not as its index and its field say is odd."""
+    def _compare(self, one: Landed, mine: Places, first: Ints, part: Placed) -> None:
+        """What is not as its index and its field say is odd. first: of each sample, the first run of the array. int64[n]"""
         table = self._index.table
-        for one, of_heads, of_rows in zip(self._what, heads, rows, strict=True):
-            crcs = table.member_crc[table.member_first[part.ids] + one.member].tolist() if len(table.member_crc) else None
-            for i in whole:
-                head = bytes(of_heads[i])
-                known = self._heads.get((one.member, head))
-                if known is None:
-                    known = self._heads[one.member, head] = one.field.lies_as(head)
-                if not known or (crcs is not None and crc32(of_rows[i], crc32(head)) != crcs[i]):
-                    self._odd.add((int(part.homes[i]), int(part.rows[i])))
-
-
-def _views(memory: memoryview, starts: Ints, ends: Ints) -> list[memoryview]:
-    return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        head, both = mine.crc[first + 1], mine.crc[first + 2]
+        odd = head != self._heads.get(one.member, -1)
+        for i in np.flatnonzero(odd).tolist():
+            if one.field.lies_as(bytes(mine.run(int(first[i]) + 1))):
+                self._heads[one.member], odd[i] = int(head[i]), False
+        if len(table.member_crc):
+            odd |= both != table.member_crc[table.member_first[part.ids] + one.member]
+        for i in np.flatnonzero(odd).tolist():
+            self._odd.add((int(part.homes[i]), int(part.rows[i])))

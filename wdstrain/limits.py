@@ -11,11 +11,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from wdstrain.reader import Reader
 from wdstrain.remote import is_remote
 from wdstrain.slots import Layout
 from wdstrain.storage import open_source
+from wdstrain.stretches import Stretch, stretches
 from wdstrain.tar import END, header, padding
 from wdstrain.tasks import Tasks
 from wdstrain.watching import Desk
@@ -84,16 +86,24 @@ def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
     reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, ahead=_AHEAD, in_flight=2)
     try:
         reader.start(0, 0)
-        reader.collect(0, 0)  # the first round trip is not the pace
-        reader.release(0)
-        begun, before, clock = time.perf_counter(), reader.read_bytes, 1
-        while time.perf_counter() - begun < seconds or reader.read_bytes == before:
-            reader.collect(*divmod(clock, plan.steps))
+        begun = before = 0.0
+        for clock, (stretch, number) in enumerate(_steps(plan)):
+            reader.collect(stretch, number)
             reader.release(clock)
-            clock += 1
+            if not clock:  # the first round trip is not the pace
+                begun, before = time.perf_counter(), reader.read_bytes
+            elif time.perf_counter() - begun >= seconds and reader.read_bytes > before:
+                break
         return (reader.read_bytes - before) / (time.perf_counter() - begun)
     finally:
         reader.stop()
+
+
+def _steps(plan: Plan) -> Iterator[tuple[Stretch, int]]:
+    """The steps of epoch after epoch."""
+    for epoch in count():
+        for stretch in stretches(replace(plan, epoch=epoch), 0):
+            yield from ((stretch, number) for number in range(len(stretch)))
 
 
 def in_memory(index: Index) -> float | None:

@@ -7,6 +7,7 @@ worker by fork or, under spawn and forkserver, as a duplicated descriptor.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -23,7 +24,10 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
 
 
 class Memory:
-    """`size` bytes that parent and workers see alike. `map` and `view` are writable; the memory lives as long as either."""
+    """`size` bytes that parent and workers see alike. `map` and `view` are writable; the memory lives as long as either.
+
+    address: where it begins in this process.
+    """
 
     def __init__(self, size: int) -> None:
         try:
@@ -42,6 +46,7 @@ class Memory:
         self._fd, self.size = fd, size
         self.map = mmap.mmap(fd, size)
         self.view = memoryview(self.map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self._touched: set[int] = set()
         weakref.finalize(self, os.close, fd)
 

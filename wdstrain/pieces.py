@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
 
 _MOST = 1024  # pieces that one call takes (IOV_MAX of Linux)
 
@@ -10,7 +11,7 @@ _MOST = 1024  # pieces that one call takes (IOV_MAX of Linux)
 class Pieces:
     """Places to be filled in order. left: bytes that are still to come."""
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Iterable[memoryview]) -> None:
         self._views = [view for view in views if len(view)]
         self._first = 0
         self.left = sum(map(len, self._views))
@@ -18,6 +19,12 @@ class Pieces:
     def next(self) -> list[memoryview]:
         """The places that come next, as many as one call takes."""
         return self._views[self._first : self._first + _MOST]
+
+    def read(self, fd: int, offset: int) -> int:
+        """Fill what one call of the system fills, from this offset of a file on. How many bytes: 0 at its end. Raises OSError."""
+        count = os.preadv(fd, self.next(), offset)
+        self.filled(count)
+        return count
 
     def filled(self, count: int) -> None:
         """So many bytes of them were filled."""

@@ -30,13 +30,14 @@ from wdstrain.meter import Finding
 from wdstrain.plan import Order
 from wdstrain.reader import Batch, Reader, batches_begun
 from wdstrain.slots import Layout, Slots
+from wdstrain.stretches import stretches
 from wdstrain.tasks import Tasks
 from wdstrain.watching import Watch, stack_of
 from wdstrain.workers import Inline, Processes, Threads, in_flight
 
 _log = logging.getLogger("wdstrain")
 
-_AHEAD_BYTES = 32 << 20  # read beyond what is asked for
+_AHEAD_BYTES = 64 << 20  # read beyond what is asked for
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
@@ -75,7 +76,7 @@ class Pipeline:
         """
         self._owner = os.getpid()
         self._using = threading.RLock()  # a batch is taken in one thread, and all may be closed in another
-        self._index, self._plans = index, plans
+        self._index, self._plans, self._rank = index, plans, rank
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
         plan = plans(0)
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
@@ -114,7 +115,7 @@ class Pipeline:
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
-        self._pending: dict[int, Batch] = {}  # clock -> what was asked of the decoders
+        self._pending: dict[int, tuple[Batch, list[str]]] = {}  # clock -> what was asked of the decoders, and its keys
         self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
         self._patience, self._watch = patience, Watch.idle()
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
@@ -146,7 +147,7 @@ class Pipeline:
         self._whole = False
         result = self._result(self._results)
         came = time.perf_counter()
-        batch = self._pending.pop(result.clock)
+        batch, keys = self._pending.pop(result.clock)
         epoch, step = self._at
         if any(one.reason == MISMATCH for one in result.bad):
             result = self._again(result, batch, epoch)
@@ -162,18 +163,19 @@ class Pipeline:
             )
             raise SampleError(self._found(batch, lost[0]).sentence + more)
         plan = self._plans(epoch)
-        rows = int(batch.valid.sum()) if plan.tail == "keep" else len(batch.ids)
+        valid = int(np.count_nonzero(batch.valid))
+        rows = valid if plan.tail == "keep" else len(batch.ids)
         given = batch.ids.copy()
         for one in result.bad:
             given[one.row] = one.donor
         values = result.values if rows else {name: _none_of(value) for name, value in result.values.items()}
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
-        made["__key__"] = self._index.keys(given[:rows])
+        made["__key__"] = self._index.keys(given[:rows]) if result.bad else keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, given, side="right") - 1
             made["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if plan.tail == "pad":
-            made["__valid__"] = torch.from_numpy(batch.valid)
+            made["__valid__"] = torch.from_numpy(batch.valid.copy())
         self._reader.release(result.clock)
         self._seconds["decode_seconds"] += result.read - result.begun
         self._seconds["compute_seconds"] += result.computed
@@ -181,7 +183,7 @@ class Pipeline:
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         self._whole = True
-        return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - int(batch.valid.sum()), found)
+        return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - valid, found)
 
     def costs(self) -> dict[str, float]:
         """What the stages took since the pipeline was made, by the names of the meter."""
@@ -260,14 +262,14 @@ class Pipeline:
             said += "".join(f"\n{name}:\n{stack}" for name, stack in idle)
         _log.warning("%s", said)
 
-    def _stuck(self, number: int, batch: Batch | None, row: int) -> str:
+    def _stuck(self, number: int, asked: tuple[Batch, list[str]] | None, row: int) -> str:
         name, stack = self._workers.stack(number)
         calls = stack.splitlines()  # what is below the decoder is how a thread or process begins
         ours = [i for i, call in enumerate(calls) if "decoder.py" in call and call.endswith("in __call__")]
         stack = "\n".join(calls[: ours[0] + 1] if ours else calls)
-        if batch is None:
+        if asked is None:
             return f"{name}:\n{stack}"
-        ids = batch.ids[row : row + 1]
+        ids = asked[0].ids[row : row + 1]
         shard, first = self._index.shards[int(self._index.shard_of(ids)[0])], int(ids[0])
         offset = int(self._index.table.start[first])
         return f"{name} is at {shard.shown}: '{self._index.key(first)}' at offset {offset} (row {row} of its batch):\n{stack}"
@@ -284,15 +286,19 @@ class Pipeline:
             self._watch.waiting()
         clock = 0
         while True:
-            for at in range(step, self._plans(epoch).steps):
-                begun, waited = time.perf_counter(), self._reader.shuffle_seconds
-                batch = self._pending[clock] = self._reader.collect(epoch, at)
-                slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
-                task = self._to_do.make(clock, epoch, slot, batch.ids, batch.offset, batch.lost)
-                waited = self._reader.shuffle_seconds - waited
-                self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
-                yield task
-                clock += 1
+            begun, waited = time.perf_counter(), self._reader.shuffle_seconds
+            for stretch in stretches(self._plans(epoch), self._rank, step):
+                laid = self._to_do.lay(epoch, stretch.ids, stretch.firsts)
+                for number in range(len(stretch)):
+                    batch = self._reader.collect(stretch, number)
+                    self._pending[clock] = batch, laid.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
+                    slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
+                    task = laid.task(number, clock, slot, batch.offset, batch.lost)
+                    waited = self._reader.shuffle_seconds - waited
+                    self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
+                    yield task
+                    begun, waited = time.perf_counter(), self._reader.shuffle_seconds
+                    clock += 1
             epoch, step = epoch + 1, 0
 
     def _landed(self, landing: Landing, clock: int, batch: Batch) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.arena import Arena
+from wdstrain.bulk import Places, of_samples
 from wdstrain.cache import Cache
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
@@ -34,7 +35,8 @@ from wdstrain.machine import memory
 from wdstrain.memory import Memory
 from wdstrain.plan import Order
 from wdstrain.remote import is_remote
-from wdstrain.storage import open_source
+from wdstrain.storage import LocalFile
+from wdstrain.stretches import Stretch
 from wdstrain.watching import stack_of
 
 READ_BYTES = 4 << 20  # of one read
@@ -64,6 +66,30 @@ class _Begun(NamedTuple):
     place: tuple[Shard, int] | None
 
 
+class _Course(NamedTuple):
+    """Places of a lane from `start` on, as they are looked at many at a time: the steps that need them (the last), sample ids, where
+    those begin and end in their shards, their rows in their batches (for what lands). int64[n] each.
+
+    apart: places after which the next lies elsewhere, in order; the last of all among them.
+    """
+
+    start: int
+    due: Ints
+    ids: Ints
+    starts: Ints
+    stops: Ints
+    rows: Ints
+    apart: Ints
+
+    def at(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """What is known of places [start, stop)."""
+        rows = slice(start - self.start, stop - self.start)
+        return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows], self.rows[rows]
+
+    def apart_after(self, place: int) -> int:
+        return int(self.apart[np.searchsorted(self.apart, place)])
+
+
 @dataclass
 class _Run:
     """One lane in one epoch: how far reading was begun, how far it is done, how far it is asked for, where samples were put."""
@@ -76,13 +102,10 @@ class _Run:
     begun: int
     read: int
     forward: Forward
-    needed: int = 0
+    delivered: int  # positions up to here, or asked for
+    needed: int = 0  # places, for those
     on_the_way: deque[_Begun] = field(default_factory=deque)
-    due: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the places from due_start on
-    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of the batch that is due, for what lands
-    due_start: int = 0
-    asked: tuple[Ints, Ints] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
-    asked_start: int = 0  # delivery position from which on places and ids are in `asked`
+    course: _Course | None = None
 
 
 class Reader:
@@ -111,19 +134,23 @@ class Reader:
         largest, total = int(np.max(extents)), int(np.sum(extents))
         _check_held(index, int(np.argmax(extents)), largest)
         lanes = len(plan.lanes_of(rank))
-        window, self._ahead = reach(index, plan, rank, ahead)
-        self._ring = window + self._ahead + 2 * READ_SAMPLES + plan.quota
-        self._bucket = max(1, (window + self._ahead) // (plan.quota * _BUCKETS))
+        window, ahead = reach(index, plan, rank, ahead)
+        # a sample leaves half a window after its place, on average: so many wait when the window is full. At an epoch's end it empties,
+        # and at the next one's begin it would have to be filled at twice the pace, had that not been read in its place
+        self._held = window // 2 + ahead
+        self._ring = window + ahead + 2 * READ_SAMPLES + plan.quota
+        self._bucket = max(1, (window + ahead) // (plan.quota * _BUCKETS))
         buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
-        self._scratch = memoryview(bytearray(READ_BYTES))
+        self._scratch = Memory(READ_BYTES)
         # the loop's own thread takes the lock itself and waits for news: an interrupt within a Condition would keep it locked
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # for the reader's thread
         self._news: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
+        self._resting: list[_Run] = []  # lanes that wait until they may be read on
         self._fetchers = Fetchers(cache, Tally(), self._settle_all)
         self._far = any(is_remote(shard.path) for shard in index.shards)
         self._error: WdstrainError | None = None
@@ -145,7 +172,7 @@ class Reader:
         """Begin to read from this step on; whatever was read before is forgotten."""
         self.stop()
         self._arena.reset()
-        self._runs, self._error, self._stopping, self._released = {}, None, False, 0
+        self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
         self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
         with Held():
             self._thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
@@ -169,40 +196,40 @@ class Reader:
             self._fetchers = Fetchers(None, self.tally, _nobody)
             self._runs, self._error = {}, WdstrainError("the reader was stopped")
 
-    def collect(self, epoch: int, step: int) -> Batch:
-        """The samples of a batch, once they are read. Steps are asked for in order. Raises what the reading raised."""
-        self._wait(lambda: epoch in self._runs)
+    def collect(self, stretch: Stretch, number: int) -> Batch:
+        """The samples of the `number`th step of a stretch, once they are read. Steps are asked for in order.
+
+        Raises what the reading raised.
+        """
+        epoch = stretch.epoch
+        if epoch not in self._runs:
+            self._wait(lambda: epoch in self._runs)
         with self._lock:
             if epoch not in self._runs:
                 raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
-        plan = runs[0].plan
-        spans = [plan.span(run.lane, step) for run in runs]
-        asked = [self._asked(run, *span) for run, span in zip(runs, spans, strict=True)]
-        places = [of_lane[0] for of_lane in asked]
-        with self._lock:
-            for run, wanted in zip(runs, places, strict=True):
-                run.needed = max(run.needed, int(np.max(wanted)) + 1 if len(wanted) else 0)
-            self._changed.notify_all()
+            for run, lane in zip(runs, stretch.lanes, strict=True):
+                run.delivered += lane.firsts[number + 1] - lane.firsts[number]
+                run.needed = max(run.needed, lane.needed[number])
+            if any(map(self._may_read, self._resting)):  # else the thread would wake to find nothing, for each batch
+                self._changed.notify_all()
         before = self.shuffle_seconds
         self._wait(lambda: all(run.read >= run.needed for run in runs))
         self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
+        offset = []
         with self._lock:
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
-            offset = [run.where[wanted % self._ring] for run, wanted in zip(runs, places, strict=True)]
-            if step == plan.steps - 1:
+            for run, lane in zip(runs, stretch.lanes, strict=True):
+                wanted = lane.places[lane.firsts[number] : lane.firsts[number + 1]]
+                offset.append(run.where[wanted % self._ring])
+            if stretch.first + number == runs[0].plan.steps - 1:
                 del self._runs[epoch]
                 self._changed.notify_all()
-        ids = _joined([of_lane[1] for of_lane in asked])
-        where = _joined(offset)
-        if plan.tail == "drop":
-            valid: npt.NDArray[np.bool_] = np.ones(len(ids), bool)
-        else:
-            stops = [plan.lane_samples(run.lane) for run in runs]
-            valid = np.concatenate([np.arange(*span) < stop for span, stop in zip(spans, stops, strict=True)])
+        rows = slice(stretch.firsts[number], stretch.firsts[number + 1])
+        ids, where = stretch.ids[rows], np.concatenate(offset) if len(offset) > 1 else offset[0]
         lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
-        return Batch(ids, where, valid, lost)
+        return Batch(ids, where, stretch.valid[rows], lost)
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for the thread, which fails or gets there. The lock is not held."""
@@ -277,8 +304,8 @@ class Reader:
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
         where = np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64)
-        forward = Forward(lambda shard: open_source(shard.path, shard.bytes, self._index.state(shard)), self._fetchers)
-        return _Run(plan, lane, clock, step, where, first, first, forward)
+        forward = Forward(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
+        return _Run(plan, lane, clock, step, where, first, first, forward, plan.span(lane, step)[0])
 
     def _next(self, runs: list[_Run]) -> _Run | None:
         """The lane that is least ahead, once it may read on. None when all are read or the end was asked for."""
@@ -286,29 +313,29 @@ class Reader:
             unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
-            self._changed.wait_for(lambda: self._stopping or any(r.begun - r.needed < self._ahead for r in unread))
+            self._resting = unread
+            self._changed.wait_for(lambda: self._stopping or any(map(self._may_read, unread)))
+            self._resting = []
             return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
+
+    def _may_read(self, run: _Run) -> bool:
+        """Whether a batch waits for what is read next, or less is held than may be: also of the epoch before, which is ending."""
+        lanes = [other for of_epoch in self._runs.values() for other in of_epoch if other.lane == run.lane]
+        return run.begun < run.needed or sum(other.begun - other.delivered for other in lanes) < self._held
 
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""
-        table, end = self._index.table, run.plan.lane_places(run.lane)
-        stop = min(run.begun + READ_SAMPLES, end)
-        due = self._due(run, run.begun, stop)
-        ids = run.plan.ids(run.lane, np.arange(run.begun, run.begun + len(due)))
+        end, course = run.plan.lane_places(run.lane), self._course(run)
+        due, ids, starts, stops, of_batch = course.at(run.begun, min(run.begun + READ_SAMPLES, end))
         wanted = due >= run.first_step
         if not wanted.any():
             self._begin(run, Reading(), len(due), 0)
             return
         first = int(np.argmax(wanted))
+        count = min(len(ids), course.apart_after(run.begun + first) + 1 - run.begun)
+        fitting = int(np.searchsorted(stops[first:count], starts[first] + self._most, side="right"))
+        count = first + max(1, fitting)
         shard = int(self._index.shard_of(ids[first : first + 1])[0])
-        starts, stops = table.start[ids], table.stop[ids]
-        together = np.flatnonzero(
-            (np.diff(ids) != 1)
-            | (ids[1:] >= self._index.first[shard + 1])
-            | (stops[1:] - starts[first] > self._most)
-            | (starts[1:] - stops[:-1] > READ_BYTES)
-        )
-        count = int(together[together >= first][0]) + 1 if (together >= first).any() else len(ids)
         rows = first + np.flatnonzero(wanted[first:count])
         with self._lock:
             clocks, sizes = run.epoch_clock + due[rows], stops[rows] - starts[rows]
@@ -319,13 +346,18 @@ class Reader:
         source, next_ = self._index.shards[shard], run.begun + count
         self._place = (source, int(starts[first]))
         if self._landing is not None:
-            of_batch = run.rows[run.begun - run.due_start + rows]
-            samples = Placed(ids[rows], starts[rows], stops[rows], offsets, homes, of_batch)
-            reading = self._landing.read(source, samples, self._arena.memory, self._settle_all)
-            self._begin(run, reading, count, int(stops[rows[-1]] - starts[first]))
+            samples = Placed(ids[rows], starts[rows], stops[rows], offsets, homes, of_batch[rows])
+            came = 0  # places of those that are begun
+            for reading, many in self._landing.read(source, samples, self._arena.memory, self._settle_all):
+                mine, rows = rows[:many], rows[many:]
+                upto = int(rows[0]) if len(rows) else count
+                self._begin(run, reading, upto - came, int(stops[mine[-1]] - starts[mine[0]]))
+                came = upto
             return
         pieces = self._pieces(starts[rows], stops[rows], offsets)
-        leaving = next_ == end or int(self._index.shard_of(run.plan.ids(run.lane, np.array([next_])))[0]) != shard
+        leaving = (
+            next_ == end or int(self._index.shard_of(course.ids[next_ - course.start : next_ - course.start + 1])[0]) != shard
+        )
         begun = time.perf_counter()
         reading = run.forward.begin(source, pieces, int(starts[first]), leaving=leaving)
         if reading.error is not None and self._salvage and not is_remote(source.path):
@@ -334,15 +366,10 @@ class Reader:
         self.read_seconds += time.perf_counter() - begun
         self._begin(run, reading, count, int(stops[rows[-1]] - starts[first]))
 
-    def _pieces(self, starts: Ints, stops: Ints, offsets: Ints) -> list[memoryview]:
+    def _pieces(self, starts: Ints, stops: Ints, offsets: Ints) -> Places:
         """Where the bytes of a shard go, from the first of these samples to the end of the last."""
-        view = self._arena.memory.view
-        pieces = [view[at:end] for at, end in zip(offsets.tolist(), (offsets + stops - starts).tolist(), strict=True)]
-        gaps = starts[1:] - stops[:-1]  # members that are no samples, or samples this resume does not need
-        for row in np.flatnonzero(gaps)[::-1].tolist():
-            size = int(gaps[row])
-            pieces[row + 1 : row + 1] = [self._scratch[: min(size - at, READ_BYTES)] for at in range(0, size, READ_BYTES)]
-        return pieces
+        found, _ = of_samples((self._arena.memory, self._scratch), [0], offsets[:, None], (stops - starts)[:, None], starts)
+        return found
 
     def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
         """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
@@ -388,24 +415,21 @@ class Reader:
             if run.read > before:
                 self._tell()
 
-    def _asked(self, run: _Run, start: int, stop: int) -> tuple[Ints, Ints]:
-        """(places, ids) at the delivery positions [start, stop) of a lane, computed for many positions at a time."""
-        if not run.asked_start <= start <= stop <= run.asked_start + len(run.asked[0]):
-            places = run.plan.order(run.lane, start, max(stop, min(start + READ_SAMPLES, run.plan.lane_samples(run.lane))))
-            run.asked, run.asked_start = (places, run.plan.ids(run.lane, places)), start
-        places, ids = run.asked
-        return places[start - run.asked_start : stop - run.asked_start], ids[start - run.asked_start : stop - run.asked_start]
-
-    def _due(self, run: _Run, start: int, stop: int) -> Ints:
-        """Steps that need the places [start, stop), computed for a window of places at a time."""
-        if not run.due_start <= start or stop > run.due_start + len(run.due):
-            block = max(run.plan.window, 4 * READ_SAMPLES)
-            run.due_start = start
-            last = min(start + block, run.plan.lane_places(run.lane))
-            run.due = run.plan.due(run.lane, start, last)
-            if self._landing is not None:
-                run.rows = self._landing.rows(run.plan, self._rank, run.lane, start, last)
-        return run.due[start - run.due_start : stop - run.due_start]
+    def _course(self, run: _Run) -> _Course:
+        """What comes next in a lane: more than one read takes, or all of the rest."""
+        course, end = run.course, run.plan.lane_places(run.lane)
+        if course is None or min(run.begun + READ_SAMPLES + 1, end) > course.start + len(course.ids):
+            start, stop = run.begun, min(run.begun + max(run.plan.window, 4 * READ_SAMPLES), end)
+            ids = run.plan.ids(run.lane, np.arange(start, stop))
+            starts, stops = self._index.table.start[ids], self._index.table.stop[ids]
+            shards = self._index.shard_of(ids)
+            apart = (np.diff(ids) != 1) | (np.diff(shards) != 0) | (starts[1:] - stops[:-1] > READ_BYTES)
+            landing, due = self._landing, run.plan.due(run.lane, start, stop)
+            rows = due if landing is None else landing.rows(run.plan, self._rank, run.lane, start, stop)
+            course = run.course = _Course(
+                start, due, ids, starts, stops, rows, start + np.append(np.flatnonzero(apart), stop - start - 1)
+            )
+        return course
 
 
 def reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
@@ -438,8 +462,3 @@ def _check_held(index: Index, number: int, size: int) -> None:
 
 def _nobody() -> None:
     """Is told."""
-
-
-def _joined(parts: list[Ints]) -> Ints:
-    """What the lanes give to a batch; the caller's own."""
-    return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()

@@ -50,12 +50,10 @@ class Layout:
 
     def arrays(self, buffer: Any, start: int, rows: int) -> dict[str, npt.NDArray[Any]]:
         """The columns of the slot that begins at byte `start`, its first `rows` rows: array[rows, *shape] each."""
-        found = {}
-        for name, (example, offset) in self.columns.items():
-            count = rows * int(np.prod(example.shape, dtype=np.int64))
-            flat = np.frombuffer(buffer, example.dtype, count, start + offset)
-            found[name] = flat.reshape(rows, *example.shape)
-        return found
+        return {
+            name: np.ndarray((rows, *example.shape), example.dtype, buffer, start + offset)
+            for name, (example, offset) in self.columns.items()
+        }
 
 
 class Slots:

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from braceexpand import braceexpand
 
+from wdstrain.bulk import Places
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.objects import is_object, list_folder_of
 from wdstrain.pieces import Pieces
@@ -180,12 +181,12 @@ class LocalFile:
             data += more  # 2 GB come at a time, fewer over a network
         return data
 
-    def read_into(self, pieces: Sequence[memoryview], offset: int) -> None:
+    def read_into(self, pieces: Places | Iterable[memoryview], offset: int) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
-        todo = Pieces(pieces)
+        todo = pieces if isinstance(pieces, Places) else Pieces(pieces)
         while todo.left:
             try:
-                count = os.preadv(self._fd, todo.next(), offset)
+                count = todo.read(self._fd, offset)
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
             if count == 0:
@@ -194,7 +195,6 @@ class LocalFile:
                     f"indexed. Copy it again, or accept it as it is: wdstrain index {os.path.dirname(self.path) or '.'}"
                 )
             offset += count
-            todo.filled(count)
         self._check()
 
     def _check(self) -> None:

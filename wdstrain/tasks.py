@@ -11,8 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from wdstrain.decoder import MISMATCH, Decoder, Result, Task
@@ -26,6 +28,47 @@ from wdstrain.watching import Desk
 _TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
 
 
+class Laid(NamedTuple):
+    """Some batches of an epoch: n samples with m members in all.
+
+    ids: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
+    of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, size, and crc or nothing. alike: as in a Task.
+    """
+
+    epoch: int
+    ids: Ints
+    firsts: list[int]
+    keys: list[str]
+    sends_keys: bool
+    first: Ints
+    row: Ints
+    field: npt.NDArray[np.uint16]
+    within: Ints
+    size: Ints
+    crc: npt.NDArray[np.uint32]
+    alike: tuple[int, ...]
+
+    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str]) -> Task:
+        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; lost: by row, why"""
+        start, stop = self.firsts[number : number + 2]
+        first = self.first[start : stop + 1]
+        members = slice(first[0], first[-1])
+        return Task(
+            clock=clock,
+            epoch=self.epoch,
+            slot=slot,
+            ids=self.ids[start:stop],
+            first=first - first[0],
+            field=self.field[members],
+            offset=self.within[members] + offset[self.row[members]],
+            size=self.size[members],
+            crc=self.crc[members],
+            keys=tuple(self.keys[start:stop]) if self.sends_keys else (),
+            lost=lost,
+            alike=self.alike,
+        )
+
+
 class Tasks:
     """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None. `landing`: what is not in the arena."""
 
@@ -36,33 +79,40 @@ class Tasks:
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
+        return self.lay(epoch, ids, [0, len(ids)]).task(0, clock, slot, offset, lost)
+
+    def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> Laid:
+        """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
         table = self._index.table
-        # rows: member numbers of the batch's samples one after another; of: the row of the batch each belongs to
+        # member: numbers of the samples' members, one after another; of: which of the samples each belongs to
         low = table.member_first[ids]
         counts = table.member_first[ids + 1] - low
         first = np.zeros(len(ids) + 1, np.int64)
         counts.cumsum(out=first[1:])
         of = np.repeat(np.arange(len(ids)), counts)
-        rows = np.arange(len(of)) + (low - first[:-1])[of]
+        member = np.arange(len(of)) + (low - first[:-1])[of]
         if not self._all_sent:
-            kept = self._sent[table.member_field[rows]]
-            rows, of = rows[kept], of[kept]
+            kept = self._sent[table.member_field[member]]
+            member, of = member[kept], of[kept]
             np.bincount(of, minlength=len(ids)).cumsum(out=first[1:])
-        at = table.member_offset[rows] + (offset - table.start[ids])[of]
+        within = table.member_offset[member] - table.start[ids][of]
         if self._landing is not None:
-            at -= self._landing.before[rows - low[of]]
-        return Task(
-            clock=clock,
-            epoch=epoch,
-            slot=slot,
-            ids=ids,
-            first=first,
-            field=table.member_field[rows],
-            offset=at,
-            size=table.member_size[rows],
-            crc=table.member_crc[rows] if len(table.member_crc) else table.member_crc,
-            keys=tuple(self._index.keys(ids)) if self._with_keys else (),
-            lost=lost,
+            within -= self._landing.before[member - low[of]]
+        field, each = table.member_field[member], int(first[1]) if len(ids) else 0
+        alike = each and (np.diff(first) == each).all() and (field.reshape(-1, each) == field[:each]).all()
+        return Laid(
+            epoch,
+            ids,
+            firsts,
+            self._index.keys(ids),
+            self._with_keys,
+            first,
+            of - np.repeat(firsts[:-1], np.diff(first[firsts])),
+            field,
+            within,
+            table.member_size[member],
+            table.member_crc[member] if len(table.member_crc) else table.member_crc,
+            tuple(field[:each].tolist()) if alike else (),
         )
 
     def again(self, decoder: Decoder, failed: Result, task: Task, offset: Ints, *, seeded: bool) -> Result:
