@@ -30,7 +30,7 @@ Crcs = npt.NDArray[np.uint32]
 UNCHECKED, ALONE, JOINED = range(3)
 
 SOURCE, LIBRARY = (os.path.join(os.path.dirname(__file__), name) for name in ("bulk.c", "libbulk.so"))
-_LONG = 1 << 20  # bytes whose comparison is worth giving away Python's lock
+_LONG = 16 << 20  # bytes whose comparison is worth giving away the lock of Python: some milliseconds
 _BEYOND = "a run of bytes is beyond the end of the memory it is in"
 _KNOWN = b"123456789", 0xCBF43926  # of which any crc32 is checked
 
@@ -128,7 +128,7 @@ def checksums(memory: Memory, start: Ints, size: Ints) -> Crcs:
         return np.array([crc32(memory.view[begin:end]) for begin, end in runs], np.uint32)
     start, size, found = np.ascontiguousarray(start), np.ascontiguousarray(size), np.empty(len(start), np.uint32)
     arrays = start.ctypes.data, size.ctypes.data, found.ctypes.data
-    # for what takes some microseconds the lock is kept: another thread that took it would keep it for a hundred times as long
+    # for less than a millisecond or so the lock is kept: another thread that took it would keep it for longer
     library = _library if int(size.sum()) > _LONG else _locked
     if library.checksums(_crc32, memory.address, memory.size, len(start), *arrays):
         raise ValueError(_BEYOND)
