@@ -27,8 +27,8 @@ What was measured last; ratios carry over to other machines, MB/s do not.
              Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
              Loader / webdataset 1.16 (1.10 to 1.69)
     far      Loader 0.94 of the link with shards of 4 MB and of 32 MB, webdataset 0.27 and 0.74; opening the index 0.27 s
-    check    with crc32 0.93 of the speed without at 8 KB (0.73 to 1.39), 0.96 at 100 KB (0.86 to 1.73): bytes alone, nothing
-             is decoded
+    check    with crc32 0.92 of the speed without at 8 KB (0.69 to 1.07), 0.83 at 100 KB (0.76 to 1.04): bytes alone, nothing
+             is decoded (2026-11-22; 0.94 and 0.78 while Python's lock was given away for it)
     cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
     serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 

@@ -37,6 +37,10 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         12.34 times one, and 0.15 of a core: met; decode alone there 12929 (12624 to 17028)
     R7  73 MB beyond buffer and slots in R2, 56 and 62 in R3: met; epochs 8 to 10 by 2 to 4: 1.00 to 1.02: met
 
+    With `bulk.c`, on a machine whose memory is half as fast, 2026-11-22:
+    R3  0.68 of readinto (0.64 to 0.71), 0.33 without it in the same minutes: MISSED. FFCV was not there
+    R4  ours 218164 (199591 to 224210), webdataset 17006: 12.83 times: met; without it 9.7
+
 Other contenders' processes sleep beside each turn (load 2 to 4, of which 1 to 2 are ours).
 
 Where the time goes, microseconds of one core for a sample. R1: 526 of decoding in the workers, 4.5 of the system, 17 in the training
@@ -46,10 +50,17 @@ loop's thread; but a third of the time of two cores is waiting for the interpret
 without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
 1.7 in the reader, 2.1 in the decoder, 2.1 in planning a batch and handing it over.
 
+With `bulk.c` R3 takes 15: 11 reading and comparing without that lock, 3.5 the loop's thread, 1.7 the reader; for a fifth of the
+time a core is idle, as who has read must wait for the lock while the loop takes one batch after another. In C alone two threads
+scatter and compare 200000 samples/s into 64 MB, 160000 into 256 MB, where `readinto` has 170000.
+
 Ideas and what they brought, by the speed of the same minute. Whole pictures by simplejpeg into their row, a picture turned around by
 decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04. Batches of 32 in threes to a worker: R2 1.1. Samples placed
 and planned many at a time: R4 1.5. Arrays read into their batch: R3 1.9 (arrays copied from the arena by the training process
-itself would be 1.4). Failed: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take
+itself would be 1.4). Steps planned a thousand samples at a time and
+one call for the checksums of a batch: R4 1.3; that call with Python's lock: R4 1.15 more. Reads and checksums of 16 MB in one call: R3
+1.6; two pieces under way: 1.1. Failed: the same calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads on
+two cores 0.95, huge pages for private memory 1.0. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take
 28 (torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
 reading thread 0.8, chunks of 1 MB instead of 4 0.85. Huge pages for shared memory: the system's settings forbid them. What misled:
 turns that count what was ready before gave webdataset four times its speed in R4; measuring a field in a process that has

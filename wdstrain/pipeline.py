@@ -37,7 +37,7 @@ from wdstrain.workers import Inline, Processes, Threads, in_flight
 
 _log = logging.getLogger("wdstrain")
 
-_AHEAD_BYTES = 64 << 20  # read beyond what is asked for
+_AHEAD_BYTES = 64 << 20  # held beyond half a window
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 

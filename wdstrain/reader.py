@@ -123,7 +123,7 @@ class Reader:
         cache: Cache | None = None,
         landing: Landing | None = None,
     ) -> None:
-        """ahead: bytes read beyond what was asked for. in_flight: most batches that are collected and not yet released.
+        """ahead: bytes that are held beyond half a window. in_flight: most batches that are collected and not yet released.
 
         salvage: samples that a disk does not give are lost, and no error. cache: of shards on servers. landing: of arrays that are
         read straight into their batch.
