@@ -1,6 +1,6 @@
 """How fast shards on a server are read, beside bare urllib3 and webdataset's pipe to curl.
 
-    .venv/bin/python scripts/bench_http.py            (some two minutes; --quick for a look, --case NAME for one case)
+    .venv/bin/python scripts/bench_http.py            (some five minutes; --quick for a look, --case NAME for one case)
 
 Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
 
@@ -10,7 +10,8 @@ Cases, each measured in turn with its rivals, several times over, medians and th
              first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
     far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
              the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.90
-    check    what comparing checksums costs a loader: the same index with its crc32 and without
+    check    what comparing checksums costs a loader of bytes, and one of pictures: the same index with its crc32 and without;
+             and, for how much two measurements of one thing differ, without once more
     cache    the loader of `raw` without a cache, while it fills one (512 MB, flushed to the disk), from it, and from the set itself
     serve    wdstrain's server beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
 
@@ -27,8 +28,11 @@ What was measured last; ratios carry over to other machines, MB/s do not.
              Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
              Loader / webdataset 1.16 (1.10 to 1.69)
     far      Loader 0.94 of the link with shards of 4 MB and of 32 MB, webdataset 0.27 and 0.74; opening the index 0.27 s
-    check    with crc32 0.92 of the speed without at 8 KB (0.69 to 1.07), 0.83 at 100 KB (0.76 to 1.04): bytes alone, nothing
-             is decoded (2026-11-22; 0.94 and 0.78 while Python's lock was given away for it)
+    check    with crc32 0.91 of the speed without at 8 KB (0.71 to 1.05; without again 1.01), 0.90 at 100 KB (0.76 to 1.09; 1.05),
+             0.98 of pictures (0.85 to 1.14; 0.98); in other runs, in an order that was not drawn, 0.98, 0.96 and 0.93, 0.92, 0.91
+             and 0.88 of bytes, 0.99 of pictures. 0.92 and 0.83 while
+             decoders compared, a batch at a time with Python's lock; 0.94 and 0.78 without it. In turns against that the
+             bytes come 1.16 and 1.25 times as fast (2026-11-22)
     cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
     serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 
@@ -36,6 +40,11 @@ What was found. On the far link half of what is missing is slow start (0.98 with
 threads fetched into memory of their own, for the reader to copy, reached 0.71 of urllib3 (0.65 while the machine had other work)
 and took twice the CPU: bytes were copied three times, and a quarter of the time for which the interpreter's lock was held went
 into the last copy. Now the system receives them into the arena (recvmsg_into with MSG_WAITALL), outside of the lock.
+
+What comparing takes: 7 us of a processor for 100 KB as they come from nginx on the other one, 2.6 as they come from a file; where
+nothing is decoded that is 3 % of all that both processors do, and it is not less in pieces of 64 KB, taken as soon as they came, or
+with narrower instructions. Within a loader it is 16 us for 100 KB, of 131 without (13 in the threads that fetch, 3 in the reader's):
+whoever waits for the rest of an answer finds the processor's cache full of what nginx sent meanwhile. A request that brings whole samples leaves none to be compared by the loop's own thread.
 
 Ideas that failed, as speed of Forward by that of its day: readinto1 in place of read1 0.9 (whoever reads sooner gets smaller
 pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of 64 KB 0.8, copies by numpy 1.0.
@@ -47,9 +56,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.client
+import io
 import itertools
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -69,6 +80,7 @@ from pathlib import Path
 
 import numpy as np
 import urllib3
+from PIL import Image
 
 import wdstrain as wt
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
@@ -151,15 +163,20 @@ def far(place: Path, quick: bool) -> None:
 
 
 def check(place: Path, quick: bool) -> None:
-    for size in (8_000, 100_000):
-        made = packed(place, total=64_000_000 if quick else 256_000_000, shard=64_000_000, size=size)
+    total = 64_000_000 if quick else 256_000_000
+    sets = {f"{size // 1000} KB": packed(place, total=total, shard=64_000_000, size=size) for size in (8_000, 100_000)}
+    sets["pictures"] = pictures(place, count=2000)
+    for what, made in sets.items():
+        reader = decoded if what == "pictures" else read
         with serving(place) as url:
             index = wt.Loader(f"{url}/{made.name}").index
             blind = replace(index, table=replace(index.table, member_crc=np.zeros(0, np.uint32)))
-            with_crc, without = f"{size // 1000} KB, crc32", f"{size // 1000} KB, none"
-            rates = measured({with_crc: partial(read, index), without: partial(read, blind)}, repeats=3 if quick else 7)
-        table("check", "MB/s", rates)
+            with_crc, without, again = (f"{what}, {name}" for name in ("crc32", "none", "none again"))
+            rivals = {with_crc: partial(reader, index), without: partial(reader, blind), again: partial(reader, blind)}
+            rates = measured(rivals, repeats=3 if quick else 15)
+        table("check", "MB/s" if reader is read else "pictures/s", rates)
         ratio("check", rates, with_crc, without)
+        ratio("check", rates, again, without)
 
 
 def cache(place: Path, quick: bool) -> None:
@@ -210,7 +227,7 @@ CASES: dict[str, Callable[[Path, bool], None]] = {
 }
 
 
-# --- who is measured: each returns MB/s ------------------------------------------------------------------------------
+# --- who is measured: each returns MB/s, but for what decodes ------------------------------------------------------
 
 
 def bare(urls: list[str]) -> float:
@@ -298,6 +315,16 @@ def read(index: Index) -> float:
     return looped(wt.Loader(index, batch_size=64, tail="keep"))
 
 
+def decoded(index: Index) -> float:
+    """Pictures per second."""
+    loader = wt.Loader(index, {"image": wt.image(size=128)}, batch_size=64, tail="keep")
+    begun = time.perf_counter()
+    count = sum(len(batch["image"]) for batch in loader)
+    seconds = time.perf_counter() - begun
+    loader.close()
+    return count / seconds
+
+
 def looped(loader: wt.Loader) -> float:
     """From asking for the first batch to having the last one; the index is open."""
     begun = time.perf_counter()
@@ -308,11 +335,13 @@ def looped(loader: wt.Loader) -> float:
 
 
 def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
-    """In turn, so that what the machine does besides hits all alike."""
+    """In turn, so that what the machine does besides hits all alike; in an order that is drawn, for what one leaves behind hits the next."""
     rates: Rates = {name: [] for name in rivals}
+    names, draw = list(rivals), random.Random(0)
     for _ in range(repeats):
-        for name, run in rivals.items():
-            rates[name].append(run())
+        draw.shuffle(names)
+        for name in names:
+            rates[name].append(rivals[name]())
     return rates
 
 
@@ -345,6 +374,22 @@ def packed(place: Path, *, total: int, shard: int, size: int = 100_000) -> Path:
         bits = np.random.default_rng(0)
         samples = ({"__key__": f"k{number:07d}", "bin": bits.bytes(size)} for number in range(total // size))
         wt.pack(samples, str(folder), shard_bytes=shard, shuffle=False)
+    return folder
+
+
+def pictures(place: Path, count: int) -> Path:
+    """A folder of shards of JPEGs, made once: colours that run into one another, 500 x 375, some 30 KB each."""
+    folder = place / f"pictures-{count}"
+    bits = np.random.default_rng(0)
+
+    def drawn(number: int) -> dict[str, object]:
+        coarse = Image.fromarray(bits.integers(0, 255, (40, 50, 3), np.uint8))
+        data = io.BytesIO()
+        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(data, "JPEG", quality=90)
+        return {"__key__": f"k{number:07d}", "jpg": data.getvalue()}
+
+    if not folder.exists():
+        wt.pack(map(drawn, range(count)), str(folder), shard_bytes=16_000_000, shuffle=False)
     return folder
 
 

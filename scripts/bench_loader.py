@@ -39,7 +39,13 @@ What was measured last; ratios carry over to other machines, samples/s do not.
 
     With `bulk.c`, on a machine whose memory is half as fast, 2026-11-22:
     R3  0.68 of readinto (0.64 to 0.71), 0.33 without it in the same minutes: MISSED. FFCV was not there
-    R4  ours 218164 (199591 to 224210), webdataset 17006: 12.83 times: met; without it 9.7
+    R4  ours 218164 (199591 to 224210), webdataset 17006: 12.83 times: met; without it 9.7. Read 16 MB at a time and compared there,
+        on a slower day: ours 141414 (124310 to 144100), webdataset 10024: 14.11 times (12.29 to 14.65): met
+    R3  with hands in C (2026-11-22): ours 105990 (48616 to 113283), readinto 143213, into 128 MB 91920; FFCV 102014, PyTables
+        7425; webdataset 4958 in another run. Of readinto 0.74 (0.38 to 0.76), in six other runs 0.71, 0.75, 0.76, 0.77, 0.77
+        and 0.83: MISSED. 1.04 of FFCV (0.94 to 1.11 in six runs): met but in one. 14 times PyTables: met. In turns against the
+        commit before 1.2 to 1.3 times as fast
+    R7  87 MB beyond buffer and slots in R2, 168 and 171 in R3, where 64 MB more are read ahead; flat (1.00): met
 
 Other contenders' processes sleep beside each turn (load 2 to 4, of which 1 to 2 are ours).
 
@@ -50,21 +56,26 @@ loop's thread; but a third of the time of two cores is waiting for the interpret
 without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
 1.7 in the reader, 2.1 in the decoder, 2.1 in planning a batch and handing it over.
 
-With `bulk.c` R3 takes 15: 11 reading and comparing without that lock, 3.5 the loop's thread, 1.7 the reader; for a fifth of the
-time a core is idle, as who has read must wait for the lock while the loop takes one batch after another. In C alone two threads
-scatter and compare 200000 samples/s into 64 MB, 160000 into 256 MB, where `readinto` has 170000.
+With `bulk.c` R3 takes 21 on a machine where `readinto` takes 9: 14 reading and comparing by hands that need no lock, 4.5 the loop's
+thread, 2 the reader's, 0.4 who tells. Reading takes more than `readinto` because a window of batches is in no processor's cache:
+into 128 MB it takes 13. Hands are idle for 0.03 of the time; 0.14 before the next epoch was planned in a pause of this one, and
+before the loop waited a moment where the reader may go on: at the end of an epoch the loop has all it needs, makes no pause, and
+Python gives its lock to another thread after five milliseconds, at each of the reader's operations.
 
-Ideas and what they brought, by the speed of the same minute. Whole pictures by simplejpeg into their row, a picture turned around by
-decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04. Batches of 32 in threes to a worker: R2 1.1. Samples placed
-and planned many at a time: R4 1.5. Arrays read into their batch: R3 1.9 (arrays copied from the arena by the training process
-itself would be 1.4). Steps planned a thousand samples at a time and
-one call for the checksums of a batch: R4 1.3; that call with Python's lock: R4 1.15 more. Reads and checksums of 16 MB in one call: R3
-1.6; two pieces under way: 1.1. Failed: the same calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads on
-two cores 0.95, huge pages for private memory 1.0. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take
-28 (torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
-reading thread 0.8, chunks of 1 MB instead of 4 0.85. Huge pages for shared memory: the system's settings forbid them. What misled:
-turns that count what was ready before gave webdataset four times its speed in R4; measuring a field in a process that has
-torch's two threads beside others gave 40 us more for each picture that is turned around.
+Ideas and what they brought, by the speed of the same minute. Whole pictures by simplejpeg into their row, a picture turned
+around by decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04. Batches of 32 in threes to a worker: R2 1.1.
+Samples placed and planned many at a time: R4 1.5. Arrays read into their batch: R3 1.9 (arrays copied from the arena by the
+training process itself would be 1.4). Steps planned a thousand samples at a time and one call for the checksums of a batch: R4
+1.3; that call with Python's lock: R4 1.15 more. Reads of 16 MB in place of 4 R4 1.25, of 8 MB 1.13, of 32 MB 1.21: the reader
+has the lock to wait for at each. Reads and checksums of 16 MB in one call: R3 1.6; two pieces under way: 1.1. Failed: the same
+calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads on two cores 0.95, huge pages for private memory
+1.0. Of hands: their queue in C 1.07, reads of 32 MB and 128 MB ahead in place of 16 and 64 1.1, a read planned while the loop waits
+for the reader's own lock 1.06, where bytes go computed for a whole window 1.06. Failed: reads of 8 MB 0.9, of 48 MB 0.98, 192 MB
+ahead 1.0, pieces of 512 KB to compare 1.0, of 128 KB 0.99. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take 28
+(torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
+reading thread 0.8, chunks of 1 MB instead of 4 0.85. Huge pages for shared memory: the system's settings forbid them. What
+misled: turns that count what was ready before gave webdataset four times its speed in R4; measuring a field in a process that
+has torch's two threads beside others gave 40 us more for each picture that is turned around.
 """
 
 from __future__ import annotations
@@ -85,6 +96,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -148,8 +160,9 @@ class Bench:
         npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
         arrays = npy.open_memmap(self._folder("arrays") / "x.npy", "w+", np.uint8, (rows, 128, 128, 3))
         each = -(-max(wanted, rows) // len(photos))
-        with multiprocessing.get_context("fork").Pool(CORES) as pool:
-            made = pool.imap(partial(_cuts, each), photos)
+        # its workers end when their work does; those of multiprocessing's Pool are killed, and one that holds a lock then keeps it
+        with ProcessPoolExecutor(CORES, multiprocessing.get_context("fork")) as pool:
+            made = pool.map(partial(_cuts, each), photos, chunksize=4)
             number = 0
             for path, cuts in zip(photos, made, strict=True):
                 folder = self.place / "small" / path.parent.name

@@ -29,7 +29,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "wdstrain"
 def compiled(source: Path = PACKAGE / "bulk.c", library: Path = PACKAGE / "libbulk.so") -> str:
     """Compile the source to the library. Why it could not be, or nothing; a library that was there before is then gone."""
     number = int.from_bytes(blake2b(source.read_bytes(), digest_size=8).digest(), "little")
-    flags = ["-O2", "-shared", "-fPIC", f"-DSOURCE={number}ULL"]
+    flags = ["-O2", "-shared", "-fPIC", "-pthread", f"-DSOURCE={number}ULL"]
     library.unlink(missing_ok=True)
     temporary = library.with_name(f".{library.name}.{os.getpid()}")  # whole or not there, also beside another that installs
     why = "no C compiler was found"

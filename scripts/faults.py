@@ -27,7 +27,7 @@ from dying import Kill, Lie, inside, typed
 from works import Converting, Filling, Remembering, Training, Work, closing, epoch, foreign
 
 import wdstrain as wt
-from wdstrain import forward, pipeline, reader
+from wdstrain import course, forward, pipeline
 from wdstrain.errors import WdstrainError
 from wdstrain.serving import Server
 
@@ -330,11 +330,8 @@ def _samples(
     address: str, kind: str, workers_: int, replace: bool = False, at: Callable[[int], None] = lambda step: None
 ) -> Iterator[tuple[str, bytes]]:
     fields = {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")} if kind == "arrays" else {"bin": _Bytes()}
-    reader.READ_SAMPLES, pipeline._AHEAD_BYTES, forward.RANGE = (
-        8,
-        1 << 14,
-        1 << 13,
-    )  # little is read ahead, so that what happens does so in time
+    # little is read ahead, so that what happens does so in time
+    course.READ_SAMPLES, pipeline._AHEAD_BYTES, forward.RANGE = 8, 1 << 14, 1 << 13
     loader = wt.Loader(
         address,
         fields,

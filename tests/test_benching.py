@@ -202,6 +202,7 @@ def _classes(index: wt.Index) -> list[tuple[int, int]]:
     return [(offset, size) for n in range(len(index)) for name, offset, size in index.members(n) if name == "cls"]
 
 
+@pytest.mark.slow
 def test_the_verb_prints_limits_and_verdict(tmp_path: Path) -> None:
     shards = photographs(tmp_path / "shards", 32, 96)
 

@@ -250,6 +250,7 @@ def png_claiming(width: int, height: int) -> bytes:
 SIDE = 2500
 
 
+@pytest.mark.slow
 def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
     """Of some KB each, most of them; a hundredth of what the largest allowed may take."""
     cases = []
@@ -343,6 +344,7 @@ def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
     return b"\x93NUMPY" + version + len(text).to_bytes(2 if version[0] == 1 else 4, "little") + text + bytes(64)
 
 
+@pytest.mark.slow
 def test_values_that_unfold_stay_within_a_multiple_of_their_size(tmp_path: Path) -> None:
     size = 10 << 20
     shape = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s,), }"

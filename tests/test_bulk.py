@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,12 +23,13 @@ from hypothesis import strategies as st
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture
-from wdstrain import bulk
-from wdstrain.bulk import ALONE, JOINED, UNCHECKED, Places, checksums, of_samples
+from wdstrain import compiled
+from wdstrain.bulk import Places, Sums, of_samples
 from wdstrain.memory import Memory
+from wdstrain.pieces import Pieces
 
 WAYS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(not bulk.COMPILED, reason="there was no C compiler")),
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(compiled.library is None, reason="there was no C compiler")),
     pytest.param(False, id="piece by piece"),
 ]
 
@@ -31,17 +37,27 @@ WAYS = [
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(bulk, "_library", None)
+        monkeypatch.setattr(compiled, "library", None)
     return bool(request.param)
 
 
+class File(NamedTuple):
+    """A file that is open. Shown without its bytes, of which hypothesis would print megabytes."""
+
+    fd: int
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"File(fd={self.fd})"
+
+
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, bytes]]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[File]:
     data = np.random.default_rng(0).bytes(3_000_000)
     path = tmp_path_factory.mktemp("bulk") / "file"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDONLY)
-    yield fd, data
+    yield File(fd, data)
     os.close(fd)
 
 
@@ -57,90 +73,186 @@ def filled(places: Places, fd: int, offset: int) -> int:
     return before - places.left
 
 
-sizes = st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 262_143, 262_144, 262_145, 500_000])), max_size=40)
+run_sizes = st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 262_143, 262_144, 262_145, 500_000])), max_size=40)
+few_sizes = run_sizes.map(lambda sizes: [size for size, upto in zip(sizes, np.cumsum(sizes), strict=True) if upto <= 3_000_000])
+randoms = st.integers(0, 1 << 32).map(Random)
+thorough = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sizes=sizes, offset=st.integers(0, 3_000_100), order=st.randoms(use_true_random=False), data=st.data())
-def test_runs_are_filled_in_order_and_compared(
-    way: bool, file: tuple[int, bytes], sizes: list[int], offset: int, order: Any, data: st.DataObject
-) -> None:
-    """Wherever they lie, however large, up to the end of the file; nothing beside them is written to."""
-    fd, whole = file
-    laid = list(range(len(sizes)))
-    order.shuffle(laid)
-    start, upto = np.zeros(len(sizes), np.int64), [0, 0]
-    of = ints(*(order.randrange(2) for _ in sizes))
-    for i in laid:
+class Laid(NamedTuple):
+    """Runs all over two memories, in the order in which they are filled; and those of them whose sums are taken."""
+
+    memories: list[Memory]
+    places: Places
+    summed: list[int]
+    joined: list[bool]
+    sums: Sums
+
+
+def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
+    start, of, upto = np.zeros(len(sizes), np.int64), ints(*(order.randrange(2) for _ in sizes)), [0, 0]
+    for i in order.sample(range(len(sizes)), len(sizes)):
         start[i] = upto[of[i]] + order.randrange(9)
         upto[of[i]] = int(start[i]) + sizes[i]
     memories = [Memory(upto[0] + 10), Memory(upto[1] + 10)]
-    kinds = [data.draw(st.sampled_from([UNCHECKED, ALONE, JOINED] if i else [UNCHECKED, ALONE])) for i in range(len(sizes))]
-    places = Places(memories, of, start, ints(*sizes), np.array(kinds, np.uint8))
-    there = whole[offset : offset + sum(sizes)]
-    assert filled(places, fd, offset) == len(there)
-    at, expected, image = 0, list[int](), [bytearray(one.size) for one in memories]
-    for i, size in enumerate(sizes):
-        mine = there[at : at + size]
-        at += size
-        image[of[i]][start[i] : start[i] + len(mine)] = mine
-        assert bytes(places.run(i))[: len(mine)] == mine
-        before = expected[-1] if kinds[i] == JOINED else 0
-        expected.append(zlib.crc32(mine, before) if kinds[i] != UNCHECKED and len(mine) == size else 0)
-    assert [bytes(one.view) for one in memories] == [bytes(one) for one in image]
-    if len(there) == sum(sizes):
-        assert places.crc.tolist() == expected
+    summed = [i for i, size in enumerate(sizes) if size and order.randrange(2)]
+    joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
+    size, rows = ints(*sizes), ints(*summed)
+    sums = Sums(memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool))
+    return Laid(memories, Places(memories, of, start, size, sums), summed, joined, sums)
 
 
-def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: tuple[int, bytes]) -> None:
+def cut(sizes: list[int], there: bytes) -> list[bytes]:
+    """What came of each run."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [there[begin:end] for begin, end in pairwise(ends)]
+
+
+def check_places(made: Laid, sizes: list[int], there: bytes) -> None:
+    """What came is where it should be, and nothing beside it was written to."""
+    came = cut(sizes, there)
+    assert [bytes(made.places.run(i))[: len(data)] for i, data in enumerate(came)] == came
+    written = sum(len(bytes(one.view)) - bytes(one.view).count(0) for one in made.memories)
+    assert written == len(there) - there.count(0)
+
+
+@thorough
+@given(sizes=run_sizes, offset=st.integers(0, 3_000_100), order=randoms)
+def test_runs_are_filled_in_order_and_compared(way: bool, file: File, sizes: list[int], offset: int, order: Random) -> None:
+    """Wherever they lie, however large, up to the end of the file."""
+    fd, whole = file
+    made, there = laid(sizes, order, joins=True), whole[offset : offset + sum(sizes)]
+    assert filled(made.places, fd, offset) == len(there)
+    check_places(made, sizes, there)
+    came, before = cut(sizes, there), 0
+    for k, i in enumerate(made.summed):
+        if len(came[i]) < sizes[i]:
+            assert not made.sums.found[k:].any()
+            break
+        before = zlib.crc32(came[i], before if made.joined[k] else 0)
+        assert made.sums.found[k] == before
+
+
+@thorough
+@given(sizes=few_sizes, bounds=st.lists(st.floats(0, 1), max_size=4), order=randoms)
+def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
+    way: bool, file: File, sizes: list[int], bounds: list[float], order: Random
+) -> None:
+    fd, whole = file
+    made, total = laid(sizes, order, joins=False), sum(sizes)
+    places, ends = made.places, sorted({0, total, *(int(one * total) for one in bounds)})
+    parts = [(begin, places.cut(end - begin)) for begin, end in pairwise(ends)]
+    assert places.left == 0
+    for begin, part in order.sample(parts, len(parts)):
+        if order.randrange(3):
+            assert filled(part, fd, begin) == part._all
+        else:  # by another, who has only the views
+            Pieces(part).take(whole[begin : begin + part.left])
+            part.came(part.left)
+    check_places(made, sizes, whole[:total])
+    for k, i in enumerate(made.summed):
+        begin, end = sum(sizes[:i]), sum(sizes[: i + 1])
+        together = any(low <= begin and end <= high for low, high in pairwise(ends))
+        assert made.sums.found[k] == (zlib.crc32(whole[begin:end]) if together else 0)
+    made.sums.take()
+    assert made.sums.found.tolist() == [zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed]
+
+
+@settings(thorough, max_examples=30)
+@given(
+    sizes=few_sizes, missing=st.integers(0, 700), head=st.one_of(st.integers(0, 5000), st.integers(0, 900_000)), order=randoms
+)
+def test_an_answer_is_received_as_it_comes(
+    way: bool, file: File, sizes: list[int], missing: int, head: int, order: Random
+) -> None:
+    """Some bytes come by and by through another's hands, the others in two halves, and it may end too soon; what is sent after it is left alone."""
+    made = laid(sizes, order, joins=False)
+    there = file.data[: max(0, sum(sizes) - missing)]
+    rest = there[head:]
+    for at in range(0, min(head, len(there)), 16_000):
+        made.places.take(there[at : min(at + 16_000, head)])
+    here, other = socket.socketpair()
+    more = threading.Event()
+
+    def send() -> None:
+        with other:
+            other.sendall(rest[: len(rest) // 2])
+            more.wait(30)
+            other.sendall(rest[len(rest) // 2 :] + b"of another answer")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    with here:
+        left = len(rest)
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+        while left:
+            with suppress(BlockingIOError):
+                count = made.places.receive(here, left)
+                assert 0 < count <= left
+                left -= count
+            more.set()
+        more.set()
+        assert made.places.left == sum(sizes) - len(there)
+        assert here.recv(2) == b"of"
+    sender.join()
+    check_places(made, sizes, there)
+    came = cut(sizes, there)
+    made.places.came(0)  # whatever came is taken into the sums
+    whole = [i for i in made.summed if len(came[i]) == sizes[i]]
+    assert made.sums.found.tolist() == [zlib.crc32(came[i]) if i in whole else 0 for i in made.summed]
+
+
+def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
+    """And not after a second pause of the same length: a stall is told when it is one."""
+    here, other = socket.socketpair()
+    places = Places([Memory(10)], ints(0), ints(0), ints(10))
+    with here, other:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
+        other.sendall(b"four")
+        assert places.receive(here, 10) == 4
+        with pytest.raises(BlockingIOError):
+            places.receive(here, 6)
+        assert places.left == 6
+
+
+def test_an_answer_that_ends_gives_no_more(way: bool) -> None:
+    here, other = socket.socketpair()
+    places = Places([Memory(10)], ints(0), ints(0), ints(10))
+    with here:
+        with other:
+            other.sendall(b"four")
+        assert places.receive(here, 10) == 4
+        assert places.receive(here, 6) == 0
+        assert places.left == 6
+
+
+def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> None:
     fd, whole = file
     memory, count = Memory(100_000), 20_000
-    size = np.full(count, 5)
-    places = Places([memory], np.zeros(count, np.int64), np.arange(count)[::-1] * 5, size, np.full(count, ALONE, np.uint8))
-    assert filled(places, fd, 17) == 100_000
+    size, start, of = np.full(count, 5), np.arange(count)[::-1] * 5, np.zeros(count, np.int64)
+    sums = Sums([memory], of, start, size, size.cumsum())
+    assert filled(Places([memory], of, start, size, sums), fd, 17) == 100_000
     assert bytes(memory.view) == b"".join(whole[17 + at : 22 + at] for at in range(99_995, -1, -5))
-    assert places.crc.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
-
-
-def test_parts_of_places_are_filled_apart(way: bool, file: tuple[int, bytes]) -> None:
-    fd, whole = file
-    memory = Memory(400)
-    places = Places([memory], ints(0, 0, 0, 0), ints(300, 200, 100, 0), np.full(4, 100), np.full(4, ALONE, np.uint8))
-    parts = places.part(2, 4), places.part(0, 2)
-    for part, offset in zip(parts, (200, 0), strict=True):
-        assert filled(part, fd, offset) == 200
-    assert bytes(memory.view) == whole[300:400] + whole[200:300] + whole[100:200] + whole[:100]
-    assert parts[0].crc.tolist() == [zlib.crc32(whole[200:300]), zlib.crc32(whole[300:400])]
+    assert sums.found.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
-def test_what_lies_between_samples_is_for_nobody(way: bool, file: tuple[int, bytes], gaps: list[int]) -> None:
+def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: list[int]) -> None:
     fd, whole = file
     arena, rows, nobody = Memory(1000), Memory(1000), Memory(1000)
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
     start = np.stack((np.arange(3) * 20, np.arange(3)[::-1] * 30), axis=1)
-    places, first = of_samples(
-        (arena, rows, nobody), [0, 1], start, np.tile([20, 30], (3, 1)), lie, checked=[UNCHECKED, JOINED]
-    )
+    upto = (lie - lie[0])[:, None] + ints(20, 50)
+    sums = Sums((arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1))
+    of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
+    places = of_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
     assert filled(places, fd, 7) == 150 + sum(gaps)
     samples = [whole[at : at + 50] for at in lie.tolist()]
     assert bytes(arena.view[:60]) == b"".join(one[:20] for one in samples)
     assert bytes(rows.view[:90]) == b"".join(one[20:] for one in reversed(samples))
     assert not any(arena.view[60:])
     assert not any(rows.view[90:])
-    assert [bytes(places.run(i)) for i in first.tolist()] == [one[:20] for one in samples]
-    assert [bytes(places.run(i + 1)) for i in first.tolist()] == [one[20:] for one in samples]
-
-
-def test_checksums_are_those_of_zlib(way: bool) -> None:
-    memory = Memory(3_000_000)
-    memory.view[:] = np.random.default_rng(1).bytes(memory.size)
-    start, size = ints(0, 5, 9, 2_999_999, 3_000_000, 100), ints(0, 1, 70_001, 1, 0, 2_000_000)
-    for rows in (slice(0, 0), slice(0, 5), slice(0, 6)):  # of small ones and of large ones
-        runs = zip(start[rows].tolist(), size[rows].tolist(), strict=True)
-        assert checksums(memory, start[rows], size[rows]).tolist() == [zlib.crc32(memory.view[a : a + n]) for a, n in runs]
-    strided = np.repeat(start, 2)[::2]
-    assert checksums(memory, strided, np.repeat(size, 2)[::2]).tolist() == checksums(memory, start, size).tolist()
+    assert sums.found.tolist() == [zlib.crc32(part) for one in samples for part in (one[:20], one[20:])]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +263,9 @@ def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> Non
     memory = Memory(100)
     run = ints(start), ints(size)
     with pytest.raises(ValueError, match="beyond the end"):
-        checksums(memory, *run)
+        Sums([memory], ints(0), *run, ints(0))
     with pytest.raises(ValueError, match="beyond the end"):
-        Places([memory], ints(0), *run)
+        Places([memory, memory], ints(1), *run)
 
 
 def test_what_cannot_be_read_is_an_error_of_the_system(way: bool, tmp_path: Path) -> None:
@@ -178,8 +290,8 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path,
         shard.write_bytes(data[: len(data) // 2 if name == "short" else None])
     fields = {"x": wt.array("x.npy", shape=(40, 40), dtype="uint8"), "image": wt.image(size=16), "label": wt.label()}
     found = []
-    for library in (bulk._library, None):
-        monkeypatch.setattr(bulk, "_library", library)
+    for library in (compiled.library, None):
+        monkeypatch.setattr(compiled, "library", library)
         for name in ("sound", "damaged", "short"):
             for what in (fields, {"x": fields["x"]}, None):
                 loader = wt.Loader(tmp_path / name, what, batch_size=7, on_bad="replace", max_bad=1.0, tail="drop")
@@ -198,12 +310,12 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path,
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone that was updated and not installed again has one whose functions may take other things."""
-    if not bulk.COMPILED:
+    if compiled.library is None:
         pytest.skip("there was no C compiler")
-    assert bulk._compiled(ctypes.CDLL) is not None
-    (tmp_path / "bulk.c").write_text(Path(bulk.SOURCE).read_text() + "\n")
-    monkeypatch.setattr(bulk, "SOURCE", str(tmp_path / "bulk.c"))
-    assert bulk._compiled(ctypes.CDLL) is None
+    assert compiled._compiled() is not None
+    (tmp_path / "bulk.c").write_text(Path(compiled.SOURCE).read_text() + "\n")
+    monkeypatch.setattr(compiled, "SOURCE", str(tmp_path / "bulk.c"))
+    assert compiled._compiled() is None
 
 
 @pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")])

@@ -60,6 +60,7 @@ def survived(*words: str, times: int) -> None:
     assert done.stdout.splitlines()[-1].startswith("all survived")
 
 
+@pytest.mark.slow
 def test_a_few_deaths_of_the_quick_kinds_are_survived() -> None:
     survived(*QUICK, times=2)
 

@@ -41,7 +41,7 @@ dist.destroy_process_group()
         (2, [7, 13, 1], 0, "drop"),
         (2, [7, 13, 1], 3, "pad"),
         pytest.param(4, [3, 0, 30, 8], 1, "drop", marks=pytest.mark.slow),
-        (4, [5], 0, "pad"),
+        pytest.param(4, [5], 0, "pad", marks=pytest.mark.slow),
     ],
 )
 def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(

@@ -16,7 +16,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_shards, write_tar
-from wdstrain import reader
+from wdstrain import course, reader
 from wdstrain.bits import bits, uniform
 from wdstrain.cli import main
 from wdstrain.errors import PlanError, UsageError
@@ -78,6 +78,9 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     folder = odd_shards(tmp_path / "odd") if kind == "odd" else write_shards(tmp_path / "few", [7, 13, 1])
+    monkeypatch.setattr(course, "_NEAR", 4 << 20)
+    for module in (course, itinerary):
+        monkeypatch.setattr(module, "READ_SAMPLES", 1024)
     sources: list[Recorder] = []
 
     class Recorder(LocalFile):
@@ -123,6 +126,7 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
 
 def test_reads_are_the_same_however_many_are_found_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = wt.index(odd_shards(tmp_path / "odd"))
+    monkeypatch.setattr(itinerary, "READ_SAMPLES", 1024)
     for options in SIZES:
         plan = plan_of(index, **options)
         whole = [reads_of(index, plan, lane) for lane in range(plan.lane_count)]

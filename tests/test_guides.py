@@ -102,6 +102,7 @@ def test_what_a_text_says_runs(text: Path, newcomer: Path, programs: Path, monke
         assert done.returncode == 0, f"{text.name}, line {block.line}\n{block.code}\n{done.stdout}{done.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     """From another folder; the demo in a folder of its own, and the checks without the tests, which are running already.

@@ -13,7 +13,7 @@ import pytest
 
 import wdstrain
 from tests.conftest import ROOT, write_shards
-from wdstrain import bulk
+from wdstrain import compiled
 
 PACKAGE = ROOT / "wdstrain"
 
@@ -28,14 +28,17 @@ FLOORS = [
         "sizes",
         "locks",
         "pieces",
+        "compiled",
         "printing",
         "machine",
         "formats",
         "packing.collector",
         "looking.picturing",
     },
-    {"bodies", "turbo", "looking.wording", "sending", "console", "memory"},
-    {"http", "objects", "bulk"},
+    {"turbo", "looking.wording", "sending", "console", "memory"},
+    {"bulk"},
+    {"bodies", "hands"},
+    {"http", "objects"},
     {"remote"},
     {"policies", "charts"},
     {"plan", "tar", "storage", "opener", "decode", "augment", "meter", "measured", "inspecting.dimensions"},
@@ -52,8 +55,8 @@ FLOORS = [
         "packing.jobs",
         "fitting",
     },
-    {"fields", "cache", "verifying.salvage", "verifying.passage"},
-    {"forward", "labels", "verifying.trial", "inspecting.contents", "inspecting.provenance"},
+    {"fields", "cache", "comparing", "verifying.salvage", "verifying.passage"},
+    {"forward", "spread", "labels", "verifying.trial", "inspecting.contents", "inspecting.provenance"},
     {"index_files", "slots", "packing.listing", "inspecting.histograms", "verifying.survey"},
     {
         "opening",
@@ -68,6 +71,7 @@ FLOORS = [
         "inspecting.facts",
         "verifying.inspection",
     },
+    {"course"},
     {
         "inspecting.sampling",
         "verifying.census",
@@ -224,15 +228,15 @@ def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path
     assert guides
     assert set(guides) <= set(names)
     assert not [name for name in names if not name.startswith("wdstrain")]
-    assert ("wdstrain/libbulk.so" in names) == bulk.COMPILED
+    assert ("wdstrain/libbulk.so" in names) == (compiled.library is not None)
     site, place = tmp_path / "site", tmp_path / "elsewhere"
     place.mkdir()
     install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    code = "from wdstrain import bulk; print(bulk.COMPILED, bulk.__file__)"
+    code = "from wdstrain import compiled; print(compiled.library is not None, compiled.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{bulk.COMPILED} {site / 'wdstrain' / 'bulk.py'}\n"
+    assert done.stdout == f"{compiled.library is not None} {site / 'wdstrain' / 'compiled.py'}\n"
     for command in ([sys.executable, "-m", "wdstrain"], [str(site / "bin" / "wdstrain")]):
         done = subprocess.run([*command, "--version"], cwd=place, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == f"wdstrain {wdstrain.__version__}\n"

@@ -43,7 +43,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("times", ["once", pytest.param("twice", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["bytes", "threads", "workers"])
+@pytest.mark.parametrize("case", ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("bytes", "threads"))])
 def test_after_an_interrupt_at_any_moment_the_next_epoch_is_whole(shards: Path, case: str, times: str) -> None:
     """twice: another Ctrl-C comes within two milliseconds, while the first is being answered."""
     interrupt(str(shards), case, times)

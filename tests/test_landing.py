@@ -74,6 +74,24 @@ def test_what_lands_is_what_would_be_copied(arrays: Path, window: int | None, nu
     copied.close()
 
 
+@pytest.mark.parametrize("files", [0, 2])
+def test_of_many_small_shards_only_some_are_open_at_a_time(
+    tmp_path: Path, arrays: Path, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where as many are, the reader reads itself, by the same way: also what is damaged."""
+    monkeypatch.setattr("wdstrain.landing._OPEN", files)
+    direct, copied = (wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED))
+    for number in range(2):
+        assert same(epoch(direct, number), epoch(copied, number))
+    assert landing(direct)
+    folder = pack(tmp_path / "set", 40)
+    os.truncate(folder / "train-000001.tar", 30_000)
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.9)
+    found = epoch(loader)
+    assert loader.report()["bad"] > 0
+    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+
+
 def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
     for world_size, lanes in ((2, 2), (2, 4), (1, 4)):
         for rank in range(world_size):
@@ -289,13 +307,14 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     folder = pack(tmp_path / "set", 40)
     original = module.Landing._read
 
-    def once(self: Any, source: Any, places: Any, firsts: Any, part: Any) -> None:
-        original(self, source, places, firsts, part)
-        if 20 in part.ids and not damaged:
+    def once(self: Any, source: Any, part: Any, places: Any, sums: Any, arena: Any) -> None:
+        original(self, source, part, places, sums, arena)
+        ids, starts, stops = part.samples[:3]
+        if 20 in ids and not damaged:
             damaged.append(True)
-            first = int(firsts[part.ids.tolist().index(20)])
-            after = places.run(first + module._RUNS)  # the arena's part behind the array: the header and value of cls
-            after[len(bytes(after).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding
+            i = ids.tolist().index(20)
+            rest = arena.view[part.offsets[i] : part.offsets[i] + stops[i] - starts[i] - self.bytes]
+            rest[len(bytes(rest).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding: the value of cls
 
     damaged: list[bool] = []
     monkeypatch.setattr(module.Landing, "_read", once)

@@ -903,6 +903,43 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:
         assert "a worker process of the loader died" in process.stderr.read()
 
 
+KILLED_LOOKING = """
+    import multiprocessing
+    from wdstrain.workers import _careful
+
+    context = _careful(multiprocessing.get_context("fork"))
+    event = context.Event()
+
+    def look(end):
+        end.send("begun")
+        while not event.is_set():
+            pass
+        end.send("told")
+
+    def begun():
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=look, args=(theirs,))
+        worker.start()
+        assert ours.recv() == "begun"
+        return worker, ours
+
+    for _ in range(20):
+        worker, _ = begun()
+        worker.kill()
+        worker.join()
+    worker, end = begun()
+    event.set()
+    print(end.recv())
+"""
+
+
+def test_workers_can_be_told_to_end_after_one_was_killed_while_it_looked() -> None:
+    """An event of multiprocessing's has a lock, which the killed keep: whoever tells the others waits for ever."""
+    words = [sys.executable, "-c", textwrap.dedent(KILLED_LOOKING)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "told\n", done.stderr
+
+
 def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
     import time
 

@@ -172,6 +172,7 @@ def test_nothing_is_named_in_shared_memory(shards: Path) -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_container_with_64_mb_of_dev_shm_is_enough(tmp_path: Path, in_small_shm: Callable[..., str]) -> None:
     folder = tmp_path / "pictures"
     rng = np.random.default_rng(0)

@@ -119,6 +119,7 @@ def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Pope
     return process
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +307,7 @@ def test_a_checkpoint_of_another_format_is_said_to_be_one(undisturbed: Path, tmp
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_checkpoint_is_written(
     pets: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -80,7 +80,8 @@ def equal_within_noise(out: Path, alone: Path) -> None:
         assert one["val"] == pytest.approx(other["val"], rel=1e-4)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_processes_come_to_the_losses_and_metrics_of_one(pets: Path, alone: Path, tmp_path: Path, processes: int) -> None:
     job = started(processes, str(pets), "--out", str(tmp_path / "run"), "--json")
     out, said = job.communicate(timeout=100)
@@ -90,6 +91,7 @@ def test_processes_come_to_the_losses_and_metrics_of_one(pets: Path, alone: Path
     equal_within_noise(tmp_path / "run", alone)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_job_with_a_sentence_and_another_number_goes_on(
     pets: Path, alone: Path, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_train_and_evaluate_are_typed(bright: Path, tmp_path: Path, capsys: Any)
     assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_the_demo_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("wdstrain.demo._OPTIONS", {"model": "small", "epochs": 1, "batch_size": 32, "image_size": 8})
     for _ in range(2):

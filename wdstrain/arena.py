@@ -38,7 +38,7 @@ class Arena:
     def reset(self) -> None:
         """Forget everything that was placed."""
         self._free = list(range(self._count - 1, -1, -1))
-        self._open: dict[int, tuple[int, int]] = {}  # bucket -> (next offset, end) in its slab being filled
+        self._open: dict[int, list[int]] = {}  # bucket -> [next offset, end] in its slab being filled
         self._taken: dict[int, list[int]] = {}  # bucket -> its slabs
 
     @property
@@ -48,31 +48,22 @@ class Arena:
 
     def place(self, buckets: Ints, sizes: Ints) -> Ints:
         """Where samples are put: offsets of `sizes` bytes that stay until their bucket is released. int64[n] each."""
-        offsets = np.empty(len(sizes), np.int64)
-        by_bucket = np.argsort(buckets, kind="stable")
-        rounded = -(-sizes[by_bucket] // _ALIGN) * _ALIGN
-        ends = np.cumsum(rounded)
-        numbers, firsts = np.unique(buckets[by_bucket], return_index=True)
-        for bucket, first, stop in zip(numbers.tolist(), firsts.tolist(), [*firsts.tolist()[1:], len(sizes)], strict=True):
-            while first < stop:
-                begin, end = self._open.get(bucket, (0, 0))
-                before = int(ends[first - 1]) if first else 0
-                fitting = int(np.searchsorted(ends[first:stop], before + end - begin, side="right"))
-                if fitting:
-                    upto = ends[first : first + fitting]
-                    offsets[by_bucket[first : first + fitting]] = begin - before + upto - rounded[first : first + fitting]
-                    self._open[bucket] = (begin - before + int(upto[-1]), end)
-                    first += fitting
-                else:
-                    self._open[bucket] = self._new_slab(bucket)
-        return offsets
+        offsets, rounded = list[int](), (-(-sizes // _ALIGN) * _ALIGN).tolist()
+        # on arrays it takes longer for a few hundred, and no less for more
+        for bucket, size in zip(buckets.tolist(), rounded, strict=True):
+            place = self._open.get(bucket)
+            if place is None or place[0] + size > place[1]:
+                place = self._open[bucket] = self._new_slab(bucket)
+            offsets.append(place[0])
+            place[0] += size
+        return np.array(offsets, np.int64)
 
-    def _new_slab(self, bucket: int) -> tuple[int, int]:
+    def _new_slab(self, bucket: int) -> list[int]:
         if not self._free:
             raise WdstrainError(f"the reader holds {self.held} bytes, all that was set aside. Lower shuffle_buffer.")
         slab = self._free.pop()
         self._taken.setdefault(bucket, []).append(slab)
-        return slab * self._slab, (slab + 1) * self._slab
+        return [slab * self._slab, (slab + 1) * self._slab]
 
     def release(self, bucket: int) -> None:
         """Everything placed in this bucket is no longer needed."""

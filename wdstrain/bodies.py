@@ -14,6 +14,7 @@ from http.client import HTTPResponse
 
 import urllib3
 
+from wdstrain.bulk import Places
 from wdstrain.pieces import Pieces
 
 _READ = 256 << 10  # bytes taken from urllib3 at a time, at most
@@ -27,7 +28,7 @@ class Body:
         self._answer, self._socket = _plain(response)
         self._drained = False  # http.client's buffer
 
-    def read_into(self, pieces: Pieces) -> int:
+    def read_into(self, pieces: Pieces | Places) -> int:
         """Fill what comes, one byte at least; 0 at the end of the body. Raises as urllib3 and sockets do."""
         if self._socket is None or self._answer is None:
             found = self._response.read1(min(pieces.left, _READ))
@@ -65,17 +66,12 @@ class Body:
         else:
             self._response.shutdown()
 
-    def _receive(self, pieces: Pieces, wanted: int) -> int:
+    def _receive(self, pieces: Pieces | Places, wanted: int) -> int:
         assert self._socket is not None
-        views = pieces.next()
-        if wanted < pieces.left:  # the body ends before the places do
-            views = Pieces(views).cut(min(wanted, sum(map(len, views))))
         try:
-            count = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            return pieces.receive(self._socket, wanted)
         except BlockingIOError:
             raise TimeoutError(f"no byte came for {self._stall:g} s") from None
-        pieces.filled(count)
-        return count
 
     def _wait_in_the_system(self, yes: bool) -> None:
         """A timeout of Python's own makes a socket return with whatever is there, some KB at a time."""

@@ -1,6 +1,9 @@
 /* The loops of `bulk` that Python would run piece by piece, taking its own lock for each. */
 #include <errno.h>
+#include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
 
 #define MOST 1024        /* runs that one call of the system takes */
@@ -10,34 +13,38 @@ const uint64_t source = SOURCE; /* the hash of this file: whoever loads it can t
 
 typedef uint32_t (*checksum)(uint32_t before, const unsigned char *data, uint64_t size);
 
-/* crc[i] becomes the checksum of run i of `count` runs of a memory. Returns 1 when one is beyond its end: the others mean nothing. */
-int checksums(checksum of, const unsigned char *memory, int64_t end, int64_t count, const int64_t *start, const int64_t *size,
-              uint32_t *crc) {
-    for (int64_t i = 0; i < count; i++) {
-        if (start[i] < 0 || size[i] < 0 || size[i] > end || start[i] > end - size[i])
-            return 1;
-        crc[i] = of(0, memory + start[i], (uint64_t)size[i]);
-    }
-    return 0;
+/* crc[i] becomes the checksum of run i of `count`, of the run before it too where joined[i], which the first is not. */
+static void take(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
+    for (int64_t i = 0; i < count; i++)
+        crc[i] = of(joined[i] ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
 }
 
-/* Fill `count` runs of memory with a file's bytes from `offset` on; `done` bytes of them are filled already, with those before it.
- * crc[i] becomes the checksum of run i where checked[i] is 1, of the one before too where it is 2. Returns how many bytes came: fewer than
- * there is room for at the file's end or before an error, which is -errno when nothing came. */
-int64_t fill(int fd, int64_t offset, int64_t done, int64_t count, const uint64_t *address, const int64_t *size, checksum of,
-             const uint8_t *checked, uint32_t *crc) {
+void sums(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
+    take(of, count, address, size, joined, crc);
+}
+
+/* Fill `count` runs of memory with `most` bytes of a file from `offset` on, of a socket where that is below 0; `filled` bytes of them
+ * are already. Of `others` runs, wherever they lie, the sums are taken as soon as upto[i] bytes are filled. Returns how many bytes came:
+ * fewer than `most` at the end or before an error, which is -errno when nothing came, and once *end is not 0. */
+static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address,
+                          const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length,
+                          const uint8_t *joined, uint32_t *crc, const int64_t *upto) {
     struct iovec runs[MOST];
-    int64_t i = 0, came = 0;
+    int64_t i = 0, j = 0, came = 0, done = filled;
     for (; i < count && done >= size[i]; i++)  /* `done` is then what is filled of run i */
         done -= size[i];
-    while (i < count) {
-        int64_t many = 0, bytes = 0;
-        for (int64_t k = i; k < count && many < MOST && bytes < HOT; k++, many++) {
-            runs[many].iov_base = (char *)(uintptr_t)address[k] + (k == i ? done : 0);
-            runs[many].iov_len = (size_t)(size[k] - (k == i ? done : 0));
+    while (j < others && upto[j] <= filled)
+        j++;
+    while (i < count && came < most && !__atomic_load_n(end, __ATOMIC_RELAXED)) {
+        int64_t many = 0, bytes = 0, first = j;
+        for (int64_t k = i; k < count && many < MOST && bytes < HOT && bytes < most - came; k++, many++) {
+            int64_t here = k == i ? done : 0, length = size[k] - here, room = most - came - bytes;
+            runs[many].iov_base = (char *)(uintptr_t)address[k] + here;
+            runs[many].iov_len = (size_t)(length < room ? length : room);
             bytes += (int64_t)runs[many].iov_len;
         }
-        ssize_t read = preadv(fd, runs, (int)many, offset + came);
+        struct msghdr message = {.msg_iov = runs, .msg_iovlen = (size_t)many};
+        ssize_t read = offset < 0 ? recvmsg(fd, &message, MSG_WAITALL) : preadv(fd, runs, (int)many, offset + came);
         if (read < 0 && errno == EINTR)
             continue;
         if (read < 0 && !came)
@@ -45,11 +52,143 @@ int64_t fill(int fd, int64_t offset, int64_t done, int64_t count, const uint64_t
         if (read < 0 || (read == 0 && bytes))
             return came;
         came += read;
-        for (done += read; i < count && done >= size[i]; i++) {
+        for (done += read; i < count && done >= size[i]; i++)
             done -= size[i];
-            if (of && checked[i])
-                crc[i] = of(checked[i] == 2 ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
-        }
+        while (j < others && upto[j] <= filled + came)
+            j++;
+        take(of, j - first, other + first, length + first, joined + first, crc + first);
+        if (offset < 0 && read < bytes) /* nothing came for too long, or the end */
+            return came;
     }
     return came;
+}
+
+int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address, const int64_t *size, checksum of,
+             int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined, uint32_t *crc,
+             const int64_t *upto) {
+    const int never = 0;
+    return fill_until(&never, fd, offset, most, filled, count, address, size, of, others, other, length, joined, crc, upto);
+}
+
+/* --- hands: threads of Python's that fill, one after another, without Python's lock in between --- */
+
+typedef struct job {
+    struct job *next;
+    int64_t number, came;
+    int fd;
+    int64_t offset, most, filled, count;
+    const uint64_t *address;
+    const int64_t *size;
+    checksum of;
+    int64_t others;
+    const uint64_t *other;
+    const int64_t *length;
+    const uint8_t *joined;
+    uint32_t *crc;
+    const int64_t *upto;
+} job;
+
+typedef struct {
+    job *first, **end;
+} line;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t more, ready; /* to do; done */
+    line todo, done;
+    int closed;
+} queue;
+
+static void add(line *to, job *one) {
+    one->next = NULL;
+    *to->end = one;
+    to->end = &one->next;
+}
+
+static job *taken(line *from) {
+    job *one = from->first;
+    if (one && !(from->first = one->next))
+        from->end = &from->first;
+    return one;
+}
+
+int64_t queue_size(void) {
+    return sizeof(queue);
+}
+
+void queue_begin(queue *all) {
+    pthread_mutex_init(&all->lock, NULL);
+    pthread_cond_init(&all->more, NULL);
+    pthread_cond_init(&all->ready, NULL);
+    all->todo.end = &all->todo.first;
+    all->done.end = &all->done.first;
+}
+
+/* What `fill` is given, for a hand to do. 0, or -1 without memory or after the end: then it is not done. */
+int queue_put(queue *all, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address,
+              const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined,
+              uint32_t *crc, const int64_t *upto) {
+    job *one = malloc(sizeof(job));
+    if (!one)
+        return -1;
+    *one = (job){NULL, number, 0, fd, offset, most, filled, count, address, size, of, others, other, length, joined, crc, upto};
+    pthread_mutex_lock(&all->lock);
+    int closed = all->closed;
+    if (!closed) {
+        add(&all->todo, one);
+        pthread_cond_signal(&all->more);
+    }
+    pthread_mutex_unlock(&all->lock);
+    if (closed)
+        free(one);
+    return closed ? -1 : 0;
+}
+
+/* A hand: does what there is to do, until the end. */
+void queue_work(queue *all) {
+    pthread_mutex_lock(&all->lock);
+    while (!all->closed) {
+        job *one = taken(&all->todo);
+        if (!one) {
+            pthread_cond_wait(&all->more, &all->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&all->lock);
+        one->came = fill_until(&all->closed, one->fd, one->offset, one->most, one->filled, one->count, one->address, one->size, one->of,
+                               one->others, one->other, one->length, one->joined, one->crc, one->upto);
+        pthread_mutex_lock(&all->lock);
+        if (all->closed) {
+            free(one);
+            break;
+        }
+        add(&all->done, one);
+        pthread_cond_signal(&all->ready);
+    }
+    pthread_mutex_unlock(&all->lock);
+}
+
+/* The number of what was done next, and what `fill` returned; -1 when that was the end. */
+int64_t queue_next(queue *all, int64_t *came) {
+    pthread_mutex_lock(&all->lock);
+    while (!all->done.first && !all->closed)
+        pthread_cond_wait(&all->ready, &all->lock);
+    job *one = taken(&all->done);
+    pthread_mutex_unlock(&all->lock);
+    if (!one)
+        return -1;
+    int64_t number = one->number;
+    *came = one->came;
+    free(one);
+    return number;
+}
+
+/* The end: what nobody has begun is not done, and of what is done nothing more is told. */
+void queue_close(queue *all) {
+    pthread_mutex_lock(&all->lock);
+    __atomic_store_n(&all->closed, 1, __ATOMIC_RELAXED);
+    for (job *one; (one = taken(&all->todo)) || (one = taken(&all->done));)
+        free(one);
+    pthread_cond_broadcast(&all->more);
+    pthread_cond_broadcast(&all->ready);
+    pthread_mutex_unlock(&all->lock);
 }

@@ -20,7 +20,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
@@ -255,7 +255,7 @@ class CachedFile:
     def fetched(self) -> int:
         return self._remote.fetched if self._remote is not None else 0
 
-    def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
         todo, waited = Pieces(pieces), []
         while todo.left:

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from wdstrain.augment import DRAWS
 from wdstrain.bits import key, uniform
-from wdstrain.bulk import checksums
+from wdstrain.bulk import Sums
 from wdstrain.fields import Field
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
@@ -34,9 +34,9 @@ Transform = Callable[..., Any]
 class Task(NamedTuple):
     """One batch to decode: b samples with m members in all.
 
-    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena; crc: uint32[m]
-    of those bytes as they were packed, or empty where nobody knows. keys are sent only where a transform sees them. lost: why
-    the samples in some rows could not be read.
+    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena. doubtful: int64[k], those
+    of the m that nobody compared yet; crc: uint32[k], of their bytes as they were packed. keys are sent only where a transform
+    sees them. lost: why the samples in some rows could not be read.
     """
 
     clock: int
@@ -47,6 +47,7 @@ class Task(NamedTuple):
     field: npt.NDArray[np.uint16]
     offset: Ints
     size: Ints
+    doubtful: Ints
     crc: npt.NDArray[np.uint32]
     keys: tuple[str, ...]
     lost: dict[int, str]
@@ -239,8 +240,11 @@ class Decoder:
     def _damaged(self, task: Task) -> dict[int, Bad]:
         """By row, what was not read as it was packed."""
         bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
-        if len(task.crc):
-            for m in (checksums(self.arena, task.offset, task.size) != task.crc).nonzero()[0].tolist():
+        if len(task.doubtful):
+            size = task.size[task.doubtful]
+            sums = Sums([self.arena], np.zeros_like(size), task.offset[task.doubtful], size, np.ones_like(size))
+            sums.take()
+            for m in task.doubtful[sums.found != task.crc].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1
                 bad.setdefault(row, Bad(row, self._names[task.field[m]], MISMATCH))
         return dict(sorted(bad.items()))

@@ -27,7 +27,7 @@ from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote
 from wdstrain.storage import LocalFile
 
-RANGE = BLOCK  # bytes of one request, cut as the blocks of the cache are
+RANGE = BLOCK  # bytes of one request, at most
 _FETCHERS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
 _PARTING = 2.0  # seconds that all of them are given to end
 _AT_ONCE = 4  # shards that one thread reads in turn, where a server knows no ranges
@@ -58,7 +58,7 @@ class _Range:
     shard: Shard
     start: int
     stop: int
-    pieces: list[memoryview]
+    pieces: Places | list[memoryview]
     of: Reading
 
 
@@ -93,9 +93,10 @@ class Forward:
             except WdstrainError as error:
                 reading.error = error
             return reading
-        todo, ranges = Pieces(pieces), []
+        todo, ranges = pieces if isinstance(pieces, Places) else Pieces(pieces), list[_Range]()
         while todo.left:
-            count = min(todo.left, RANGE - offset % RANGE)
+            # with a cache, as its blocks are cut; else a sample in two ranges would have to be compared by who decodes
+            count = min(todo.left, RANGE if self.fetchers.cache is None else RANGE - offset % RANGE)
             ranges.append(_Range(shard, offset, offset + count, todo.cut(count), reading))
             offset += count
         reading.missing = len(ranges)
@@ -187,9 +188,9 @@ class Fetchers:
                 if self._alone is None and not all(file.ranged for file in files.values()):
                     self._alone = me
                     self._changed.notify_all()
-                one.of.missing -= 1
                 if not self._stopping.is_set():  # then nobody asks
                     one.of.error = one.of.error or error
+                one.of.missing -= 1  # after that: who looks at it holds another lock
             error = None  # its frames refer to it, and to memory that is to go with its last user
             self._told()
         for file in files.values():
@@ -213,6 +214,8 @@ class Fetchers:
         try:
             if one.pieces:
                 file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
+                if isinstance(one.pieces, Places):
+                    one.pieces.came(one.pieces.left)  # what was not filled by itself: from a cache, or by a library
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)
         finally:

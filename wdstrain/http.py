@@ -17,7 +17,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -32,6 +32,7 @@ from urllib3.exceptions import HTTPError, LocationParseError
 from urllib3.util.response import assert_header_parsing
 
 from wdstrain.bodies import Body, begins
+from wdstrain.bulk import Places
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.machine import memory
 from wdstrain.pieces import Pieces
@@ -72,7 +73,7 @@ class Answer:
     at: int
     total: int | None = None
 
-    def read_into(self, pieces: Pieces) -> int:
+    def read_into(self, pieces: Pieces | Places) -> int:
         """Fill what comes, one byte at least; 0 where the answer ends."""
         count = self.body.read_into(pieces)
         self.at += count
@@ -126,18 +127,18 @@ class HttpFile:
         self.read_into([memoryview(found)], offset, last=self.size)
         return bytes(found)
 
-    def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(self, pieces: Places | Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on.
 
         last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
         is not what it was, StorageError where the server gives up.
         """
-        stop = offset + sum(map(len, pieces))
+        todo, tries, begun = pieces if isinstance(pieces, Places) else Pieces(pieces), 0, time.monotonic()
+        stop = offset + todo.left
         if stop > self.size:
             raise ShardError(
                 f"{redacted(self.path)} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
             )
-        todo, tries, begun = Pieces(pieces), 0, time.monotonic()
         while todo.left:
             try:
                 answer = self._at(stop - todo.left, max(stop, last or stop))

@@ -7,7 +7,7 @@ order. How an index is written, read and made is in `index_files`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -126,6 +126,13 @@ class Table:
             keys=np.frombuffer(b"".join(raw), np.uint8),
         )
 
+    def members_of(self, ids: Ints) -> tuple[Ints, Ints]:
+        """The numbers of all members of some samples, and before them in which of those each is. int64[k] each."""
+        low = self.member_first[ids]
+        counts = self.member_first[ids + 1] - low
+        of = np.repeat(np.arange(len(ids)), counts)
+        return of, np.arange(len(of)) + (low - counts.cumsum() + counts)[of]
+
     @classmethod
     def join(cls, tables: Sequence[Table]) -> Table:
         """Tables one after another. Checksums are kept only if all have them."""
@@ -167,6 +174,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def among(self, names: Collection[str] | None) -> npt.NDArray[np.bool_]:
+        """Which of the fields have one of these names; all if it is None. bool[fields]"""
+        return np.array([names is None or name in names for name in self.fields], bool)
 
     def __repr__(self) -> str:
         size = sum(shard.bytes for shard in self.shards)
@@ -222,6 +233,12 @@ class Index:
         """The keys of samples."""
         starts = self.table.key_first[ids]
         sizes = self.table.key_first[ids + 1] - starts
+        # numbered, mostly: cut all at once, in a fifth of the time
+        if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
+            letters = self.table.keys[starts[:, None] + np.arange(size)]
+            if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
+                found: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
+                return found
         first = firsts(sizes)
         joined = self.table.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
         if joined.isascii():  # cut as text, which takes half the time of making one text after another

@@ -2,9 +2,9 @@
 
 The plan knows the batch and the row of a sample before it is read, so a scattering read puts an array's bytes there, and nothing
 copies them again; what is around them in the shard (headers, other fields) goes to the arena as ever. A batch's slot is taken when the
-first of its samples is read, so slots are held for a window instead of arena. Reads of some megabytes are shared by a few threads,
-each of which compares what it read with the index. What is left to the loop's own thread is a quarter of what it takes to copy
-arrays from the arena, and all together two thirds.
+first of its samples is read, so slots are held for a window instead of arena. Reads of some megabytes are done by a few hands
+(`hands`), which take checksums as they go; what these say is looked at in the thread that tells. What is left to the loop's own
+thread is a quarter of what it takes to copy arrays from the arena, and all together two thirds.
 
 It is done where every sample has the same fields in the same order and what lands is of one size, on a disk here, with
 tail="drop"; elsewhere arrays go through the arena. An array that is not as its index and field say, or laid down otherwise (another
@@ -13,44 +13,32 @@ byte order, the first axis fastest), is odd: it is read once more when its batch
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.bulk import ALONE, JOINED, UNCHECKED, Places, of_samples
+from wdstrain.bulk import Places, Sums
 from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import Field, NumpyArray
 from wdstrain.forward import Reading
+from wdstrain.hands import Hands
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.machine import cores
 from wdstrain.memory import Memory
 from wdstrain.plan import Order, Plan
 from wdstrain.remote import is_remote
 from wdstrain.slots import Layout, Slots
+from wdstrain.spread import Landed, Spread
 from wdstrain.storage import LocalFile, open_source
 
-READ_TOGETHER = 32 << 20  # bytes that are begun at a time, for the threads to share
+READ_TOGETHER = 32 << 20  # bytes of one read
 _SCRATCH = 4 << 20  # bytes for what nobody wants
 _LEAST = 4096  # bytes of an array that is worth it
 _HANDS = 4  # threads, at most
-_RUNS = 3  # of an array: what is before it, its head, and its numbers
-
-
-@dataclass(frozen=True)
-class Landed:
-    """A field whose arrays land. member: its place among a sample's; head: bytes before the numbers; row: bytes of the numbers."""
-
-    field: NumpyArray
-    found: str
-    member: int
-    head: int
-    row: int
-    column: int  # where its column begins in a slot
+_OPEN = 64  # files that are open at a time, about
 
 
 def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order) -> dict[str, Landed]:
@@ -99,14 +87,25 @@ def _lie_so(index: Index, what: list[Landed]) -> bool:
 
 
 class Placed(NamedTuple):
-    """Samples that are read together. ids, starts, stops (in the shard), offsets (in the arena), homes (of their slot), rows: int64[n]"""
+    """Samples that are read together. offsets: in the arena; homes: where their slots begin. int64[n]"""
 
-    ids: Ints
-    starts: Ints
-    stops: Ints
+    samples: Spread
     offsets: Ints
     homes: Ints
-    rows: Ints
+
+    def part(self, start: int, stop: int) -> Placed:
+        return Placed(self.samples.part(slice(start, stop)), self.offsets[start:stop], self.homes[start:stop])
+
+
+class _Taken(dict[int, int]):
+    """clock -> slot, which is taken when it is first asked for."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def __missing__(self, clock: int) -> int:
+        slot = self[clock] = self._slots.take()
+        return slot
 
 
 class Landing:
@@ -122,25 +121,21 @@ class Landing:
         self._odd: set[tuple[int, int]] = set()
         self._lost: dict[tuple[int, int], str] = {}
         self._open: set[LocalFile] = set()
-        self._slot_at: dict[int, int] = {}  # clock -> slot
+        self._slot_at = _Taken(slots)
         self._heads: dict[int, int] = {}  # by member: crc32 of a head that says that the array lies as it should, seen last
-        self._hands: ThreadPoolExecutor | None = None
-        self._todo: set[Future[None]] = set()
-        self._count = min(_HANDS, cores())
+        self._hands = Hands(min(_HANDS, cores()))
         self._scratch = Memory(_SCRATCH)
 
     def homes(self, clocks: Ints) -> Ints:
         """Where the slots of these batches begin, in bytes. The reader's lock is held."""
-        numbers, where = np.unique(clocks, return_inverse=True)
-        for clock in numbers.tolist():
-            if clock not in self._slot_at:
-                self._slot_at[clock] = self._slots.take()
-        return np.array([self._slot_at[clock] * self._slots.layout.size for clock in numbers.tolist()], np.int64)[where]
+        slots = np.array(list(map(self._slot_at.__getitem__, clocks.tolist())), np.int64)
+        return slots * self._slots.layout.size
 
-    def rows(self, plan: Order, rank: int, lane: int, start: int, stop: int) -> Ints:
-        """The rows of their batches in which the places [start, stop) of a lane of this rank are. int64[stop - start]"""
+    def spread(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> Spread:
+        """Where the samples in the places of a lane of this rank from `start` on go. ids: int64[n]"""
         assert isinstance(plan, Plan)
-        return plan.positions(lane, start, stop) % plan.quota + plan.lanes_of(rank).index(lane) * plan.quota
+        rows = plan.positions(lane, start, start + len(ids)) % plan.quota + plan.lanes_of(rank).index(lane) * plan.quota
+        return Spread.of_samples(self._index.table, self._what, ids, rows)
 
     def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
@@ -158,77 +153,46 @@ class Landing:
                     lost[row] = why
         return slot, lost, count
 
-    def read(self, shard: Shard, samples: Placed, arena: Memory, told: Callable[[], None]) -> list[tuple[Reading, int]]:
-        """Begin to read samples that follow one another in a shard: parts of them, and how many samples each has.
+    def places(self, placed: Placed, arena: Memory) -> tuple[Places, Sums]:
+        """Where their bytes go, and the sums that are compared."""
+        return placed.samples.places(placed.offsets, placed.homes, (arena, self._slots.memory, self._scratch))
 
-        told: called, from any thread, when a part is there.
-        """
-        hands = self._hands
-        if hands is None:
-            hands = self._hands = ThreadPoolExecutor(self._count, "wdstrain-land")
-        count = len(samples.ids)
+    def read(
+        self, shard: Shard, placed: Placed, places: Places, sums: Sums, arena: Memory, told: Callable[[], None]
+    ) -> Reading:
+        """Begin to read samples that follow one another in a shard. told: called, from any thread, when they are there."""
         try:
             source = LocalFile(shard.path, self._index.state(shard))
         except WdstrainError as error:
             if self._salvage:
-                self._lose(samples, range(count), error)
-            return [(Reading(error=None if self._salvage else error), count)]
-        self._open.add(source)
-        places, firsts = self._places(samples, arena)
-        bounds = np.linspace(0, count, min(self._count, count) + 1).astype(int).tolist()
-        readings, left, lock = [Reading(missing=1) for _ in bounds[1:]], [len(bounds) - 1], threading.Lock()
+                self._lose(placed, error)
+            return Reading(error=None if self._salvage else error)
+        reading = Reading(missing=1)
 
-        def work(reading: Reading, start: int, stop: int) -> None:
+        def done() -> None:
             try:
-                self._read(source, places, firsts[start:stop], Placed(*(column[start:stop] for column in samples)))
+                self._read(source, placed, places, sums, arena)
             except WdstrainError as problem:
                 reading.error = problem
             except BaseException as problem:  # handed to the reader, which raises it
                 reading.error = WdstrainError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
-            with lock:
-                left[0] -= 1
-                last = not left[0]
-            if last:
+            finally:
                 self._open.discard(source)
-                source.close()
-            reading.missing = 0
-            told()
+                with suppress(OSError):  # of a network's file system; all was read
+                    source.close()
+                reading.missing = 0
+                told()
 
-        for reading, start, stop in zip(readings, bounds, bounds[1:], strict=False):
-            future = hands.submit(work, reading, start, stop)
-            self._todo.add(future)
-            future.add_done_callback(self._todo.discard)
-        return list(zip(readings, np.diff(bounds).tolist(), strict=True))
-
-    def _places(self, samples: Placed, arena: Memory) -> tuple[Places, Ints]:
-        """Where the bytes of samples go, in `_RUNS` runs for each array and one behind the last; and which is the first of each sample."""
-        table, width = self._index.table, _RUNS * len(self._what) + 1
-        start, size = np.empty((2, len(samples.ids), width), np.int64)
-        upto, at = samples.offsets, samples.starts  # in the arena, and in the shard: what is placed so far
-        for k, one in enumerate(self._what):
-            row = table.member_offset[table.member_first[samples.ids] + one.member] + one.head
-            head = upto + row - at - one.head
-            before, of_head, of_row = range(_RUNS * k, _RUNS * k + _RUNS)
-            start[:, before], size[:, before] = upto, head - upto
-            start[:, of_head], size[:, of_head] = head, one.head
-            start[:, of_row], size[:, of_row] = samples.homes + one.column + samples.rows * one.row, one.row
-            upto, at = head + one.head, row + one.row
-        start[:, -1], size[:, -1] = upto, samples.stops - at
-        memories = (arena, self._slots.memory, self._scratch)
-        return of_samples(
-            memories,
-            [0, 0, 1] * len(self._what) + [0],
-            start,
-            size,
-            samples.starts,
-            [UNCHECKED, ALONE, JOINED if len(table.member_crc) else UNCHECKED] * len(self._what) + [UNCHECKED],
-        )
+        self._open.add(source)
+        if len(self._open) > _OPEN:  # small shards: this thread reads too, and opens no more meanwhile
+            done()
+        else:
+            source.fill(self._hands, places, int(placed.samples.starts[0]), done)
+        return reading
 
     def stop(self) -> None:
         """Wait for what is being read, forget what is not begun. No place is written to after that."""
-        if self._hands is not None:
-            self._hands.shutdown(wait=True, cancel_futures=True)
-            self._hands = None
+        self._hands.stop()
         while self._open:  # of what was not begun any more
             self._open.pop().close()
         self._slot_at.clear()
@@ -268,43 +232,38 @@ class Landing:
             into, at = into[numbers - at :], numbers + one.row
         return [*pieces, into]
 
-    # --- the threads ---------------------------------------------------------------------------------------------------
+    # --- the thread that tells what the hands did ----------------------------------------------------------------------
 
-    def _read(self, source: LocalFile, places: Places, firsts: Ints, part: Placed) -> None:
-        width, whole = _RUNS * len(self._what) + 1, np.arange(len(part.ids))
-        mine = places.part(int(firsts[0]), int(firsts[-1]) + width)
+    def _read(self, source: LocalFile, placed: Placed, places: Places, sums: Sums, arena: Memory) -> None:
+        """What the hands left is read, or why it cannot be is told; and all of it is compared."""
         try:
-            source.read_into(mine, int(part.starts[0]))
-        except WdstrainError:
+            source.read_into(places, int(placed.samples.starts[0]) + places.filled)
+            self._compare(placed, sums)
+        except WdstrainError as error:
             if not self._salvage:
                 raise
-            single = [places.part(first, first + width) for first in firsts.tolist()]
-            whole = np.flatnonzero([self._single(source, one, part, i) for i, one in enumerate(single)])
-        first, part = firsts[whole] - firsts[0], Placed(*(column[whole] for column in part))
+            count = len(placed.homes)
+            if count == 1:
+                self._lose(placed, error)
+                return
+            for i in range(count):
+                single = placed.part(i, i + 1)
+                self._read(source, single, *self.places(single, arena), arena)
+
+    def _lose(self, placed: Placed, error: WdstrainError) -> None:
+        for home, row in zip(placed.homes.tolist(), placed.samples.rows.tolist(), strict=True):
+            self._lost[home, row] = f"it cannot be read ({str(error).rstrip('.')})"
+
+    def _compare(self, placed: Placed, sums: Sums) -> None:
+        """What is not as its index and its field say is odd."""
+        samples, found = placed.samples, sums.found.reshape(len(placed.homes), len(self._what), -1)
         for k, one in enumerate(self._what):
-            self._compare(one, mine, first + _RUNS * k, part)
-
-    def _single(self, source: LocalFile, places: Places, part: Placed, i: int) -> bool:
-        try:
-            source.read_into(places, int(part.starts[i]))
-            return True
-        except WdstrainError as error:
-            self._lose(part, [i], error)
-            return False
-
-    def _lose(self, part: Placed, which: Iterable[int], error: WdstrainError) -> None:
-        for i in which:
-            self._lost[int(part.homes[i]), int(part.rows[i])] = f"it cannot be read ({str(error).rstrip('.')})"
-
-    def _compare(self, one: Landed, mine: Places, first: Ints, part: Placed) -> None:
-        """What is not as its index and its field say is odd. first: of each sample, the first run of the array. int64[n]"""
-        table = self._index.table
-        head, both = mine.crc[first + 1], mine.crc[first + 2]
-        odd = head != self._heads.get(one.member, -1)
-        for i in np.flatnonzero(odd).tolist():
-            if one.field.lies_as(bytes(mine.run(int(first[i]) + 1))):
-                self._heads[one.member], odd[i] = int(head[i]), False
-        if len(table.member_crc):
-            odd |= both != table.member_crc[table.member_first[part.ids] + one.member]
-        for i in np.flatnonzero(odd).tolist():
-            self._odd.add((int(part.homes[i]), int(part.rows[i])))
+            head = found[:, k, 0]
+            odd = head != self._heads.get(one.member, -1)
+            for i in np.flatnonzero(odd).tolist():
+                if one.field.lies_as(bytes(sums.run((i * len(self._what) + k) * found.shape[2]))):
+                    self._heads[one.member], odd[i] = int(head[i]), False
+            if samples.crc.size:
+                odd |= found[:, k, 1] != samples.crc[:, k]
+            for i in np.flatnonzero(odd).tolist():
+                self._odd.add((int(placed.homes[i]), int(samples.rows[i])))

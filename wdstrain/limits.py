@@ -81,7 +81,7 @@ def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts
 
 
 def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
-    """Bytes a second that the reader of one rank brings while nobody decodes."""
+    """Bytes a second that the reader of one rank brings, and compares with their checksums, while nobody decodes."""
     plan = Plan(counts=index.counts, seed=0, epoch=0, batch_size=min(batch_size, len(index)))
     reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, ahead=_AHEAD, in_flight=2)
     try:

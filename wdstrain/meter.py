@@ -95,7 +95,7 @@ class Meter:
     fetched: int = 0  # bytes of them that came from servers
     cached: int = 0  # bytes of them that the cache had
     retries: int = 0  # requests that were made anew
-    read_seconds: float = 0.0  # the reader waited for storage
+    read_seconds: float = 0.0  # the reader waited for storage, and compared what came
     parse_seconds: float = 0.0  # plan and index became the places of a batch's members
     shuffle_seconds: float = 0.0  # a batch waited until the part of the window that it needs was read
     decode_seconds: float = 0.0

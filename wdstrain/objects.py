@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -55,9 +56,10 @@ class ObjectFile:
         length = max(0, min(length, self.size - offset))
         return self._bytes(offset, offset + length) if length else b""
 
-    def read_into(self, pieces: list[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on."""
-        stop = offset + sum(map(len, pieces))
+        todo = Pieces(pieces)
+        stop = offset + todo.left
         if stop > self.size:
             raise ShardError(
                 f"{self.path} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
@@ -65,7 +67,7 @@ class ObjectFile:
         data = self._bytes(offset, stop)
         if self.stopping.is_set():  # where the bytes are for may be gone
             raise StorageError(f"{self.path}: reading was stopped.")
-        Pieces(pieces).take(data)
+        todo.take(data)
 
     def stop(self) -> None:
         """A request that is under way is waited for; it has a time limit of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable
 
 _MOST = 1024  # pieces that one call takes (IOV_MAX of Linux)
@@ -23,6 +24,18 @@ class Pieces:
     def read(self, fd: int, offset: int) -> int:
         """Fill what one call of the system fills, from this offset of a file on. How many bytes: 0 at its end. Raises OSError."""
         count = os.preadv(fd, self.next(), offset)
+        self.filled(count)
+        return count
+
+    def receive(self, connection: socket.socket, most: int) -> int:
+        """Fill `most` bytes, no more than are left, with those that come next. How many: fewer before a pause, 0 at the end.
+
+        Raises OSError.
+        """
+        views = self.next()
+        if most < self.left:
+            views = Pieces(views).cut(min(most, sum(map(len, views))))
+        count = connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         self.filled(count)
         return count
 

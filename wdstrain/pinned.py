@@ -7,7 +7,6 @@ taken is DataLoader's `pin_memory`, a thread that allocates and copies every bat
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from contextlib import suppress
@@ -24,14 +23,13 @@ class Locked:
     def __init__(self, memory: Memory) -> None:
         """Raises OSError where the system does not allow it."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory.map))
-        failed = int(cudart.cudaHostRegister(address, memory.size, 0))
+        failed = int(cudart.cudaHostRegister(memory.address, memory.size, 0))
         if failed:
             with suppress(RuntimeError):  # CUDA would report it once more, of whatever is asked next
                 torch.zeros(1, device="cuda")
             raise OSError(f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {failed})")
         # the map is among the arguments, so that it outlives its lock
-        weakref.finalize(self, _unlock, cudart, address, os.getpid(), memory.map).atexit = False
+        weakref.finalize(self, _unlock, cudart, memory.address, os.getpid(), memory.map).atexit = False
 
 
 def _unlock(cudart: Any, address: int, owner: int, _: Any) -> None:

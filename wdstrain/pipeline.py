@@ -37,7 +37,7 @@ from wdstrain.workers import Inline, Processes, Threads, in_flight
 
 _log = logging.getLogger("wdstrain")
 
-_AHEAD_BYTES = 64 << 20  # held beyond half a window
+_AHEAD_BYTES, _AHEAD_OF_LANDING = 64 << 20, 128 << 20  # held beyond half a window
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
@@ -86,13 +86,22 @@ class Pipeline:
         # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
         inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
         busy = 1 if inline else in_flight(num_workers, plan.batch_size)
-        begun = batches_begun(index, plan, rank, _AHEAD_BYTES) if lands else 0
+        ahead = _AHEAD_OF_LANDING if lands else _AHEAD_BYTES
+        begun = batches_begun(index, plan, rank, ahead) if lands else 0
         self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
         landing = self._landing = Landing(index, lands.values(), self._slots, replace) if lands else None
-        self._reader = Reader(
-            index, plans, rank, ahead=_AHEAD_BYTES, in_flight=busy + 1, salvage=replace, cache=cache, landing=landing
-        )
         wanted = None if decoded is None else {name for field in decoded.values() for name in field.names}
+        self._reader = Reader(
+            index,
+            plans,
+            rank,
+            ahead=ahead,
+            in_flight=busy + 1,
+            wanted=wanted,
+            salvage=replace,
+            cache=cache,
+            landing=landing,
+        )
         self._to_do = Tasks(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache = replace, cache
         self._decoder = decoder = Decoder(
@@ -293,7 +302,7 @@ class Pipeline:
                     batch = self._reader.collect(stretch, number)
                     self._pending[clock] = batch, laid.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
                     slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
-                    task = laid.task(number, clock, slot, batch.offset, batch.lost)
+                    task = laid.task(number, clock, slot, batch.offset, batch.lost, batch.sound)
                     waited = self._reader.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
                     yield task

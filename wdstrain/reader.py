@@ -16,16 +16,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.arena import Arena
-from wdstrain.bulk import Places, of_samples
+from wdstrain.bulk import Places, Sums, Truths, of_samples
 from wdstrain.cache import Cache
+from wdstrain.comparing import Comparison
+from wdstrain.course import GAP, READ_SAMPLES, Course, read_bytes
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
 from wdstrain.indexing import Index, Ints, Shard
@@ -39,55 +42,34 @@ from wdstrain.storage import LocalFile
 from wdstrain.stretches import Stretch
 from wdstrain.watching import stack_of
 
-READ_BYTES = 4 << 20  # of one read
-READ_SAMPLES = 1024  # samples in one read
 _BUCKETS = 16  # slabs of a window leave in so many groups
 
 
 class Batch(NamedTuple):
     """Where the samples of one batch wait. ids, offset: int64[b], offset in the arena; valid: bool[b], False is padding.
 
-    lost: why the samples in some rows could not be read; their offset means nothing.
+    sound: bool[b], compared with their checksums; None: none was. lost: why the samples in some rows could not be read; their
+    offset means nothing.
     """
 
     ids: Ints
     offset: Ints
-    valid: npt.NDArray[np.bool_]
+    valid: Truths
+    sound: Truths | None
     lost: dict[int, str]
 
 
 class _Begun(NamedTuple):
-    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin."""
+    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin; rows: of the ring, where
+    what is found of them is kept."""
 
     reading: Reading
     places: int
     size: int
     last: bool
     place: tuple[Shard, int] | None
-
-
-class _Course(NamedTuple):
-    """Places of a lane from `start` on, as they are looked at many at a time: the steps that need them (the last), sample ids, where
-    those begin and end in their shards, their rows in their batches (for what lands). int64[n] each.
-
-    apart: places after which the next lies elsewhere, in order; the last of all among them.
-    """
-
-    start: int
-    due: Ints
-    ids: Ints
-    starts: Ints
-    stops: Ints
-    rows: Ints
-    apart: Ints
-
-    def at(self, start: int, stop: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """What is known of places [start, stop)."""
-        rows = slice(start - self.start, stop - self.start)
-        return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows], self.rows[rows]
-
-    def apart_after(self, place: int) -> int:
-        return int(self.apart[np.searchsorted(self.apart, place)])
+    comparison: Comparison | None
+    rows: Ints | None
 
 
 @dataclass
@@ -99,13 +81,14 @@ class _Run:
     epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
     first_step: int
     where: Ints  # ring: place -> offset in the arena
+    sound: Truths  # ring: place -> whether it was compared
     begun: int
     read: int
     forward: Forward
     delivered: int  # positions up to here, or asked for
     needed: int = 0  # places, for those
     on_the_way: deque[_Begun] = field(default_factory=deque)
-    course: _Course | None = None
+    course: Course | None = None
 
 
 class Reader:
@@ -119,12 +102,14 @@ class Reader:
         *,
         ahead: int,
         in_flight: int,
+        wanted: set[str] | None = None,
         salvage: bool = False,
         cache: Cache | None = None,
         landing: Landing | None = None,
     ) -> None:
         """ahead: bytes that are held beyond half a window. in_flight: most batches that are collected and not yet released.
 
+        wanted: fields that are compared with their checksums while they are read; all if it is None, and none beside arrays that land.
         salvage: samples that a disk does not give are lost, and no error. cache: of shards on servers. landing: of arrays that are
         read straight into their batch.
         """
@@ -143,7 +128,7 @@ class Reader:
         buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
         live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
         self._arena = Arena(live=live, largest=largest, buckets=buckets)
-        self._scratch = Memory(READ_BYTES)
+        self._scratch = Memory(GAP)
         # the loop's own thread takes the lock itself and waits for news: an interrupt within a Condition would keep it locked
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # for the reader's thread
@@ -156,8 +141,9 @@ class Reader:
         self._error: WdstrainError | None = None
         self._stopping = False
         self._released = 0
-        self._most = READ_BYTES if landing is None else READ_TOGETHER
+        self._most = read_bytes(index) if landing is None else READ_TOGETHER
         self._salvage, self._cache, self._landing = salvage, cache, landing
+        self._compared = index.among(wanted) if len(index.table.member_crc) and landing is None else None
         self._lost: dict[int, str] = {}  # by id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
         self.shuffle_seconds = 0.0  # a batch waited until all of the window that it needs was read
@@ -180,10 +166,10 @@ class Reader:
 
     def stop(self) -> None:
         """End the thread; at most one read is waited for."""
-        if self._thread is not None:
+        if (thread := self._thread) is not None:
             with Held():
                 self._fail(WdstrainError("the reader was stopped"))
-            self._thread.join()
+            thread.join()
             self._thread = None
         self._fetchers.stop()
         if self._landing is not None:
@@ -211,25 +197,32 @@ class Reader:
             for run, lane in zip(runs, stretch.lanes, strict=True):
                 run.delivered += lane.firsts[number + 1] - lane.firsts[number]
                 run.needed = max(run.needed, lane.needed[number])
-            if any(map(self._may_read, self._resting)):  # else the thread would wake to find nothing, for each batch
+            wakes = any(map(self._may_read, self._resting))  # else the thread would find nothing, for each batch
+            if wakes:
                 self._changed.notify_all()
-        before = self.shuffle_seconds
-        self._wait(lambda: all(run.read >= run.needed for run in runs))
-        self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
-        offset = []
+            there = all(run.read >= run.needed for run in runs)
+        if wakes:  # while this thread waits, the other is given Python's lock at once; else after five milliseconds
+            self._wait(lambda: not any(map(self._may_read, self._resting)))
+        if not there:
+            before = self.shuffle_seconds
+            self._wait(lambda: all(run.read >= run.needed for run in runs))
+            self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
+        offset, sound = [], []
         with self._lock:
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             for run, lane in zip(runs, stretch.lanes, strict=True):
-                wanted = lane.places[lane.firsts[number] : lane.firsts[number + 1]]
-                offset.append(run.where[wanted % self._ring])
+                wanted = lane.places[lane.firsts[number] : lane.firsts[number + 1]] % self._ring
+                offset.append(run.where[wanted])
+                if self._compared is not None:
+                    sound.append(run.sound[wanted])
             if stretch.first + number == runs[0].plan.steps - 1:
                 del self._runs[epoch]
                 self._changed.notify_all()
         rows = slice(stretch.firsts[number], stretch.firsts[number + 1])
-        ids, where = stretch.ids[rows], np.concatenate(offset) if len(offset) > 1 else offset[0]
+        ids, where, same = stretch.ids[rows], _joined(offset), _joined(sound) if sound else None
         lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
-        return Batch(ids, where, stretch.valid[rows], lost)
+        return Batch(ids, where, stretch.valid[rows], same, lost)
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for the thread, which fails or gets there. The lock is not held."""
@@ -246,8 +239,7 @@ class Reader:
             self.shuffle_seconds += time.perf_counter() - begun
 
     def _tell(self) -> None:
-        """Something is there that may be waited for. The lock is held."""
-        self._changed.notify_all()
+        """Something is there that the loop may wait for. The lock is held."""
         if self._asking:
             self._news.put(None)
 
@@ -271,26 +263,36 @@ class Reader:
 
     def _read_epochs(self, epoch: int, step: int) -> None:
         clock = -step
+        following: Callable[[], list[_Run]] = partial(self._entered, epoch, clock, step)
         try:
             while not self._stopping:
-                plan = self._plans(epoch)
-                runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
+                runs = following()
                 with self._lock:  # one epoch ahead at most, however small the epochs are
                     self._changed.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
                     self._tell()
-                self._read_epoch(runs)
-                clock += plan.steps
-                epoch, step = epoch + 1, 0
+                clock, epoch = clock + runs[0].plan.steps, epoch + 1
+                following = cache(partial(self._entered, epoch, clock, 0))
+                self._read_epoch(runs, following)
         except BaseException as error:  # handed to the loop, which raises it
             self._fail(error if isinstance(error, WdstrainError) else WdstrainError(f"reading failed: {error!r}"))
 
-    def _read_epoch(self, runs: list[_Run]) -> None:
+    def _entered(self, epoch: int, clock: int, step: int) -> list[_Run]:
+        """The lanes of an epoch from a step on, and what comes first in each."""
+        plan = self._plans(epoch)
+        runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
+        for run in runs:
+            if run.begun < plan.lane_places(run.lane):
+                self._course(run)
+        return runs
+
+    def _read_epoch(self, runs: list[_Run], following: Callable[[], list[_Run]]) -> None:
         try:
-            while (run := self._next(runs)) is not None:
+            while (run := self._next(runs, following)) is not None:
                 self._read_piece(run)
-            with self._lock:  # what the loop needs first has the network for itself
-                self._changed.wait_for(lambda: self._stopping or not any(run.on_the_way for run in runs))
+            if self._far:  # what the loop needs first has the network for itself
+                with self._lock:
+                    self._changed.wait_for(lambda: self._stopping or not any(run.on_the_way for run in runs))
         finally:
             for run in runs:
                 run.forward.close()
@@ -299,23 +301,45 @@ class Reader:
         with self._lock:
             self._error = self._error or error
             self._stopping = True
+            self._changed.notify_all()
             self._tell()
 
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
-        where = np.zeros(min(self._ring, plan.lane_places(lane)) or 1, np.int64)
+        ring = min(self._ring, plan.lane_places(lane)) or 1
         forward = Forward(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
-        return _Run(plan, lane, clock, step, where, first, first, forward, plan.span(lane, step)[0])
+        return _Run(
+            plan,
+            lane,
+            clock,
+            step,
+            np.zeros(ring, np.int64),
+            np.zeros(ring, bool),
+            first,
+            first,
+            forward,
+            plan.span(lane, step)[0],
+        )
 
-    def _next(self, runs: list[_Run]) -> _Run | None:
-        """The lane that is least ahead, once it may read on. None when all are read or the end was asked for."""
+    def _next(self, runs: list[_Run], following: Callable[[], list[_Run]]) -> _Run | None:
+        """The lane that is least ahead, once it may read on. None when all are read or the end was asked for.
+
+        following: plans the next epoch. It is called in the first pause: when this epoch ends the loop has all that it needs, and
+        makes none itself in which this thread would get Python's lock.
+        """
         with self._lock:
             unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
+            pausing = not any(map(self._may_read, unread))
+        if pausing:
+            with suppress(Exception):  # it is tried again where it is due
+                following()
+        with self._lock:
             self._resting = unread
             self._changed.wait_for(lambda: self._stopping or any(map(self._may_read, unread)))
             self._resting = []
+            self._tell()
             return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
 
     def _may_read(self, run: _Run) -> bool:
@@ -325,51 +349,79 @@ class Reader:
 
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""
-        end, course = run.plan.lane_places(run.lane), self._course(run)
-        due, ids, starts, stops, of_batch = course.at(run.begun, min(run.begun + READ_SAMPLES, end))
+        course = self._course(run)
+        # the loop would have Python's lock at each of these steps, and be five milliseconds late to give it back; for this it waits once
+        with self._lock:
+            read = self._planned(run, course)
+        read()
+
+    def _planned(self, run: _Run, course: Course) -> Callable[[], None]:
+        """What reads the next samples, which may take long, once they have their places. The lock is held."""
+        due, ids, starts, stops = course.at(run.begun)
         wanted = due >= run.first_step
         if not wanted.any():
-            self._begin(run, Reading(), len(due), 0)
-            return
+            return partial(self._begin, run, Reading(), len(due), 0)
         first = int(np.argmax(wanted))
         count = min(len(ids), course.apart_after(run.begun + first) + 1 - run.begun)
         fitting = int(np.searchsorted(stops[first:count], starts[first] + self._most, side="right"))
         count = first + max(1, fitting)
-        shard = int(self._index.shard_of(ids[first : first + 1])[0])
-        rows = first + np.flatnonzero(wanted[first:count])
-        with self._lock:
-            clocks, sizes = run.epoch_clock + due[rows], stops[rows] - starts[rows]
-            if self._landing is not None:
-                sizes -= self._landing.bytes
-                homes = self._landing.homes(clocks)
-            offsets = run.where[(run.begun + rows) % self._ring] = self._arena.place(clocks // self._bucket, sizes)
-        source, next_ = self._index.shards[shard], run.begun + count
-        self._place = (source, int(starts[first]))
-        if self._landing is not None:
-            samples = Placed(ids[rows], starts[rows], stops[rows], offsets, homes, of_batch[rows])
-            came = 0  # places of those that are begun
-            for reading, many in self._landing.read(source, samples, self._arena.memory, self._settle_all):
-                mine, rows = rows[:many], rows[many:]
-                upto = int(rows[0]) if len(rows) else count
-                self._begin(run, reading, upto - came, int(stops[mine[-1]] - starts[mine[0]]))
-                came = upto
-            return
-        pieces = self._pieces(starts[rows], stops[rows], offsets)
-        leaving = (
-            next_ == end or int(self._index.shard_of(course.ids[next_ - course.start : next_ - course.start + 1])[0]) != shard
+        some = not wanted[first:count].all()  # the others were delivered before the step at which reading began
+        rows: Ints | slice = first + np.flatnonzero(wanted[first:count]) if some else slice(first, count)
+        clocks, sizes, ids, starts, stops = (
+            run.epoch_clock + due[rows],
+            (stops - starts)[rows],
+            ids[rows],
+            starts[rows],
+            stops[rows],
         )
-        begun = time.perf_counter()
-        reading = run.forward.begin(source, pieces, int(starts[first]), leaving=leaving)
-        if reading.error is not None and self._salvage and not is_remote(source.path):
-            self._read_singly(run.forward, source, ids[rows], run.where, (run.begun + rows) % self._ring)
-            reading = Reading()
-        self.read_seconds += time.perf_counter() - begun
-        self._begin(run, reading, count, int(stops[rows[-1]] - starts[first]))
+        if self._landing is not None:
+            sizes = sizes - self._landing.bytes
+        places = np.arange(run.begun, run.begun + count)[rows] % self._ring
+        offsets = run.where[places] = self._arena.place(clocks // self._bucket, sizes)
+        if self._compared is not None:
+            run.sound[places] = False
+        number, next_ = int(self._index.shard_of(ids[:1])[0]), run.begun + count
+        shard, memory = self._index.shards[number], self._arena.memory
+        self._place = (shard, int(starts[0]))
+        if self._landing is not None:
+            assert course.spread is not None
+            before = run.begun - course.start
+            whole = course.spread.part(slice(before, before + count))
+            placed = Placed(whole.part(rows), offsets, self._landing.homes(clocks))
+            return partial(self._land, run, shard, placed, self._landing.places(placed, memory), count)
+        comparison = None if some else course.comparison(run.begun + first, next_, offsets, memory)
+        one_each = np.zeros((len(sizes), 1), np.int64), offsets[:, None], sizes[:, None]
+        pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison and comparison.sums)
+        leaving = next_ == course.end or int(self._index.shard_of(np.array([course.id(next_)]))[0]) != number
+        begin = partial(run.forward.begin, shard, pieces, int(starts[0]), leaving=leaving)
+        return partial(self._gather, run, shard, ids, places, begin, count, int(stops[-1] - starts[0]), comparison)
 
-    def _pieces(self, starts: Ints, stops: Ints, offsets: Ints) -> Places:
-        """Where the bytes of a shard go, from the first of these samples to the end of the last."""
-        found, _ = of_samples((self._arena.memory, self._scratch), [0], offsets[:, None], (stops - starts)[:, None], starts)
-        return found
+    def _land(self, run: _Run, shard: Shard, placed: Placed, places: tuple[Places, Sums], count: int) -> None:
+        """Begin to read samples whose arrays land."""
+        assert self._landing is not None
+        size = int(placed.samples.stops[-1] - placed.samples.starts[0])
+        reading = self._landing.read(shard, placed, *places, self._arena.memory, self._settle_all)
+        self._begin(run, reading, count, size)
+
+    def _gather(
+        self,
+        run: _Run,
+        shard: Shard,
+        ids: Ints,
+        places: Ints,
+        begin: Callable[[], Reading],
+        count: int,
+        size: int,
+        comparison: Comparison | None,
+    ) -> None:
+        """Read samples into the arena, or begin to."""
+        begun = time.perf_counter()
+        reading = begin()
+        if reading.error is not None and self._salvage and not is_remote(shard.path):
+            self._read_singly(run.forward, shard, ids, run.where, places)
+            reading, comparison = Reading(), None
+        self.read_seconds += time.perf_counter() - begun
+        self._begin(run, reading, count, size, comparison, places)
 
     def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
         """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
@@ -382,12 +434,20 @@ class Reader:
                 self._lost[number] = f"it cannot be read ({str(error).rstrip('.')})"
                 where[row] = -1
 
-    def _begin(self, run: _Run, reading: Reading, places: int, size: int) -> None:
+    def _begin(
+        self,
+        run: _Run,
+        reading: Reading,
+        places: int,
+        size: int,
+        comparison: Comparison | None = None,
+        rows: Ints | None = None,
+    ) -> None:
         """These places are on their way."""
         with self._lock:
             run.begun += places
             last = run.begun == run.plan.lane_places(run.lane)
-            run.on_the_way.append(_Begun(reading, places, size, last, self._place))
+            run.on_the_way.append(_Begun(reading, places, size, last, self._place, comparison, rows))
         self._settle(run)
 
     def _settle_all(self) -> None:
@@ -402,7 +462,7 @@ class Reader:
         with self._lock:
             before = run.read
             while run.on_the_way:
-                reading, places, size, last, _ = run.on_the_way[0]
+                reading, places, size, last, _, comparison, rows = run.on_the_way[0]
                 if reading.error is not None:
                     self._fail(reading.error)
                     break
@@ -410,24 +470,21 @@ class Reader:
                 if reading.missing or (last and run.forward.filling):
                     break
                 run.on_the_way.popleft()
+                if comparison is not None:
+                    run.sound[rows] = comparison.sound
                 run.read += places
                 self.read_bytes += size
             if run.read > before:
                 self._tell()
+                if not run.on_the_way:
+                    self._changed.notify_all()
 
-    def _course(self, run: _Run) -> _Course:
+    def _course(self, run: _Run) -> Course:
         """What comes next in a lane: more than one read takes, or all of the rest."""
-        course, end = run.course, run.plan.lane_places(run.lane)
-        if course is None or min(run.begun + READ_SAMPLES + 1, end) > course.start + len(course.ids):
-            start, stop = run.begun, min(run.begun + max(run.plan.window, 4 * READ_SAMPLES), end)
-            ids = run.plan.ids(run.lane, np.arange(start, stop))
-            starts, stops = self._index.table.start[ids], self._index.table.stop[ids]
-            shards = self._index.shard_of(ids)
-            apart = (np.diff(ids) != 1) | (np.diff(shards) != 0) | (starts[1:] - stops[:-1] > READ_BYTES)
-            landing, due = self._landing, run.plan.due(run.lane, start, stop)
-            rows = due if landing is None else landing.rows(run.plan, self._rank, run.lane, start, stop)
-            course = run.course = _Course(
-                start, due, ids, starts, stops, rows, start + np.append(np.flatnonzero(apart), stop - start - 1)
+        course = run.course
+        if course is None or not course.enough(run.begun):
+            course = run.course = Course.of(
+                self._index, run.plan, self._rank, run.lane, run.begun, self._landing, self._compared
             )
         return course
 
@@ -445,9 +502,10 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     A sample leaves less than a window from its place, on average half of one; so at an epoch's end there is half a window and what
     is read ahead of it, and as much again and the other half of the next. No more than two epochs are ever begun.
     """
+    at_once = min(READ_SAMPLES, READ_TOGETHER // int((index.table.stop - index.table.start).min()) + 1)
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
-    return -(-min(2 * longest, 2 * (window + ahead + READ_SAMPLES) + int(8 * window**0.5)) // plan.quota) + 4
+    return -(-min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5)) // plan.quota) + 4
 
 
 def _check_held(index: Index, number: int, size: int) -> None:
@@ -458,6 +516,10 @@ def _check_held(index: Index, number: int, size: int) -> None:
             f"{shard.shown}: '{index.key(number)}' at offset {int(index.table.start[number])} has {size} bytes, and a sample is "
             f"held as a whole; {most}, half of this machine's memory, are the most. Leave it out, or pack it in parts."
         )
+
+
+def _joined(parts: list[Any]) -> Any:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _nobody() -> None:

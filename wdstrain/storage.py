@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +23,7 @@ from braceexpand import braceexpand
 
 from wdstrain.bulk import Places
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.hands import Hands
 from wdstrain.objects import is_object, list_folder_of
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, check_address, is_remote, name_of, open_remote, read_remote, redacted
@@ -197,6 +198,10 @@ class LocalFile:
             offset += count
         self._check()
 
+    def fill(self, hands: Hands, pieces: Places, offset: int, done: Callable[[], None]) -> None:
+        """The same by hands, which call `done` when as much came as they could read; `read_into` then tells what is missing."""
+        hands.fill(self._fd, offset, pieces, done)
+
     def _check(self) -> None:
         if self._state and not is_state(self._state, os.fstat(self._fd)):
             raise ShardError(
@@ -206,8 +211,8 @@ class LocalFile:
 
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1  # the system has closed it also where it tells an error
+            os.close(fd)
 
     def __enter__(self) -> LocalFile:
         return self

@@ -17,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wdstrain.bulk import Truths
 from wdstrain.decoder import MISMATCH, Decoder, Result, Task
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.indexing import Index, Ints
+from wdstrain.indexing import Index, Ints, Table
 from wdstrain.landing import Landing
 from wdstrain.memory import Memory
 from wdstrain.storage import open_source
 from wdstrain.watching import Desk
 
+_NONE, _NO_CRC = np.zeros(0, np.int64), np.zeros(0, np.uint32)
 _TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
 
 
@@ -32,7 +34,8 @@ class Laid(NamedTuple):
     """Some batches of an epoch: n samples with m members in all.
 
     ids: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
-    of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, size, and crc or nothing. alike: as in a Task.
+    of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, and size. member: their numbers in the table that has
+    their checksums. alike: as in a Task.
     """
 
     epoch: int
@@ -45,14 +48,22 @@ class Laid(NamedTuple):
     field: npt.NDArray[np.uint16]
     within: Ints
     size: Ints
-    crc: npt.NDArray[np.uint32]
+    member: Ints
+    table: Table
     alike: tuple[int, ...]
 
-    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str]) -> Task:
-        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; lost: by row, why"""
+    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str], sound: Truths | None = None) -> Task:
+        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; lost: by row, why
+
+        sound: bool[b], samples that were compared with their checksums; none if it is None.
+        """
         start, stop = self.firsts[number : number + 2]
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
+        doubtful = _NONE
+        if first[-1] > first[0] and len(self.table.member_crc) and (sound is None or not sound.all()):
+            row = self.row[members]
+            doubtful = np.arange(len(row)) if sound is None else np.flatnonzero(~sound[row])
         return Task(
             clock=clock,
             epoch=self.epoch,
@@ -62,7 +73,8 @@ class Laid(NamedTuple):
             field=self.field[members],
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
-            crc=self.crc[members],
+            doubtful=doubtful,
+            crc=self.table.member_crc[self.member[members][doubtful]] if len(doubtful) else _NO_CRC,
             keys=tuple(self.keys[start:stop]) if self.sends_keys else (),
             lost=lost,
             alike=self.alike,
@@ -74,7 +86,7 @@ class Tasks:
 
     def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: Landing | None = None) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
-        self._sent = np.array([wanted is None or name in wanted for name in index.fields] or [False])
+        self._sent = index.among(wanted)
         self._all_sent, self._desk = bool(self._sent.all()), Desk.apart()
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
@@ -84,20 +96,14 @@ class Tasks:
     def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> Laid:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
         table = self._index.table
-        # member: numbers of the samples' members, one after another; of: which of the samples each belongs to
-        low = table.member_first[ids]
-        counts = table.member_first[ids + 1] - low
-        first = np.zeros(len(ids) + 1, np.int64)
-        counts.cumsum(out=first[1:])
-        of = np.repeat(np.arange(len(ids)), counts)
-        member = np.arange(len(of)) + (low - first[:-1])[of]
+        of, member = table.members_of(ids) if self._sent.any() else (_NONE, _NONE)
         if not self._all_sent:
             kept = self._sent[table.member_field[member]]
-            member, of = member[kept], of[kept]
-            np.bincount(of, minlength=len(ids)).cumsum(out=first[1:])
+            of, member = of[kept], member[kept]
+        first = np.append(0, np.bincount(of, minlength=len(ids)).cumsum())
         within = table.member_offset[member] - table.start[ids][of]
         if self._landing is not None:
-            within -= self._landing.before[member - low[of]]
+            within -= self._landing.before[member - table.member_first[ids][of]]
         field, each = table.member_field[member], int(first[1]) if len(ids) else 0
         alike = each and (np.diff(first) == each).all() and (field.reshape(-1, each) == field[:each]).all()
         return Laid(
@@ -111,7 +117,8 @@ class Tasks:
             field,
             within,
             table.member_size[member],
-            table.member_crc[member] if len(table.member_crc) else table.member_crc,
+            member,
+            table,
             tuple(field[:each].tolist()) if alike else (),
         )
 

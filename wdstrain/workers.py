@@ -31,6 +31,7 @@ from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.interrupts import DEATH, Held
 from wdstrain.machine import cores
+from wdstrain.memory import Memory
 from wdstrain.watching import Desk, Desks, Stacks, stack_of
 
 PREFETCH = 2  # messages in flight per worker
@@ -173,7 +174,7 @@ class Processes:
             persistent_workers=True,
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_worker, self._stacks, self.desks),
-            multiprocessing_context=_with_careful_queues(multiprocessing.get_context(context)),
+            multiprocessing_context=_careful(multiprocessing.get_context(context)),
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
         self._iterator: Iterator[list[bytes]] | None = None
@@ -266,7 +267,7 @@ class _Stream:
             yield tuple(islice(tasks, 1 if message < PREFETCH * self._workers else self._together))
 
 
-class _Careful(Queue):  # type: ignore[type-arg]
+class _Queue(Queue):  # type: ignore[type-arg]
     """A queue into which a Ctrl-C comes before or after something is put: between, it would leave it locked, and whoever closes it."""
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -274,10 +275,26 @@ class _Careful(Queue):  # type: ignore[type-arg]
             super().put(obj, block, timeout)
 
 
-def _with_careful_queues(context: BaseContext) -> BaseContext:
-    """What begins worker processes, as torch takes it."""
+class _Event:
+    """What tells workers to end. Without the lock of multiprocessing's, which a worker that is killed while it looks leaves locked:
+    whoever sets the event then waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._memory = Memory(1)
+
+    def set(self) -> None:
+        self._memory.view[0] = 1
+
+    def is_set(self) -> bool:
+        return self._memory.view[0] == 1
+
+
+def _careful(context: BaseContext) -> BaseContext:
+    """What begins worker processes, as torch takes it, with our queues and events."""
     careful = copy(context)
-    careful.Queue = partial(_Careful, ctx=context)  # type: ignore[method-assign]
+    careful.Queue = partial(_Queue, ctx=context)  # type: ignore[method-assign]
+    careful.Event = _Event  # type: ignore[method-assign, assignment]
     return careful
 
 

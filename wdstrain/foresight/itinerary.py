@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from wdstrain.course import GAP, READ_SAMPLES, read_bytes
 from wdstrain.forward import RANGE
 from wdstrain.indexing import Index, Ints
 from wdstrain.plan import Plan
-from wdstrain.reader import READ_BYTES, READ_SAMPLES
+from wdstrain.remote import is_remote
 
 _CHUNK = 1 << 18  # samples whose reads are found at a time
 
@@ -71,7 +72,7 @@ class RankShare:
     samples are delivered as themselves, padding repeats some. bytes are read; unused_bytes of them belong to no sample. A shard is
     opened in the middle where another lane has its beginning, or the epoch leaves it out. seeks: reads that open a shard or do not
     go on where the last one of it ended; a rank's lanes take turns, so with several of them a disk moves with nearly every one of
-    the reads. requests: what a server would be asked, without a cache. first_batch_bytes are read before the first batch is
+    the reads. requests: what servers are asked, without a cache; 0 on a disk. first_batch_bytes are read before the first batch is
     whole. held: read and not delivered, when a batch is asked for.
     """
 
@@ -95,20 +96,20 @@ class RankShare:
 
 def reads_of(index: Index, plan: Plan, lane: int) -> Reads:
     """The reads of a lane in this epoch."""
-    places, table = plan.lane_places(lane), index.table
+    places, table, most = plan.lane_places(lane), index.table, read_bytes(index)
     begun, parts = 0, []
     while begun < places:
         stop = min(begun + _CHUNK, places)
         ids = plan.ids(lane, np.arange(begun, stop))
         starts, stops, shard = table.start[ids], table.stop[ids], index.shard_of(ids)
         # runs are samples that one read could take if it were long enough
-        breaks = (np.diff(ids) != 1) | (np.diff(shard) != 0) | (starts[1:] - stops[:-1] > READ_BYTES)
+        breaks = (np.diff(ids) != 1) | (np.diff(shard) != 0) | (starts[1:] - stops[:-1] > GAP)
         run = np.concatenate([[0], np.cumsum(breaks)])
         first, last = np.flatnonzero(np.diff(run, prepend=-1)), np.flatnonzero(np.diff(run, append=run[-1] + 1))
         # as if the runs lay one after another, each too far from the last for one read
-        lengths = stops[last] - starts[first] + READ_BYTES + 1
+        lengths = stops[last] - starts[first] + most + 1
         shift = (np.cumsum(lengths) - lengths - starts[first])[run]
-        after = np.searchsorted(stops + shift, starts + shift + READ_BYTES, side="right")
+        after = np.searchsorted(stops + shift, starts + shift + most, side="right")
         here = np.arange(len(ids))
         nexts = np.clip(after, here + 1, here + READ_SAMPLES).tolist()
         at, begins = 0, list[int]()
@@ -168,6 +169,7 @@ def share_of(index: Index, plan: Plan, rank: int, reads: list[Reads], held: Wait
         sum(int(part.sum()) for part in parts) for parts in zip(*((r.stop - r.start, r.used) for r in reads), strict=True)
     )
     samples = sum(plan.lane_samples(lane) for lane in lanes)
+    far = any(is_remote(shard.path) for shard in index.shards)
     opened = [(one.shard[one.opens], one.ids[one.opens]) for one in reads]
     return RankShare(
         rank=rank,
@@ -180,7 +182,7 @@ def share_of(index: Index, plan: Plan, rank: int, reads: list[Reads], held: Wait
         opened_in_the_middle=sum(int((ids != index.first[shard]).sum()) for shard, ids in opened),
         reads=sum(len(one.ids) for one in reads),
         seeks=sum(one.seeks for one in reads),
-        requests=sum(int(((one.stop - 1) // RANGE - one.start // RANGE + 1).sum()) for one in reads),
+        requests=sum(int((-(-(one.stop - one.start) // RANGE)).sum()) for one in reads) if far else 0,
         first_batch_bytes=sum(int(waiting(index, plan, lane, 0, 1).bytes[0]) for lane in lanes),
         held_samples_mean=float(held.samples.mean()),
         held_samples_most=int(held.samples.max()),

@@ -1,0 +1,177 @@
+"""Places are filled by threads that need no lock of Python's, with the compiled queue and without it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from wdstrain import compiled
+from wdstrain.bulk import Places, Sums
+from wdstrain.hands import Hands
+from wdstrain.memory import Memory
+
+BEFORE: set[threading.Thread] = set()
+DATA = np.random.default_rng(0).bytes(1_000_000)
+
+WAYS = [
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(compiled.library is None, reason="there was no C compiler")),
+    pytest.param(False, id="in Python"),
+]
+
+
+@pytest.fixture(params=WAYS)
+def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None) -> Iterator[Hands]:
+    if not request.param:
+        monkeypatch.setattr(compiled, "library", None)
+    made = Hands(3)
+    yield made
+    made.stop()
+    assert ours() == []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "file").write_bytes(DATA)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that are there before: of loaders of other tests, which nobody has collected yet."""
+    monkeypatch.setattr(sys.modules[__name__], "BEFORE", set(threading.enumerate()))
+
+
+def ours() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("wdstrain-hand") and one not in BEFORE]
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def whole(memory: Memory) -> Places:
+    return Places([memory], ints(0), ints(0), ints(memory.size))
+
+
+def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: Hands, file: int) -> None:
+    told: SimpleQueue[int] = SimpleQueue()
+    memory, size = Memory(1_000_000), 2000
+    starts = np.random.default_rng(1).permutation(500) * size
+    sums = [Sums([memory], ints(0), ints(at), ints(size), ints(size)) for at in starts]
+    for number, at in enumerate(starts.tolist()):
+        places = Places([memory], ints(0), ints(at), ints(size), sums[number])
+        hands.fill(file, at, places, partial(told.put, number))
+    assert sorted(told.get(timeout=30) for _ in starts) == list(range(500))
+    assert bytes(memory.view) == DATA
+    assert [int(one.found[0]) for one in sums] == [zlib.crc32(DATA[at : at + size]) for at in starts]
+    assert sorted(ours()) == ["wdstrain-hand_0", "wdstrain-hand_1", "wdstrain-hand_2", "wdstrain-hands"]
+
+
+def test_places_that_were_begun_are_filled_to_their_end(hands: Hands, file: int) -> None:
+    memory, done = Memory(300_000), threading.Event()
+    sums = Sums([memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000))
+    places = Places([memory], ints(0), ints(0), ints(memory.size), sums)
+    places.take(DATA[:1000])
+    hands.fill(file, 1000, places, done.set)
+    assert done.wait(30)
+    assert places.left == 0
+    assert bytes(memory.view) == DATA[:300_000]
+    assert sums.found.tolist() == [zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))]
+
+
+def test_where_the_file_ends_something_is_left(hands: Hands, file: int) -> None:
+    memory, done = Memory(5000), threading.Event()
+    places = whole(memory)
+    hands.fill(file, len(DATA) - 3000, places, done.set)
+    assert done.wait(30)
+    assert (places.left, places.filled) == (2000, 3000)
+    assert bytes(memory.view[:3000]) == DATA[-3000:]
+
+
+def test_where_nothing_can_be_read_all_is_left(hands: Hands, tmp_path: Path) -> None:
+    fd, done, places = os.open(tmp_path, os.O_RDONLY), threading.Event(), whole(Memory(5000))
+    try:
+        hands.fill(fd, 0, places, done.set)
+        assert done.wait(30)
+        assert places.left == 5000
+    finally:
+        os.close(fd)
+
+
+def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands: Hands, file: int) -> None:
+    for _ in range(30):
+        told: list[int] = []
+        for number in range(200):
+            hands.fill(file, 0, whole(Memory(50_000)), partial(told.append, number))
+        hands.stop()
+        count = len(told)
+        assert ours() == []
+        assert len(told) == count
+    done = threading.Event()
+    hands.fill(file, 0, whole(Memory(50_000)), done.set)  # and they can be begun again
+    assert done.wait(30)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not way:
+        monkeypatch.setattr(compiled, "library", None)
+    made, done = Hands(2), threading.Event()
+    made.fill(file, 0, whole(Memory(50_000)), done.set)
+    assert done.wait(30)
+    del made
+    gc.collect()
+    assert ours() == []
+
+
+LEFT = """
+    import gc, multiprocessing, os, sys
+    import numpy as np
+    from wdstrain import compiled
+    from wdstrain.bulk import Places
+    from wdstrain.hands import Hands
+    from wdstrain.memory import Memory
+
+    if sys.argv[1] == "python":
+        compiled.library = None
+
+    def child():
+        global hands
+        hands = None
+        gc.collect()  # they are not here: nothing is waited for
+        print("child", flush=True)
+
+    zero = np.zeros(1, np.int64)
+    hands, fd = Hands(2), os.open(sys.argv[2], os.O_RDONLY)
+    for _ in range(300):
+        memory = Memory(1_000_000)
+        hands.fill(fd, 0, Places([memory], zero, zero, zero + memory.size), lambda: None)
+    other = multiprocessing.get_context("fork").Process(target=child)
+    other.start()
+    other.join(20)
+    print("parent", other.exitcode, flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["compiled", "python"])
+def test_a_program_that_ends_meanwhile_ends_well_and_so_does_a_forked_child(way: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEFT), way, str(tmp_path / "file")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("child\nparent 0\n", "", 0)

@@ -1,0 +1,56 @@
+"""The part in C (`bulk.c`), loaded where it was compiled; everything that it does is done in Python too, slower.
+
+It is compiled when the package is installed, where there is a compiler (`scripts/compile.py`). The checksum is isal's here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any
+
+from isal import isal_zlib
+
+SOURCE, PATH = (os.path.join(os.path.dirname(__file__), name) for name in ("bulk.c", "libbulk.so"))
+_KNOWN = b"123456789", 0xCBF43926  # of which any crc32 is checked
+
+
+def _checksum() -> int | None:
+    """The address of isal's crc32; its function for Python takes Python's lock for each call."""
+    with suppress(OSError, AttributeError):
+        crc = ctypes.CDLL(isal_zlib.__file__).crc32_gzip_refl
+        crc.argtypes, crc.restype = (ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64), ctypes.c_uint32
+        if crc(0, _KNOWN[0], len(_KNOWN[0])) == _KNOWN[1]:
+            return ctypes.cast(crc, ctypes.c_void_p).value
+    return None
+
+
+def _compiled() -> Any:
+    """The library of `bulk.c`; None where it was not compiled."""
+    with suppress(OSError, AttributeError, ValueError):
+        library: Any = ctypes.CDLL(PATH)
+        array, number = ctypes.c_void_p, ctypes.c_int64
+        library.queue_put = ctypes.PyDLL(PATH).queue_put  # too short to give Python's lock away, and wait for it
+        with open(SOURCE, "rb") as file:
+            source = int.from_bytes(blake2b(file.read(), digest_size=8).digest(), "little")
+        if ctypes.c_uint64.in_dll(library, "source").value != source:  # the clone was updated and not installed again
+            return None
+        library.sums.argtypes = (array, number, *[array] * 4)
+        library.fill.argtypes = (ctypes.c_int, *[number] * 4, array, array, *library.sums.argtypes, array)
+        library.queue_size.argtypes = ()
+        for function in (library.queue_begin, library.queue_work, library.queue_close):
+            function.argtypes = (array,)
+        library.queue_put.argtypes = (array, number, *library.fill.argtypes)
+        library.queue_next.argtypes = (array, array)
+        for function in (library.sums, library.queue_begin, library.queue_work, library.queue_close):
+            function.restype = None
+        library.fill.restype = library.queue_size.restype = library.queue_next.restype = number
+        library.queue_put.restype = ctypes.c_int
+        return library if checksum else None
+    return None
+
+
+checksum = _checksum()
+library = _compiled()

@@ -1,0 +1,86 @@
+"""What comes next in a lane, looked at many places at a time.
+
+A read takes a few dozen samples or a few hundred, and to ask the plan and the index for each read anew cost the reader more than the
+read. So a whole window of places is asked for at once, and a read is a slice of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from wdstrain.bulk import Truths
+from wdstrain.comparing import Comparison, Expected
+from wdstrain.indexing import Index, Ints
+from wdstrain.landing import Landing
+from wdstrain.memory import Memory
+from wdstrain.plan import Order
+from wdstrain.remote import is_remote
+from wdstrain.spread import Spread
+
+READ_SAMPLES = 4096  # samples in one read, at most
+GAP = 4 << 20  # bytes that nobody wants and that are read over
+_NEAR, _FAR = 16 << 20, 4 << 20  # bytes of one read, at most. Of a server, several are under way
+
+
+def read_bytes(index: Index) -> int:
+    """Most bytes of one read, but for a sample that has more."""
+    return _FAR if any(is_remote(shard.path) for shard in index.shards) else _NEAR
+
+
+class Course(NamedTuple):
+    """Places of a lane from `start` on: the steps that need them (the last), sample ids, where those begin and end in their shards.
+    int64[n] each.
+
+    end: places of the lane. apart: places after which the next lies elsewhere, in order; the last of these among them. expected: what
+    they are compared with; None if they are not. spread: where they go, of samples whose arrays land.
+    """
+
+    start: int
+    end: int
+    due: Ints
+    ids: Ints
+    starts: Ints
+    stops: Ints
+    apart: Ints
+    expected: Expected | None
+    spread: Spread | None
+
+    @classmethod
+    def of(
+        cls, index: Index, plan: Order, rank: int, lane: int, start: int, landing: Landing | None, compared: Truths | None
+    ) -> Course:
+        """More places from this one on than one read takes, or all of the rest. compared: fields, bool[fields]; None: nothing is."""
+        end = plan.lane_places(lane)
+        stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
+        ids = plan.ids(lane, np.arange(start, stop))
+        starts, stops = index.table.start[ids], index.table.stop[ids]
+        apart = (np.diff(ids) != 1) | (np.diff(index.shard_of(ids)) != 0) | (starts[1:] - stops[:-1] > GAP)
+        due = plan.due(lane, start, stop)
+        apart = start + np.append(np.flatnonzero(apart), stop - start - 1)
+        expected = None if compared is None else Expected(index.table, compared, ids)
+        spread = None if landing is None else landing.spread(plan, rank, lane, start, ids)
+        return cls(start, end, due, ids, starts, stops, apart, expected, spread)
+
+    def enough(self, place: int) -> bool:
+        """Whether what one read takes from this place on is among them, and what follows."""
+        return min(place + READ_SAMPLES + 1, self.end) <= self.start + len(self.ids)
+
+    def at(self, place: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """What is known of the places from this one on that one read may take."""
+        rows = slice(place - self.start, place - self.start + READ_SAMPLES)
+        return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows]
+
+    def comparison(self, start: int, stop: int, offsets: Ints, memory: Memory) -> Comparison | None:
+        """Of the samples in places [start, stop), which will be at these offsets in a memory. None if nothing is known of them."""
+        if self.expected is None:
+            return None
+        return self.expected.at(start - self.start, stop - self.start, offsets, memory)
+
+    def id(self, place: int) -> int:
+        return int(self.ids[place - self.start])
+
+    def apart_after(self, place: int) -> int:
+        """The next place, or this one, after which reading does not go on."""
+        return int(self.apart[np.searchsorted(self.apart, place)])
