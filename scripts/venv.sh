@@ -24,8 +24,11 @@ find_python() {
     fail "No Python was found: 3.10 or newer is needed. Install one (on Debian: apt install python3 python3-venv)."
 }
 
+# KB free where FOLDER is.
+room() { df -Pk "$1" | awk 'NR == 2 { print $4 }'; }
+
 setup() {
-    local extra=$1 python stamp had log="$VENV/install.log"
+    local extra=$1 python stamp had log="$VENV/install.log" work
     python=$(find_python) || exit 1
     # what is installed depends on the project file, the Python and the place; dev contains demo
     stamp=$({ cat "$ROOT/pyproject.toml" "$ROOT/scripts/compile.py" "$ROOT/wdstrain/bulk.c"; "$python" --version; printf '%s\n' "$VENV"; } | cksum)
@@ -41,13 +44,25 @@ setup() {
             fail "$python cannot make a virtual environment. Install its venv module (on Debian: apt install python3-venv)."
     fi
     printf 'Installing torch and more into .venv: some GB, a minute or more ...\n' >&2
+    # what pip downloads lies in the clone until it is installed, not in a small /tmp; where only that one has room, there
+    work=${TMPDIR:-/tmp}
+    if [ ! -d "$work" ] || [ "$(room "$VENV")" -ge "$(room "$work")" ]; then
+        work="$VENV/tmp"
+        mkdir -p "$work"
+    fi
     # by environment, so that it also holds for the pip that pip starts
-    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
+    TMPDIR="$work" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
         "$VENV/bin/python" -m pip install -e "$ROOT[$extra]" >"$log" 2>&1 || {
+        rm -rf "$VENV/tmp"
+        if grep -q 'No space left' "$log"; then
+            fail "Installing failed: no space left. It takes 10 GB, of which 3 are free again when it is done. Free" \
+                "in $VENV now: $(($(room "$VENV") >> 20)) GB. Make room and run this again. Details: $log"
+        fi
         if grep -qiE 'Retrying \(Retry|max retries exceeded|timed out|temporary failure in name' "$log"; then
             fail "Installing failed: the package index cannot be reached. Check the network and run this again. Details: $log"
         fi
         fail "Installing failed: $(grep -i '^error' "$log" | tail -n 1) Details: $log"
     }
+    rm -rf "$VENV/tmp"
     printf '%s\n' "$stamp" >"$VENV/installed-$extra"
 }
