@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from operator import sub
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from wdstrain.bits import uniform
 from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.meter import Meter
-from wdstrain.pipeline import Counts, Pipeline
+from wdstrain.pipeline import Costs, Counts, Pipeline
 from wdstrain.plan import Order
 from wdstrain.workers import death_of_a_worker
 
@@ -37,11 +38,12 @@ class Host(Protocol):
 
 
 class Taken(NamedTuple):
-    """A batch that nobody was given yet. costs: what the stages took up to it; position: where the loop is after it."""
+    """A batch that nobody was given yet. costs: what the stages took up to it, since the pipeline was made; position: where the loop is
+    after it."""
 
     batch: Batch
     counts: Counts
-    costs: dict[str, float]
+    costs: Costs
     position: tuple[int, int]
     plan: Order
 
@@ -63,7 +65,7 @@ class Batches(Iterator[Batch]):
         self._rows = 0
         self._pipeline: Pipeline | None = None
         self._turn = 0
-        self._before: dict[str, float] = {}
+        self._before = Costs()
         self._meter = Meter()
         self._last: Taken | None = None
         self._given_at: float | None = None
@@ -136,8 +138,7 @@ class Batches(Iterator[Batch]):
         self._rows += len(counts.ids)
         self._step += 1
         at = (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
-        costs = {name: value - self._before[name] for name, value in self._pipeline.costs().items()}
-        return Taken(batch, counts, costs, at, self._plan)
+        return Taken(batch, counts, self._pipeline.costs(), at, self._plan)
 
     def give(self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0) -> Batch:
         """The loop gets this batch, or what became of it, which it asked for at this time. Raises SampleError for too many bad.
@@ -147,8 +148,8 @@ class Batches(Iterator[Batch]):
         self._meter.copy_seconds += copy_seconds
         self._host.moved(taken.position)
         self._count(taken.counts)
-        vars(self._meter).update(taken.costs)
-        self._last = taken._replace(batch={})  # the memory of a batch is the loop's alone
+        vars(self._meter).update(zip(Costs._fields, map(sub, taken.costs, self._before), strict=True))
+        self._last = Taken({}, *taken[1:])  # the memory of a batch is the loop's alone
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked
         return taken.batch if batch is None else batch
@@ -189,7 +190,8 @@ class Batches(Iterator[Batch]):
         meter.batches += 1
         meter.samples += len(counts.ids) - counts.padded
         meter.padded += counts.padded
-        meter.add_bad(counts.bad)
+        if counts.bad:
+            meter.add_bad(counts.bad)
         if meter.bad > self._max_bad * self._promised:
             raise SampleError(
                 f"{meter.bad} of the {self._promised} samples of epoch {meter.epoch} are bad, more than max_bad={self._max_bad} "

@@ -41,6 +41,24 @@ _AHEAD_BYTES, _AHEAD_OF_LANDING = 64 << 20, 128 << 20  # held beyond half a wind
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
+class Costs(NamedTuple):
+    """What the stages took, by the names of the meter."""
+
+    bytes: int = 0
+    fetched: int = 0
+    cached: int = 0
+    retries: int = 0
+    read_seconds: float = 0.0
+    shuffle_seconds: float = 0.0
+    parse_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    handoff_seconds: float = 0.0
+    copies: int = 0
+    reread: int = 0
+
+
 class Counts(NamedTuple):
     """Of one batch: the samples in its rows (int64[b]), which rows have the sample that the plan put there (bool[b]; the others
     have one that stands in for it), how many are padding, and the bad samples among the others."""
@@ -158,25 +176,14 @@ class Pipeline:
         came = time.perf_counter()
         batch, keys = self._pending.pop(result.clock)
         epoch, step = self._at
-        if any(one.reason == MISMATCH for one in result.bad):
-            result = self._again(result, batch, epoch)
-        if self._replace and len(result.bad) == len(batch.ids):
-            result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
-        lost = [one for one in result.bad if one.donor < 0]
-        if lost:
-            more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
-            more += (
-                " No good sample was found near it to take its place."
-                if self._replace
-                else ' on_bad="replace" goes on without it.'
-            )
-            raise SampleError(self._found(batch, lost[0]).sentence + more)
-        plan = self._plans(epoch)
-        valid = int(np.count_nonzero(batch.valid))
-        rows = valid if plan.tail == "keep" else len(batch.ids)
-        given = batch.ids.copy()
-        for one in result.bad:
-            given[one.row] = one.donor
+        given, found, plan = batch.ids.copy(), list[Finding](), self._plans(epoch)
+        if result.bad:
+            result = self._good(result, batch, epoch)
+            for one in result.bad:
+                given[one.row] = one.donor
+            found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
+        valid = len(given) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
+        rows = valid if plan.tail == "keep" else len(given)
         values = result.values if rows else {name: _none_of(value) for name, value in result.values.items()}
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
         made["__key__"] = self._index.keys(given[:rows]) if result.bad else keys[:rows]
@@ -190,21 +197,23 @@ class Pipeline:
         self._seconds["compute_seconds"] += result.computed
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
         self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
-        found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         self._whole = True
         return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - valid, found)
 
-    def costs(self) -> dict[str, float]:
-        """What the stages took since the pipeline was made, by the names of the meter."""
-        return {
-            "bytes": self._reader.read_bytes,
-            "read_seconds": self._reader.read_seconds,
-            "shuffle_seconds": self._reader.shuffle_seconds,
+    def costs(self) -> Costs:
+        """What the stages took since the pipeline was made."""
+        reader, tally = self._reader, self._reader.tally
+        return Costs(
+            reader.read_bytes,
+            tally.fetched,
+            tally.cached,
+            tally.retries,
+            reader.read_seconds,
+            reader.shuffle_seconds,
+            copies=self._slots.copies,
+            reread=self._reread,
             **self._seconds,
-            "copies": self._slots.copies,
-            "reread": self._reread,
-            **vars(self._reader.tally),
-        }
+        )
 
     def lock_pages(self) -> None:
         """Batch memory is about to be copied to a CUDA device, again and again."""
@@ -329,6 +338,23 @@ class Pipeline:
                 self._landing.again(int(batch.ids[row]), row, failed.slot)
         task = self._to_do.make(failed.clock, epoch, failed.slot, batch.ids, batch.offset, batch.lost)
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
+
+    def _good(self, result: Result, batch: Batch, epoch: int) -> Result:
+        """A batch of which samples are bad, once others stand in for them. Raises SampleError where none does."""
+        if any(one.reason == MISMATCH for one in result.bad):
+            result = self._again(result, batch, epoch)
+        if self._replace and len(result.bad) == len(batch.ids):
+            result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
+        lost = [one for one in result.bad if one.donor < 0]
+        if lost:
+            more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
+            more += (
+                " No good sample was found near it to take its place."
+                if self._replace
+                else ' on_bad="replace" goes on without it.'
+            )
+            raise SampleError(self._found(batch, lost[0]).sentence + more)
+        return result
 
     def _found(self, batch: Batch, bad: Bad) -> Finding:
         number = int(batch.ids[bad.row])

@@ -58,6 +58,10 @@ class Laid(NamedTuple):
         sound: bool[b], samples that were compared with their checksums; none if it is None.
         """
         start, stop = self.firsts[number : number + 2]
+        ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
+        if not len(self.member):  # everything lands: nothing is to be said of it
+            nothing = self.field, self.within, self.size, _NONE, _NO_CRC
+            return Task(clock, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, lost, self.alike)
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         doubtful = _NONE
@@ -68,14 +72,14 @@ class Laid(NamedTuple):
             clock=clock,
             epoch=self.epoch,
             slot=slot,
-            ids=self.ids[start:stop],
+            ids=ids,
             first=first - first[0],
             field=self.field[members],
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
             doubtful=doubtful,
             crc=self.table.member_crc[self.member[members][doubtful]] if len(doubtful) else _NO_CRC,
-            keys=tuple(self.keys[start:stop]) if self.sends_keys else (),
+            keys=keys,
             lost=lost,
             alike=self.alike,
         )
@@ -95,8 +99,11 @@ class Tasks:
 
     def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> Laid:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
-        table = self._index.table
-        of, member = table.members_of(ids) if self._sent.any() else (_NONE, _NONE)
+        table, keys = self._index.table, self._index.keys(ids)
+        if not self._sent.any():  # everything lands
+            nothing = _NONE, np.zeros(0, np.uint16), _NONE, _NONE, _NONE
+            return Laid(epoch, ids, firsts, keys, self._with_keys, np.zeros(len(ids) + 1, np.int64), *nothing, table, ())
+        of, member = table.members_of(ids)
         if not self._all_sent:
             kept = self._sent[table.member_field[member]]
             of, member = of[kept], member[kept]
@@ -110,7 +117,7 @@ class Tasks:
             epoch,
             ids,
             firsts,
-            self._index.keys(ids),
+            keys,
             self._with_keys,
             first,
             of - np.repeat(firsts[:-1], np.diff(first[firsts])),
