@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture
-from wdstrain import turbo
+from wdstrain import compiled, turbo
 from wdstrain.augment import DRAWS, Augment, middle_crop, random_crop, region
 from wdstrain.bits import uniform
 from wdstrain.decode import decode_image
@@ -211,6 +211,20 @@ def test_resizing_is_torchvisions() -> None:
     fit(pixels, out)
     wanted = v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True).permute(1, 2, 0)
     assert abs(out.astype(int) - wanted.numpy().astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 5, 8, 224])
+def test_pictures_of_any_width_are_turned_around(width: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiles:
+        monkeypatch.setattr(compiled, "library", None)
+    whole = np.random.default_rng(width).integers(0, 256, (6, 2 * width, 3), np.uint8)
+    memory = np.zeros((8, width, 3), np.uint8)
+    for part in (whole[:, :width].copy(), whole[:, width:], whole[:, ::2]):
+        fit(part, memory[1:7], mirrored=True)
+        assert np.array_equal(memory[1:7], part[:, ::-1, ::-1])
+        assert not memory[0].any()
+        assert not memory[7].any()
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])

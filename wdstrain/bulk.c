@@ -1,8 +1,9 @@
-/* The loops of `bulk` that Python would run piece by piece, taking its own lock for each. */
+/* Loops that Python would run piece by piece, taking its own lock for each, and one that numpy and torch take twice as long for. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -68,6 +69,21 @@ int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t count
              const int64_t *upto) {
     const int never = 0;
     return fill_until(&never, fd, offset, most, filled, count, address, size, of, others, other, length, joined, crc, upto);
+}
+
+/* Each of `rows` rows of `size` bytes goes to `to` with its last byte first. They do not overlap. */
+void turn(unsigned char *to, const unsigned char *from, int64_t rows, int64_t size) {
+    for (; rows > 0; rows--, to += size, from += size) {
+        int64_t i = 0;
+        for (; i + 8 <= size; i += 8) {
+            uint64_t eight;
+            memcpy(&eight, from + size - i - 8, 8);
+            eight = __builtin_bswap64(eight);
+            memcpy(to + i, &eight, 8);
+        }
+        for (; i < size; i++)
+            to[i] = from[size - 1 - i];
+    }
 }
 
 /* --- hands: threads of Python's that fill, one after another, without Python's lock in between --- */

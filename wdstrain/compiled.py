@@ -39,12 +39,13 @@ def _compiled() -> Any:
             return None
         library.sums.argtypes = (array, number, *[array] * 4)
         library.fill.argtypes = (ctypes.c_int, *[number] * 4, array, array, *library.sums.argtypes, array)
+        library.turn.argtypes = (array, array, number, number)
         library.queue_size.argtypes = ()
         for function in (library.queue_begin, library.queue_work, library.queue_close):
             function.argtypes = (array,)
         library.queue_put.argtypes = (array, number, *library.fill.argtypes)
         library.queue_next.argtypes = (array, array)
-        for function in (library.sums, library.queue_begin, library.queue_work, library.queue_close):
+        for function in (library.sums, library.turn, library.queue_begin, library.queue_work, library.queue_close):
             function.restype = None
         library.fill.restype = library.queue_size.restype = library.queue_next.restype = number
         library.queue_put.restype = ctypes.c_int
