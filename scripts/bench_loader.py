@@ -47,9 +47,18 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         7425; webdataset 4958 in another run. Of readinto 0.74 (0.38 to 0.76), in six other runs 0.71, 0.75, 0.76, 0.77, 0.77
         and 0.83: MISSED. 1.04 of FFCV (0.94 to 1.11 in six runs): met but in one. 14 times PyTables: met. In turns against the
         commit before 1.2 to 1.3 times as fast
-    R7  87 MB beyond buffer and slots in R2, 168 and 171 in R3, where 64 MB more are read ahead; flat (1.00): met
-
-Other contenders' processes sleep beside each turn (load 2 to 4, of which 1 to 2 are ours).
+    The same day, with whoever is not asked stopped, and with less for the loop to do for a batch; other contenders were FFCV, PyTables
+    and webdataset:
+    R1  ours 1648 (1492 to 2172), threads 1523; decode alone 1778; FFCV 1249. Of FFCV 1.32, 1.31, 1.34: met; of decoding alone 0.93
+        (0.86 to 1.18), in two other runs 0.89 and 0.94: MISSED
+    R2  ours 11218 (10599 to 12408), threads 9233; decode alone 15555; FFCV 8695: 1.29 (1.22 to 1.42), first epoch 5.36: met
+    R3  ours 138684 (127747 to 150959), workers 128725; readinto 153506, into 128 MB 103582; FFCV 117147, PyTables 7624. Of readinto
+        0.90 (0.82 to 1.02), in four other runs 0.90, 0.90, 0.93 and 0.97: met; the commit before 0.86. 1.18 of FFCV (1.12 to 1.25),
+        1.18 to 1.24 in the others: met. 18 times PyTables: met
+    R4  ours 179724, webdataset 13061: 13.76 times (12.44 to 14.97): met
+    R5  first batch 0.29 s, 0.43 s with processes; resume 0.68 s, 0.89 s; import 0.23 s: met
+    R6  two workers 1.93 times one; the training process 0.17 (0.16 to 0.18) of a core: met
+    R7  86 MB beyond buffer and slots in R2, 168 and 172 in R3, where 64 MB more are read ahead; flat (1.00 and 1.01): met
 
 Where the time goes, microseconds of one core for a sample. R1: 526 of decoding in the workers, 4.5 of the system, 17 in the training
 process, half of which is reading, in 559. R2: 79 in the workers, where decoding alone takes 66; 9 in the loop's thread, 3.5 in the
@@ -58,14 +67,14 @@ loop's thread; but a third of the time of two cores is waiting for the interpret
 without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
 1.7 in the reader, 2.1 in the decoder, 2.1 in planning a batch and handing it over.
 
-With `bulk.c` R3 takes 21 on a machine where `readinto` takes 9: 14 reading and comparing by hands that need no lock, 4.5 the loop's
-thread, 2 the reader's, 0.4 who tells. Reading takes more than `readinto` because a window of batches is in no processor's cache:
+With `bulk.c` R3 takes 15.5 on a machine where `readinto` takes 7.7: 10.4 reading and comparing by hands that need no lock, 2.7 the
+loop's thread (3.5 before costs were a tuple), 1.4 the reader's, 0.3 who tells. On one where `readinto` takes 9 it took 21. Reading takes more than `readinto` because a window of batches is in no processor's cache:
 into 128 MB it takes 13. Hands are idle for 0.03 of the time; 0.14 before the next epoch was planned in a pause of this one, and
 before the loop waited a moment where the reader may go on: at the end of an epoch the loop has all it needs, makes no pause, and
 Python gives its lock to another thread after five milliseconds, at each of the reader's operations.
 
 Ideas and what they brought, by the speed of the same minute. Whole pictures by simplejpeg into their row, a picture turned
-around by decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04. Batches of 32 in threes to a worker: R2 1.1.
+around by decoding it BGR and reversing the bytes of each row: R2 1.2, R1 1.04; these reversed in C, eight at a time: R2 1.06, R1 1.04 more. Batches of 32 in threes to a worker: R2 1.1.
 Samples placed and planned many at a time: R4 1.5. Arrays read into their batch: R3 1.9 (arrays copied from the arena by the
 training process itself would be 1.4). Steps planned a thousand samples at a time and one call for the checksums of a batch: R4
 1.3; that call with Python's lock: R4 1.15 more. Reads of 16 MB in place of 4 R4 1.25, of 8 MB 1.13, of 32 MB 1.21: the reader
@@ -73,7 +82,9 @@ has the lock to wait for at each. Reads and checksums of 16 MB in one call: R3 1
 calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads on two cores 0.95, huge pages for private memory
 1.0. Of hands: their queue in C 1.07, reads of 32 MB and 128 MB ahead in place of 16 and 64 1.1, a read planned while the loop waits
 for the reader's own lock 1.06, where bytes go computed for a whole window 1.06. Failed: reads of 8 MB 0.9, of 48 MB 0.98, 192 MB
-ahead 1.0, pieces of 512 KB to compare 1.0, of 128 KB 0.99. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take 28
+ahead 1.0, pieces of 512 KB to compare 1.0, of 128 KB 0.99, read into the processor's cache and copied on from there past it 1.03 of
+what the hands take. Left alone: the file mapped and copied from, compared as it goes, takes two thirds of what they take, but a file
+that is cut short meanwhile ends the process. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take 28
 (torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
 reading thread 0.8, chunks of 1 MB instead of 4 0.85. Huge pages for shared memory: the system's settings forbid them. What
 misled: turns that count what was ready before gave webdataset four times its speed in R4; measuring a field in a process that
