@@ -390,6 +390,7 @@ def throughput(
                 rates.first[name] = answer
                 rates.turns[name] = []
         drawn, shares = random.Random(0), list[float]()
+        stack.enter_context(_guarded([one.pid for one in running.values()]))
         for one in running.values():
             one.rest()
         for _ in range(1 if bench.quick else 7):
@@ -518,6 +519,18 @@ class Process:
         self._process.wait()
         self._log.close()
         shutil.rmtree(self._out, ignore_errors=True)
+
+
+@contextmanager
+def _guarded(groups: Sequence[int]) -> Iterator[None]:
+    """If this process is killed meanwhile, so are these groups of processes: one that is stopped could not see that nobody asks any more."""
+    words = ["sh", "-c", 'read -r _; for group; do kill -9 -- "-$group" 2>/dev/null; done', "sh", *map(str, groups)]
+    guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
 
 
 @contextmanager

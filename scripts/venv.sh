@@ -48,7 +48,8 @@ setup() {
     work=${TMPDIR:-/tmp}
     if [ ! -d "$work" ] || [ "$(room "$VENV")" -ge "$(room "$work")" ]; then
         work="$VENV/tmp"
-        mkdir -p "$work"
+        rm -rf "$work" # of an installation that was killed
+        mkdir "$work"
     fi
     # by environment, so that it also holds for the pip that pip starts
     TMPDIR="$work" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_CACHE_DIR="$VENV/cache" PIP_RETRIES=2 \
