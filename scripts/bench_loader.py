@@ -524,7 +524,7 @@ class Process:
 @contextmanager
 def _guarded(groups: Sequence[int]) -> Iterator[None]:
     """If this process is killed meanwhile, so are these groups of processes: one that is stopped could not see that nobody asks any more."""
-    words = ["sh", "-c", 'read -r _; for group; do kill -9 -- "-$group" 2>/dev/null; done', "sh", *map(str, groups)]
+    words = ["sh", "-c", 'read -r _; for group; do kill -s KILL -- "-$group" 2>/dev/null; done', "sh", *map(str, groups)]
     guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield

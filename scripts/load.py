@@ -309,7 +309,7 @@ class Load:
         self.limit = sum(path.stat().st_size for path in self.shards) // 2
         (place / "cache").mkdir()
         ours, theirs = _SPAWN.Pipe()
-        longest = seconds + 2 * STARTED + 2 * ENDED
+        longest = seconds + 3 * STARTED + 2 * ENDED
         self.server = _SPAWN.Process(target=serve, args=(str(place / "shards"), seed, longest, theirs))
         self.server.start()
         if not ours.poll(60):
@@ -333,6 +333,8 @@ class Load:
         for one in self.places:
             self._start(one)
         self._wait(STARTED, "begin", lambda: all(self._has_begun(one) for one in self.places))
+        # what a reader takes once, it has taken by then: on a slow machine that took a third of a minute, and was no growth
+        self._wait(STARTED, "come to the end of an epoch", self._is_warm)
         self.begun, measured = time.monotonic(), 0.0
         end = self.begun + self.seconds
         while not self.wrong and ((now := time.monotonic()) < end or (now < end + STARTED and not self._is_tried())):
@@ -358,8 +360,11 @@ class Load:
 
     def _is_tried(self) -> bool:
         """Whether every reader has come to the end of an epoch, and those to be killed were; on a busy machine that may take longer."""
-        whole = all(any(line.get("chain") for line in lines(one.reader)) for one in self.places)
-        return whole and all(one.kills for one in self.places if one.reader.way == "killed")
+        return self._is_warm() and all(one.kills for one in self.places if one.reader.way == "killed")
+
+    def _is_warm(self) -> bool:
+        """Whether every reader has come to the end of an epoch."""
+        return all(any(line.get("chain") for line in lines(one.reader)) for one in self.places)
 
     def _look_after(self, one: Place) -> None:
         assert one.process is not None
