@@ -53,7 +53,8 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         (0.86 to 1.18), in two other runs 0.89 and 0.94: MISSED
     R2  ours 11218 (10599 to 12408), threads 9233; decode alone 15555; FFCV 8695: 1.29 (1.22 to 1.42), first epoch 5.36: met
     R3  ours 138684 (127747 to 150959), workers 128725; readinto 153506, into 128 MB 103582; FFCV 117147, PyTables 7624. Of readinto
-        0.90 (0.82 to 1.02), in four other runs 0.90, 0.90, 0.93 and 0.97: met; the commit before 0.86. 1.18 of FFCV (1.12 to 1.25),
+        0.90 (0.82 to 1.02), in four other runs 0.90, 0.90, 0.93 and 0.97: met; the commit before 0.86. 0.68 (and 0.44) while other
+        machines had the processors, before such turns were made again. 1.18 of FFCV (1.12 to 1.25),
         1.18 to 1.24 in the others: met. 18 times PyTables: met
     R4  ours 179724, webdataset 13061: 13.76 times (12.44 to 14.97): met
     R5  first batch 0.29 s, 0.43 s with processes; resume 0.68 s, 0.89 s; import 0.23 s: met

@@ -38,8 +38,10 @@ class Host(Protocol):
 
 
 class Taken(NamedTuple):
-    """A batch that nobody was given yet. costs: what the stages took up to it, since the pipeline was made; position: where the loop is
-    after it."""
+    """A batch that nobody was given yet. costs: what the stages took up to it, since the pipeline was made.
+
+    position: where the loop is after it.
+    """
 
     batch: Batch
     counts: Counts
