@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import mmap
 import os
 import random
 import re
@@ -75,10 +76,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, {}, b"not here")
             return
         self.counts.count("requests")
-        with contextlib.suppress(_Gone), open(path, "rb") as file:
-            self._give(file.read(), path.endswith(".tar"))
+        with contextlib.suppress(_Gone), open(path, "rb") as file:  # mapped: what each thread reads, malloc keeps for it
+            self._give(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), path.endswith(".tar"))
 
-    def _give(self, data: bytes, shard: bool) -> None:
+    def _give(self, data: memoryview, shard: bool) -> None:
         fault, size = self._fault(shard), len(data)
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if fault == "range ignored":
@@ -99,7 +100,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             fault = self.rng.choice(RARE) if draw < SELDOM else self.rng.choice(FAULTS) if draw < SELDOM + OFTEN else ""
         return fault if shard or fault not in _OF_SHARDS else ""
 
-    def _spoil(self, fault: str, status: int, headers: dict[str, str], data: bytes) -> None:
+    def _spoil(self, fault: str, status: int, headers: dict[str, str], data: memoryview) -> None:
         at = random.randrange(len(data))
         if fault == "busy: 503, 429, 500":
             after = random.choice(["0", "1", formatdate(time.time() + 1, usegmt=True)])
@@ -125,13 +126,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             if fault == "late":
                 time.sleep(random.uniform(0.05, 1.0))
-            if fault == "a byte damaged":
-                data = data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :]
             self.wfile.write(self._head(status, headers, len(data)))
-            if fault in ("", "late", "a byte damaged", "range ignored"):
+            if fault in ("", "late", "range ignored"):
                 self._body(data)
                 return
             self._body(data[:at])
+            if fault == "a byte damaged":
+                self._body(bytes([data[at] ^ 1 << random.randrange(8)]))
+                self._body(data[at + 1 :])
+                return
             if fault.endswith("in the body"):
                 self._end(reset=fault.startswith("reset"))
             if fault == "trickles":
@@ -151,7 +154,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         lines += ["Content-Type: application/octet-stream"] + [f"Content-Length: {length}"] * (length is not None)
         return "\r\n".join([*lines, "", ""]).encode()
 
-    def _body(self, data: bytes) -> None:
+    def _body(self, data: bytes | memoryview) -> None:
         self.wfile.write(data)
         self.counts.count("bytes", len(data))
 

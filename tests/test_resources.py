@@ -17,7 +17,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
-from tests.servers import serving
+from tests.servers import cut, cut_in_headers, serving, status
 from wdstrain.storage import LocalFile
 
 
@@ -107,7 +107,7 @@ def mapped() -> int:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("way", ["plain", "break", "server"])
+@pytest.mark.parametrize("way", ["plain", "break", "server", "failing server"])
 def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector(
     tmp_path: Path, workers: int, way: str
 ) -> None:
@@ -117,8 +117,9 @@ def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector
     try:
         before = mapped()
         with serving(folder) as served:
-            urls = f"{served.url}/b-{{000..001}}.tar" if way == "server" else folder
+            urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
             loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
+            served.faults += [cut_in_headers(), cut(5), status(503)] * (way == "failing server")
             for step, _ in enumerate(loader):
                 assert mapped() > before
                 if way == "break" and step == 3:
@@ -126,8 +127,30 @@ def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector
             del _
             loader.close()
         assert mapped() == before
+        assert not served.faults
     finally:
         gc.enable()
+
+
+def unshared(pid: int) -> int:
+    """Bytes of a process that are not shared with another."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here says what is shared")
+def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(tmp_path: Path) -> None:
+    folder = blobs(tmp_path, shards=1, samples=20, size=100)
+
+    def collecting(sample: dict[str, Any]) -> dict[str, int]:
+        before = unshared(os.getpid())
+        gc.collect()
+        return {"more": unshared(os.getpid()) - before}
+
+    loader = wt.Loader(folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork")
+    grown = int(sum(batch["more"].sum() for batch in loader))
+    loader.close()
+    assert grown < 4_000_000  # 30 MB and more otherwise: what torch and the others brought
 
 
 def test_a_resume_reads_no_more_at_the_end_than_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

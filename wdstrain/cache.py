@@ -28,6 +28,7 @@ from hashlib import blake2b
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.indexing import Shard
 from wdstrain.locks import available, try_lock, unlock
+from wdstrain.memory import own
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, open_remote
 from wdstrain.storage import sync_folder
@@ -227,6 +228,7 @@ class CachedFile:
         self.cached = 0
         self._cache, self._shard, self._fd, self._final, self._stopping = cache, shard, fd, final, stopping
         self._remote: RemoteFile | None = None
+        self._block: memoryview | None = None  # what is fetched, before it is kept and given away
         self._map = shard.bytes + len(_head())  # where the blocks' marks begin
         self._blocks = -(-shard.bytes // BLOCK)
 
@@ -308,6 +310,7 @@ class CachedFile:
         if self._remote is not None:
             self._remote.close()
             self._remote = None
+        self._block = None
         if self._fd >= 0:
             os.close(self._fd)  # and its locks end
             self._fd = -1
@@ -342,7 +345,9 @@ class CachedFile:
             return True
         try:
             # memory of its own: of the target, parts that nobody wants may lie in one place
-            block = memoryview(bytearray(stop - start))
+            if self._block is None:
+                self._block = own(BLOCK)
+            block = self._block[: stop - start]
             self._remote.read_into([block], start, last=last)
             self._keep(number, block)
         finally:
@@ -375,7 +380,7 @@ class CachedFile:
             self._cache.give_up(error)
 
     def _digest(self) -> str:
-        found, offset, buffer = hashlib.sha256(), 0, memoryview(bytearray(BLOCK))
+        found, offset, buffer = hashlib.sha256(), 0, own(BLOCK)
         while offset < self.size:
             piece = buffer[: min(BLOCK, self.size - offset)]
             _read(self._fd, Pieces([piece]), offset, self._final)

@@ -1,11 +1,12 @@
-"""How a worker process of ours begins: it leaves Ctrl-C to its parent, and it ends when its parent ends.
+"""How a worker process of ours begins: it leaves Ctrl-C to its parent, it ends when its parent ends, and it shares its memory.
 
 Neither a pool nor a DataLoader sees to the second at once: the one lets its workers wait for ever when the parent was
-killed, the other looks every five seconds.
+killed, the other looks every five seconds. And a collection of Python's writes to all there is: in a fork that copies 35 MB of what torch brought.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from multiprocessing.connection import wait
 
 def begin() -> None:
     """To be called first in a worker process."""
+    gc.freeze()  # what is there now stays, and is the parent's
     # a group of its own: a signal that takes the job away (SIGTERM of a scheduler, of torchrun) is for the parent, who may need its
     # workers for as long as it takes to write a checkpoint, and ends them
     os.setpgid(0, 0)

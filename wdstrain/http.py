@@ -17,6 +17,7 @@ import random
 import re
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -390,7 +391,11 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         raise_on_redirect=False,
         remove_headers_on_redirect=[*urllib3.Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT, *ours],
     )
-    response = _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    try:
+        response = _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+    except Exception as error:
+        _let_go(error)
+        raise
     message = getattr(getattr(response, "_fp", None), "msg", None)
     if isinstance(message, HTTPMessage):
         try:
@@ -399,6 +404,16 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
             response.close()
             raise
     return response
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty urllib3's frames that an error came through: one of them keeps it, and so itself and, by the frames above, all that is to
+    be filled, until a collection: hundreds of megabytes of a loader that was closed."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").startswith("urllib3."):
+                frame.clear()
+        error = error.__context__
 
 
 @lru_cache(maxsize=4)
