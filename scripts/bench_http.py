@@ -10,8 +10,9 @@ Cases, each measured in turn with its rivals, several times over, medians and th
              first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
     far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
              the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.90
-    check    what comparing checksums costs a loader of bytes, and one of pictures: the same index with its crc32 and without;
-             and, for how much two measurements of one thing differ, without once more
+    check    what comparing checksums costs a loader of bytes, and one of pictures, in four epochs: the same index with its crc32
+             and without; and, for how much two measurements of one thing differ, without once more. Ratios of each turn: their mean
+             and its standard error
     cache    the loader of `raw` without a cache, while it fills one (512 MB, flushed to the disk), from it, and from the set itself
     serve    wdstrain's server beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
 
@@ -172,7 +173,11 @@ def check(place: Path, quick: bool) -> None:
             index = wt.Loader(f"{url}/{made.name}").index
             blind = replace(index, table=replace(index.table, member_crc=np.zeros(0, np.uint32)))
             with_crc, without, again = (f"{what}, {name}" for name in ("crc32", "none", "none again"))
-            rivals = {with_crc: partial(reader, index), without: partial(reader, blind), again: partial(reader, blind)}
+            rivals = {
+                with_crc: partial(reader, index, epochs=4),
+                without: partial(reader, blind, epochs=4),
+                again: partial(reader, blind, epochs=4),
+            }
             rates = measured(rivals, repeats=3 if quick else 15)
         table("check", "MB/s" if reader is read else "pictures/s", rates)
         ratio("check", rates, with_crc, without)
@@ -311,24 +316,24 @@ def piped(urls: list[str]) -> float:
     return count / (time.perf_counter() - begun) / 1e6
 
 
-def read(index: Index) -> float:
-    return looped(wt.Loader(index, batch_size=64, tail="keep"))
+def read(index: Index, epochs: int = 1) -> float:
+    return looped(wt.Loader(index, batch_size=64, tail="keep"), epochs)
 
 
-def decoded(index: Index) -> float:
+def decoded(index: Index, epochs: int) -> float:
     """Pictures per second."""
     loader = wt.Loader(index, {"image": wt.image(size=128)}, batch_size=64, tail="keep")
     begun = time.perf_counter()
-    count = sum(len(batch["image"]) for batch in loader)
+    count = sum(len(batch["image"]) for _ in range(epochs) for batch in loader)
     seconds = time.perf_counter() - begun
     loader.close()
     return count / seconds
 
 
-def looped(loader: wt.Loader) -> float:
+def looped(loader: wt.Loader, epochs: int = 1) -> float:
     """From asking for the first batch to having the last one; the index is open."""
     begun = time.perf_counter()
-    count = sum(len(one) for batch in loader for one in batch["bin"])
+    count = sum(len(one) for _ in range(epochs) for batch in loader for one in batch["bin"])
     seconds = time.perf_counter() - begun
     loader.close()
     return count / seconds / 1e6
@@ -353,10 +358,13 @@ def table(case: str, unit: str, rates: Rates) -> None:
 
 
 def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = None) -> None:
-    """Of the medians, and the spread of the ratios of each turn."""
+    """Of the medians, and of the ratios of each turn the spread, and their mean with its standard error."""
     found = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
     middle = statistics.median(rates[one]) / statistics.median(rates[other])
-    spread = f"({min(found):.2f} to {max(found):.2f})"
+    spread = f"({min(found):.2f} to {max(found):.2f}"
+    if len(found) > 2:
+        spread += f", mean {statistics.mean(found):.3f} +- {statistics.stdev(found) / len(found) ** 0.5:.3f}"
+    spread += ")"
     print(f"{case:8} {one} / {other} = {middle:.2f} {spread}{verdict(middle, goal)}", flush=True)
 
 

@@ -124,14 +124,14 @@ def test_fields_that_do_not_follow_one_another_are_left_to_decoders(made: Path) 
     """No writer of ours makes such an index; when all of a field came would not be known in time."""
     index, ids = wt.index(made), np.arange(20)
     offsets, memory = index.table.start[:20], Memory(1_000_000)
-    assert Expected(index.table, index.among(None), ids).at(0, 20, offsets, memory) is not None
+    assert Expected(index.table, index.among(None), ids, memory).at(0, 20, offsets) is not None
     swapped = index.table.member_offset.copy()
     swapped[[3, 4]], sizes = swapped[[4, 3]], index.table.member_size.copy()
     sizes[[3, 4]] = sizes[[4, 3]]
-    odd = Expected(replace(index.table, member_offset=swapped, member_size=sizes), index.among(None), ids)
+    odd = Expected(replace(index.table, member_offset=swapped, member_size=sizes), index.among(None), ids, memory)
     number = int(np.searchsorted(index.table.member_first, 4, side="right")) - 1  # the sample in which they are
-    assert odd.at(0, 20, offsets, memory) is None
-    assert odd.at(number + 1, 20, offsets[number + 1 :], memory) is not None
+    assert odd.at(0, 20, offsets) is None
+    assert odd.at(number + 1, 20, offsets[number + 1 :]) is not None
 
 
 @pytest.mark.parametrize("compared", [["png", "cls", "txt"], ["txt"], ["cls"], []])
@@ -140,11 +140,11 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, compared: l
     index = wt.index(made)
     whole = b"".join(Path(shard.path).read_bytes() for shard in index.shards[:1])
     ids, first = np.arange(COUNT), 5
-    expected = Expected(index.table, index.among(compared), ids)
     stop, table, memory = 17, index.table, Memory(100_000)
+    expected = Expected(table, index.among(compared), ids, memory)
     sizes = (table.stop - table.start)[first:stop][::-1]
     offsets = (sizes.cumsum() - sizes)[::-1].copy()
-    comparison = expected.at(first, stop, offsets, memory)
+    comparison = expected.at(first, stop, offsets)
     assert comparison is not None
     assert comparison.sound.tolist() == [not any(n in compared for n, _, _ in index.members(i)) for i in range(first, stop)]
     for i, offset in zip(range(first, stop), offsets.tolist(), strict=True):

@@ -14,10 +14,11 @@ const uint64_t source = SOURCE; /* the hash of this file: whoever loads it can t
 
 typedef uint32_t (*checksum)(uint32_t before, const unsigned char *data, uint64_t size);
 
-/* crc[i] becomes the checksum of run i of `count`, of the run before it too where joined[i], which the first is not. */
+/* crc[i] becomes the checksum of run i of `count`, of the run before it too where joined[i], which the first is not; none where joined
+ * is NULL. */
 static void take(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
     for (int64_t i = 0; i < count; i++)
-        crc[i] = of(joined[i] ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
+        crc[i] = of(joined && joined[i] ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
 }
 
 void sums(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
@@ -25,16 +26,17 @@ void sums(checksum of, int64_t count, const uint64_t *address, const int64_t *si
 }
 
 /* Fill `count` runs of memory with `most` bytes of a file from `offset` on, of a socket where that is below 0; `filled` bytes of them
- * are already. Of `others` runs, wherever they lie, the sums are taken as soon as upto[i] bytes are filled. Returns how many bytes came:
- * fewer than `most` at the end or before an error, which is -errno when nothing came, and once *end is not 0. */
-static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address,
-                          const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length,
-                          const uint8_t *joined, uint32_t *crc, const int64_t *upto) {
+ * are already. Of `others` runs, wherever they lie, the sums are taken as soon as upto[i] - begun bytes are filled, but for those for
+ * which `summed` bytes were enough. Returns how many bytes came: fewer than `most` at the end or before an error, which is -errno when
+ * nothing came, and once *end is not 0. */
+static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
+                          const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other,
+                          const int64_t *length, const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun) {
     struct iovec runs[MOST];
     int64_t i = 0, j = 0, came = 0, done = filled;
     for (; i < count && done >= size[i]; i++)  /* `done` is then what is filled of run i */
         done -= size[i];
-    while (j < others && upto[j] <= filled)
+    while (j < others && upto[j] - begun <= summed)
         j++;
     while (i < count && came < most && !__atomic_load_n(end, __ATOMIC_RELAXED)) {
         int64_t many = 0, bytes = 0, first = j;
@@ -55,20 +57,20 @@ static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, 
         came += read;
         for (done += read; i < count && done >= size[i]; i++)
             done -= size[i];
-        while (j < others && upto[j] <= filled + came)
+        while (j < others && upto[j] - begun <= filled + came)
             j++;
-        take(of, j - first, other + first, length + first, joined + first, crc + first);
+        take(of, j - first, other + first, length + first, joined ? joined + first : joined, crc + first);
         if (offset < 0 && read < bytes) /* nothing came for too long, or the end */
             return came;
     }
     return came;
 }
 
-int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address, const int64_t *size, checksum of,
-             int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined, uint32_t *crc,
-             const int64_t *upto) {
+int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count, const uint64_t *address,
+             const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined,
+             uint32_t *crc, const int64_t *upto, int64_t begun) {
     const int never = 0;
-    return fill_until(&never, fd, offset, most, filled, count, address, size, of, others, other, length, joined, crc, upto);
+    return fill_until(&never, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun);
 }
 
 /* Each of `rows` rows of `size` bytes goes to `to` with its last byte first. They do not overlap. */
@@ -92,7 +94,7 @@ typedef struct job {
     struct job *next;
     int64_t number, came;
     int fd;
-    int64_t offset, most, filled, count;
+    int64_t offset, most, filled, summed, count;
     const uint64_t *address;
     const int64_t *size;
     checksum of;
@@ -102,6 +104,7 @@ typedef struct job {
     const uint8_t *joined;
     uint32_t *crc;
     const int64_t *upto;
+    int64_t begun;
 } job;
 
 typedef struct {
@@ -141,13 +144,13 @@ void queue_begin(queue *all) {
 }
 
 /* What `fill` is given, for a hand to do. 0, or -1 without memory or after the end: then it is not done. */
-int queue_put(queue *all, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled, int64_t count, const uint64_t *address,
-              const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined,
-              uint32_t *crc, const int64_t *upto) {
+int queue_put(queue *all, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
+              const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length,
+              const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun) {
     job *one = malloc(sizeof(job));
     if (!one)
         return -1;
-    *one = (job){NULL, number, 0, fd, offset, most, filled, count, address, size, of, others, other, length, joined, crc, upto};
+    *one = (job){NULL, number, 0, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun};
     pthread_mutex_lock(&all->lock);
     int closed = all->closed;
     if (!closed) {
@@ -170,8 +173,8 @@ void queue_work(queue *all) {
             continue;
         }
         pthread_mutex_unlock(&all->lock);
-        one->came = fill_until(&all->closed, one->fd, one->offset, one->most, one->filled, one->count, one->address, one->size, one->of,
-                               one->others, one->other, one->length, one->joined, one->crc, one->upto);
+        one->came = fill_until(&all->closed, one->fd, one->offset, one->most, one->filled, one->summed, one->count, one->address,
+                               one->size, one->of, one->others, one->other, one->length, one->joined, one->crc, one->upto, one->begun);
         pthread_mutex_lock(&all->lock);
         if (all->closed) {
             free(one);

@@ -38,26 +38,23 @@ class Runs:
         limit, base = _each([one.size for one in memories], of), _each([one.address for one in memories], of)
         if len(start) and (start.min() < 0 or size.min() < 0 or (start > limit - size).any()):  # in this order no sum overflows
             raise ValueError("a run of bytes is beyond the end of the memory it is in")
-        self._memories, self._of, self._start, self._size = memories, of, start, np.ascontiguousarray(size)
-        self._address = start + base
+        self._memories, self._of, self._address, self._size = memories, of, start + base, np.ascontiguousarray(size)
 
     def __len__(self) -> int:
-        return len(self._start)
+        return len(self._address)
 
     def __iter__(self) -> Iterator[memoryview]:
-        views, ends = [one.view for one in self._memories], (self._start + self._size).tolist()
-        for which, start, end in zip(self._of.tolist(), self._start.tolist(), ends, strict=True):
-            yield views[which][start:end]
+        return map(self.run, range(len(self)))
 
     def run(self, number: int) -> memoryview:
         """One of them."""
-        start = int(self._start[number])
-        return self._memories[int(self._of[number])].view[start : start + int(self._size[number])]
+        memory = self._memories[int(self._of[number])]
+        start = int(self._address[number]) - memory.address
+        return memory.view[start : start + int(self._size[number])]
 
     def _cut(self, first: int, stop: int) -> None:
         """Be only these."""
-        self._of, self._start = self._of[first:stop], self._start[first:stop]
-        self._size, self._address = self._size[first:stop], self._address[first:stop]
+        self._of, self._address, self._size = self._of[first:stop], self._address[first:stop], self._size[first:stop]
 
 
 def _each(values: list[int], of: Ints) -> Any:
@@ -76,38 +73,51 @@ class Sums(Runs):
         joined: taken of a run and the one before it, as if they were one, bool[n]; not so if it is None.
         """
         super().__init__(memories, of, start, size)
-        self._upto = np.ascontiguousarray(upto)
-        self._joined = np.zeros(len(self), bool) if joined is None else joined
+        self._upto, self._begun = np.ascontiguousarray(upto), 0  # what they count from
+        self._joined = joined
         self.found = np.zeros(len(self), np.uint32)
 
-    def take(self, before: int = 0, now: int = _ALL) -> None:
-        """Of those for which that many bytes were too few, and so many are enough."""
-        first, stop = np.searchsorted(self._upto, (before, now), side="right").tolist()
+    @classmethod
+    def known(cls, memory: Memory, address: Ints, size: Ints, upto: Ints, begun: int, found: npt.NDArray[np.uint32]) -> Sums:
+        """Runs that are known to lie in a memory, which is not looked at again. upto: counted from `begun`; found: until they are taken."""
+        made = cls.__new__(cls)
+        made._memories, made._of, made._address, made._size = [memory], np.zeros(len(address), np.int64), address, size
+        made._upto, made._begun, made._joined, made.found = upto, begun, None, found
+        return made
+
+    def take(self, before: int = 0, now: int | None = None) -> None:
+        """Of those for which that many bytes were too few, and so many are enough; of all others where `now` is None."""
+        now = _ALL if now is None else now + self._begun
+        first, stop = np.searchsorted(self._upto, (before + self._begun, now), side="right").tolist()
         if compiled.library is not None:
-            compiled.library.sums(*self.part(first, stop).arrays[:-1])
+            compiled.library.sums(*self.part(first, stop).arrays[:-2])
             return
         for i in range(first, stop):
-            self.found[i] = crc32(self.run(i), int(self.found[i - 1]) if self._joined[i] else 0)
+            joined = self._joined is not None and self._joined[i]
+            self.found[i] = crc32(self.run(i), int(self.found[i - 1]) if joined else 0)
 
     def within(self, before: int, now: int) -> Sums:
         """Those of which nothing is among the bytes before, and all is there now."""
+        before, now = before + self._begun, now + self._begun
         first, stop = np.searchsorted(self._upto - self._size, before), np.searchsorted(self._upto, now, side="right")
         part = self.part(int(first), max(int(first), int(stop)))
-        part._upto = part._upto - before
+        part._begun = before
         return part
 
     def part(self, first: int, stop: int) -> Sums:
         """These of them. What is found of them is found here."""
         part = copy(self)
         part._cut(first, stop)
-        part._upto, part._joined, part.found = self._upto[first:stop], self._joined[first:stop], self.found[first:stop]
+        part._upto, part.found = self._upto[first:stop], self.found[first:stop]
+        part._joined = None if self._joined is None else self._joined[first:stop]
         return part
 
     @property
     def arrays(self) -> tuple[int | None, ...]:
         """What the library takes."""
-        arrays: tuple[npt.NDArray[Any], ...] = self._address, self._size, self._joined, self.found, self._upto
-        return compiled.checksum, len(self), *(one.ctypes.data for one in arrays)
+        joined = None if self._joined is None else self._joined.ctypes.data
+        lie = self._address.ctypes.data, self._size.ctypes.data
+        return compiled.checksum, len(self), *lie, joined, self.found.ctypes.data, self._upto.ctypes.data, self._begun
 
 
 class Places(Runs):
@@ -173,16 +183,16 @@ class Places(Runs):
     @property
     def arrays(self) -> tuple[int | None, ...]:
         """What the library takes, beside what it is to read. They are this object's own."""
-        if self._pieces is not None:
-            self.came(0)
-        sums = (None, 0, *[None] * 5) if self._sums is None else self._sums.arrays
-        return self.filled, len(self), self._address.ctypes.data, self._size.ctypes.data, *sums
+        self._pieces = None
+        sums = (None, 0, *[None] * 5, 0) if self._sums is None else self._sums.arrays
+        return self.filled, self._summed, len(self), self._address.ctypes.data, self._size.ctypes.data, *sums
 
     def cut(self, count: int) -> Places:
         """The places of the next `count` bytes, for another to fill."""
         begin = self.filled
+        part = self._between(begin, begin + count) if begin or count < self.left else copy(self)
         self.left -= count
-        return self._between(begin, begin + count)
+        return part
 
     def _between(self, begin: int, stop: int) -> Places:
         """The places of these bytes."""
@@ -194,8 +204,7 @@ class Places(Runs):
         part._sums = None if self._sums is None else self._sums.within(begin, stop)
         if begin < stop:
             missing = begin - int(ends[first] - self._size[first])
-            part._start, part._address, part._size = part._start.copy(), part._address.copy(), part._size.copy()
-            part._start[0] += missing
+            part._address, part._size = part._address.copy(), part._size.copy()
             part._address[0] += missing
             part._size[0] -= missing
             part._size[-1] -= int(ends[last]) - stop

@@ -46,8 +46,8 @@ class Comparison(NamedTuple):
 class Expected:
     """What samples are compared with, looked up for many at a time: thousands, of which a read takes some hundred."""
 
-    def __init__(self, table: Table, compared: Truths, ids: Ints) -> None:
-        """compared: of each field, bool[fields]; ids: of the samples, int64[n]."""
+    def __init__(self, table: Table, compared: Truths, ids: Ints, memory: Memory) -> None:
+        """compared: of each field, bool[fields]; ids: of the samples, int64[n]; memory: where they will be, each once."""
         of, member = table.members_of(ids)
         if not compared.all():
             kept = compared[table.member_field[member]]
@@ -57,10 +57,17 @@ class Expected:
         start, self._start = table.member_offset[member], table.start[ids]
         self._size, self._crc = table.member_size[member], table.member_crc[member]
         self._within, self._upto = start - self._start[of], start + self._size
+        extent = (table.stop[ids] - self._start)[of]
+        if (self._within < 0).any() or (self._size < 0).any() or (self._within > extent - self._size).any():
+            raise ValueError("a field lies beyond its sample, as the index says")
+        self._within += memory.address
+        self._memory = memory
+        # the sum of each is another than that of the index until it is taken, and where a field is never all in one place
+        self._found = ~self._crc
         self._breaks = np.flatnonzero(start[1:] < self._upto[:-1]) + 1  # before these, what follows does not lie behind
 
-    def at(self, first: int, stop: int, offsets: Ints, memory: Memory) -> Comparison | None:
-        """The comparison of samples [first, stop), which follow one another in a shard. offsets: where they will be in this memory.
+    def at(self, first: int, stop: int, offsets: Ints) -> Comparison | None:
+        """The comparison of samples [first, stop), which follow one another in a shard. offsets: where they will be in the memory.
 
         None where their fields do not follow one another, as only an odd index says: of which all came, would not be known in time.
         """
@@ -70,7 +77,6 @@ class Expected:
             return None
         if not self._single:
             of = self._of[rows] - first
-        where, upto = self._within[rows] + (offsets if of is None else offsets[of]), self._upto[rows] - self._start[first]
-        sums = Sums([memory], np.zeros(len(where), np.int64), where, self._size[rows], upto)
-        np.invert(self._crc[rows], out=sums.found)  # until it is taken, and where a field is never all in one place
+        address = self._within[rows] + (offsets if of is None else offsets[of])
+        sums = Sums.known(self._memory, address, self._size[rows], self._upto[rows], int(self._start[first]), self._found[rows])
         return Comparison(sums, self._crc[rows], of, stop - first)

@@ -38,7 +38,7 @@ def _compiled() -> Any:
         if ctypes.c_uint64.in_dll(library, "source").value != source:  # the clone was updated and not installed again
             return None
         library.sums.argtypes = (array, number, *[array] * 4)
-        library.fill.argtypes = (ctypes.c_int, *[number] * 4, array, array, *library.sums.argtypes, array)
+        library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number)
         library.turn.argtypes = (array, array, number, number)
         library.queue_size.argtypes = ()
         for function in (library.queue_begin, library.queue_work, library.queue_close):

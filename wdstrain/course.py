@@ -49,9 +49,20 @@ class Course(NamedTuple):
 
     @classmethod
     def of(
-        cls, index: Index, plan: Order, rank: int, lane: int, start: int, landing: Landing | None, compared: Truths | None
+        cls,
+        index: Index,
+        plan: Order,
+        rank: int,
+        lane: int,
+        start: int,
+        landing: Landing | None,
+        compared: Truths | None,
+        memory: Memory,
     ) -> Course:
-        """More places from this one on than one read takes, or all of the rest. compared: fields, bool[fields]; None: nothing is."""
+        """More places from this one on than one read takes, or all of the rest. compared: fields, bool[fields]; None: nothing is.
+
+        memory: where they will be.
+        """
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
@@ -59,7 +70,7 @@ class Course(NamedTuple):
         apart = (np.diff(ids) != 1) | (np.diff(index.shard_of(ids)) != 0) | (starts[1:] - stops[:-1] > GAP)
         due = plan.due(lane, start, stop)
         apart = start + np.append(np.flatnonzero(apart), stop - start - 1)
-        expected = None if compared is None else Expected(index.table, compared, ids)
+        expected = None if compared is None else Expected(index.table, compared, ids, memory)
         spread = None if landing is None else landing.spread(plan, rank, lane, start, ids)
         return cls(start, end, due, ids, starts, stops, apart, expected, spread)
 
@@ -72,11 +83,11 @@ class Course(NamedTuple):
         rows = slice(place - self.start, place - self.start + READ_SAMPLES)
         return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows]
 
-    def comparison(self, start: int, stop: int, offsets: Ints, memory: Memory) -> Comparison | None:
-        """Of the samples in places [start, stop), which will be at these offsets in a memory. None if nothing is known of them."""
+    def comparison(self, start: int, stop: int, offsets: Ints) -> Comparison | None:
+        """Of the samples in places [start, stop), which will be at these offsets in the memory. None if nothing is known of them."""
         if self.expected is None:
             return None
-        return self.expected.at(start - self.start, stop - self.start, offsets, memory)
+        return self.expected.at(start - self.start, stop - self.start, offsets)
 
     def id(self, place: int) -> int:
         return int(self.ids[place - self.start])

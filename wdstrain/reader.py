@@ -389,7 +389,7 @@ class Reader:
             whole = course.spread.part(slice(before, before + count))
             placed = Placed(whole.part(rows), offsets, self._landing.homes(clocks))
             return partial(self._land, run, shard, placed, self._landing.places(placed, memory), count)
-        comparison = None if some else course.comparison(run.begun + first, next_, offsets, memory)
+        comparison = None if some else course.comparison(run.begun + first, next_, offsets)
         one_each = np.zeros((len(sizes), 1), np.int64), offsets[:, None], sizes[:, None]
         pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison and comparison.sums)
         leaving = next_ == course.end or int(self._index.shard_of(np.array([course.id(next_)]))[0]) != number
@@ -484,7 +484,14 @@ class Reader:
         course = run.course
         if course is None or not course.enough(run.begun):
             course = run.course = Course.of(
-                self._index, run.plan, self._rank, run.lane, run.begun, self._landing, self._compared
+                self._index,
+                run.plan,
+                self._rank,
+                run.lane,
+                run.begun,
+                self._landing,
+                self._compared,
+                self._arena.memory,
             )
         return course
 
