@@ -50,7 +50,7 @@ What was measured last; ratios carry over to other machines, samples/s do not.
     The same day, with whoever is not asked stopped, and with less for the loop to do for a batch; other contenders were FFCV, PyTables
     and webdataset:
     R1  ours 1648 (1492 to 2172), threads 1523; decode alone 1778; FFCV 1249. Of FFCV 1.32, 1.31, 1.34: met; of decoding alone 0.93
-        (0.86 to 1.18), in two other runs 0.89 and 0.94: MISSED
+        (0.86 to 1.18), in two other runs 0.89 and 0.94, on a third machine 0.92 (0.75 to 1.01; 1.44 of FFCV): MISSED
     R2  ours 11218 (10599 to 12408), threads 9233; decode alone 15555; FFCV 8695: 1.29 (1.22 to 1.42), first epoch 5.36: met
     R3  ours 138684 (127747 to 150959), workers 128725; readinto 153506, into 128 MB 103582; FFCV 117147, PyTables 7624. Of readinto
         0.90 (0.82 to 1.02), in four other runs 0.90, 0.90, 0.93 and 0.97: met; the commit before 0.86. 0.68 (and 0.44) while other
@@ -62,7 +62,8 @@ What was measured last; ratios carry over to other machines, samples/s do not.
     R7  86 MB beyond buffer and slots in R2, 168 and 172 in R3, where 64 MB more are read ahead; flat (1.00 and 1.01): met
 
 Where the time goes, microseconds of one core for a sample. R1: 526 of decoding in the workers, 4.5 of the system, 17 in the training
-process, half of which is reading, in 559. R2: 79 in the workers, where decoding alone takes 66; 9 in the loop's thread, 3.5 in the
+process, half of which is reading, in 559; on a third machine 785 to 885 in the workers, where decoding alone takes 757 to 839, 13 in
+the loop's thread, 15 in the reader's, 11 of which the system copies, and for 3 to 18 nobody has anything to do. R2: 79 in the workers, where decoding alone takes 66; 9 in the loop's thread, 3.5 in the
 reader, 4 in the threads of queues, before batches travelled together. R3: 14 in all: 6 of preadv, 2.5 comparing, 2 reader, 3 the
 loop's thread; but a third of the time of two cores is waiting for the interpreter's lock, which is given away at each checksum:
 without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
@@ -83,7 +84,8 @@ has the lock to wait for at each. Reads and checksums of 16 MB in one call: R3 1
 calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads on two cores 0.95, huge pages for private memory
 1.0. Of hands: their queue in C 1.07, reads of 32 MB and 128 MB ahead in place of 16 and 64 1.1, a read planned while the loop waits
 for the reader's own lock 1.06, where bytes go computed for a whole window 1.06. Failed: reads of 8 MB 0.9, of 48 MB 0.98, 192 MB
-ahead 1.0, pieces of 512 KB to compare 1.0, of 128 KB 0.99, read into the processor's cache and copied on from there past it 1.03 of
+ahead 1.0, three or four batches ahead for each worker in R1 1.0 (nothing to do for 3 us less, one slot each more), a picture made
+in 150 KB that stay in the cache and copied to its batch past it 0.99, pieces of 512 KB to compare 1.0, of 128 KB 0.99, read into the processor's cache and copied on from there past it 1.03 of
 what the hands take. Left alone: the file mapped and copied from, compared as it goes, takes two thirds of what they take, but a file
 that is cut short meanwhile ends the process. Failed before: lists in place of numpy scalars for R3 0.98; turning a picture of 128x128 by numpy 54 us, by np.take 28
 (torch 6.4, cv2 2.2, reversed bytes 3 to 5); index_select into the row 80; reading further ahead for R3 0.8 (32 to 64 MB), one
