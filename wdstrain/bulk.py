@@ -79,7 +79,7 @@ class Sums(Runs):
 
     @classmethod
     def known(cls, memory: Memory, address: Ints, size: Ints, upto: Ints, begun: int, found: npt.NDArray[np.uint32]) -> Sums:
-        """Runs that are known to lie in a memory, which is not looked at again. upto: counted from `begun`; found: until they are taken."""
+        """Runs of which it is known that they lie in a memory. upto: counted from `begun`; found: until they are taken."""
         made = cls.__new__(cls)
         made._memories, made._of, made._address, made._size = [memory], np.zeros(len(address), np.int64), address, size
         made._upto, made._begun, made._joined, made.found = upto, begun, None, found

@@ -1,7 +1,8 @@
 """How a worker process of ours begins: it leaves Ctrl-C to its parent, it ends when its parent ends, and it shares its memory.
 
 Neither a pool nor a DataLoader sees to the second at once: the one lets its workers wait for ever when the parent was
-killed, the other looks every five seconds. And a collection of Python's writes to all there is: in a fork that copies 35 MB of what torch brought.
+killed, the other looks every five seconds. And a collection of Python's writes to all there is: in a fork that copies 35 MB
+of what torch brought.
 """
 
 from __future__ import annotations
