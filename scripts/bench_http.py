@@ -36,8 +36,9 @@ What was measured last; ratios carry over to other machines, MB/s do not.
              bytes come 1.16 and 1.25 times as fast (2026-11-22)
              On another machine, planned for a window at once and four epochs a turn (2026-11-22), means of 15 turns: pictures 0.988
              +- 0.015 (without again 1.007 +- 0.025), 100 KB 0.957 +- 0.030 (1.001 +- 0.036), 8 KB 0.945 +- 0.025 (1.004 +- 0.028),
-             the medians 0.97 (1.01), 0.99 (1.01) and 0.94 (0.99), in another run 0.99 (0.97), 0.90 (0.90) and 0.99 (1.06); 60 turns
-             of one epoch of 8 KB: 0.972 +- 0.013 (0.991 +- 0.010), and 0.964 +- 0.010 (1.003 +- 0.010) before the last change
+             the medians 0.97 (1.01), 0.99 (1.01) and 0.94 (0.99), in another run 0.99 (0.97), 0.90 (0.90) and 0.99 (1.06); 110
+             turns of one epoch of 8 KB 0.959 +- 0.011 (0.994 +- 0.012), 60 others 0.972 +- 0.013 (0.991 +- 0.010), and before the
+             last change 0.964 +- 0.010 (1.003 +- 0.010); received without MSG_WAITALL 0.951 +- 0.012 (0.975 +- 0.010)
     cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
     serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 
