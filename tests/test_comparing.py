@@ -134,6 +134,17 @@ def test_fields_that_do_not_follow_one_another_are_left_to_decoders(made: Path) 
     assert odd.at(number + 1, 20, offsets[number + 1 :]) is not None
 
 
+@pytest.mark.parametrize(
+    ("part", "by"), [("member_size", 1_000_000), ("member_size", -1_000_000), ("member_offset", -1_000_000)]
+)
+def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: str, by: int) -> None:
+    index = wt.index(made)
+    lying = getattr(index.table, part).copy()
+    lying[3] += by
+    with pytest.raises(ValueError, match="beyond its sample"):
+        Expected(replace(index.table, **{part: lying}), index.among(None), np.arange(20), Memory(1_000_000))
+
+
 @pytest.mark.parametrize("compared", [["png", "cls", "txt"], ["txt"], ["cls"], []])
 def test_samples_are_sound_where_all_that_is_compared_is(made: Path, compared: list[str]) -> None:
     """Whatever fields they have, in whatever order they were put down."""

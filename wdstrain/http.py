@@ -412,7 +412,8 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("urllib3."):
-                frame.clear()
+                with suppress(RuntimeError):  # one that still runs, of a program that calls us from there
+                    frame.clear()
         error = error.__context__
 
 
