@@ -86,7 +86,10 @@ def test_what_more_workers_give_is_what_was_predicted(tmp_path: Path) -> None:
 def test_threads_that_wait_for_the_interpreters_lock_are_told_from_busy_processors(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards", [100])
     wt.index(shards)
-    found = wt.bench(shards, {"txt": Busy()}, batch_size=8, seconds=0.3)
+    for _ in range(4):
+        found = wt.bench(shards, {"txt": Busy()}, batch_size=8, seconds=0.3)
+        if "Measure again" not in found.verdict:  # it says so where others had the processors meanwhile
+            break
     assert found.binding == "lock"
     assert "the interpreter's lock binds, for which threads wait" in found.verdict
     assert found.predicted(0) < found.decode["threads"][cores()]

@@ -34,10 +34,10 @@ from wdstrain.packing import shard as shard_
 from wdstrain.packing.options import Packing
 from wdstrain.packing.spill import _Pass
 from wdstrain.packing.stage import Stage
+from wdstrain.processes import death_of_a_worker
 from wdstrain.storage import LocalFile, is_state, state_of
 from wdstrain.training import checkpoints
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, read_checkpoint
-from wdstrain.workers import death_of_a_worker
 
 # --- the script ------------------------------------------------------------------------------------------------------
 

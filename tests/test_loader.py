@@ -905,9 +905,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:
 
 KILLED_LOOKING = """
     import multiprocessing
-    from wdstrain.workers import _careful
+    from wdstrain.channels import careful
 
-    context = _careful(multiprocessing.get_context("fork"))
+    context = careful(multiprocessing.get_context("fork"), 7)
     event = context.Event()
 
     def look(end):

@@ -20,7 +20,7 @@ from wdstrain.errors import SampleError, UsageError, WdstrainError
 from wdstrain.meter import Meter
 from wdstrain.pipeline import Costs, Counts, Pipeline
 from wdstrain.plan import Order
-from wdstrain.workers import death_of_a_worker
+from wdstrain.processes import death_of_a_worker
 
 _log = logging.getLogger("wdstrain")
 

@@ -8,6 +8,8 @@ is seen to, Python would print and drop it.
 
 from __future__ import annotations
 
+# what signal's functions call: they look each answer up among their enumerations, which takes ten times as long
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from typing import Any
@@ -29,10 +31,10 @@ class Held:
         if threading.current_thread() is threading.main_thread():
             self._holding = True
             for number in self._numbers:
-                former = signal.getsignal(number)
+                former = _signal.getsignal(number)
                 if callable(former):  # somebody answers it by an exception, perhaps
                     self._former[number] = former
-                    signal.signal(number, self._note)
+                    _signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,8 +49,8 @@ class Held:
             self._put_back(number)
 
     def _put_back(self, number: int) -> None:
-        if signal.getsignal(number) == self._note:  # torch puts its own before what it finds
-            signal.signal(number, self._former[number])
+        if _signal.getsignal(number) == self._note:  # torch puts its own before what it finds
+            _signal.signal(number, self._former[number])
 
     def _note(self, number: int, frame: object) -> None:
         if self._holding:

@@ -28,12 +28,13 @@ from wdstrain.interrupts import Held
 from wdstrain.landing import Landing, landed
 from wdstrain.meter import Finding
 from wdstrain.plan import Order
+from wdstrain.processes import Processes
 from wdstrain.reader import Batch, Reader, batches_begun
 from wdstrain.slots import Layout, Slots
 from wdstrain.stretches import stretches
 from wdstrain.tasks import Tasks
 from wdstrain.watching import Watch, stack_of
-from wdstrain.workers import Inline, Processes, Threads, in_flight
+from wdstrain.workers import Inline, Threads, in_flight
 
 _log = logging.getLogger("wdstrain")
 
@@ -103,7 +104,7 @@ class Pipeline:
         decoded = None if fields is None else {name: field for name, field in fields.items() if name not in lands}
         # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
         inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
-        busy = 1 if inline else in_flight(num_workers, plan.batch_size)
+        busy = 1 if inline else in_flight(num_workers, plan.batch_size, layout.size)
         ahead = _AHEAD_OF_LANDING if lands else _AHEAD_BYTES
         begun = batches_begun(index, plan, rank, ahead) if lands else 0
         self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
@@ -137,7 +138,9 @@ class Pipeline:
         if inline:
             self._workers = Inline(decoder)
         else:
-            self._workers = Processes(decoder, num_workers, plan.batch_size, context) if num_workers else Threads(decoder)
+            self._workers = (
+                Processes(decoder, num_workers, plan.batch_size, layout.size, context) if num_workers else Threads(decoder)
+            )
         self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from wdstrain.errors import StorageError, UsageError
+from wdstrain.processes import death_of_a_worker
 from wdstrain.storage import publish
-from wdstrain.workers import death_of_a_worker
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds

@@ -19,6 +19,7 @@ from wdstrain.fields import Example, Field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
+from wdstrain.processes import deaths_told
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls
 from wdstrain.training.checkpoints import read_last
@@ -34,7 +35,6 @@ from wdstrain.training.scoring import score
 from wdstrain.training.task import Task, picture_of, shape_of
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
-from wdstrain.workers import deaths_told
 
 
 @dataclass

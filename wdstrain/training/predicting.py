@@ -27,6 +27,7 @@ from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.packing.folder import list_folder
+from wdstrain.processes import deaths_told
 from wdstrain.storage import INDEX_NAME, Urls, put_whole
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker
@@ -35,7 +36,6 @@ from wdstrain.training.recipe import arithmetic
 from wdstrain.training.task import Head, normalised, picture_of
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
-from wdstrain.workers import deaths_told
 
 
 @dataclass(frozen=True)
