@@ -55,18 +55,19 @@ def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts
     change: makes other parts of those of a sample, such as a smaller picture.
     """
     count = max(1, min(count, len(index), int(_MOST_BYTES * len(index) / max(1, sum(shard.bytes for shard in index.shards)))))
-    starts = np.linspace(0, len(index) - count // _RUNS - 1, _RUNS).astype(np.int64).clip(0)
-    ids = np.unique(np.concatenate([np.arange(start, start + -(-count // _RUNS)) for start in starts]).clip(0, len(index) - 1))
+    run = -(-count // _RUNS)
+    starts = np.linspace(0, max(0, len(index) - run), _RUNS).astype(np.int64)
+    ids = np.unique(np.concatenate([np.arange(start, start + run) for start in starts]).clip(0, len(index) - 1))
     shards = index.shard_of(ids)
     runs = np.split(ids, np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1)
     with open(path, "wb") as file:
-        for run in runs:
-            shard = index.shards[int(index.shard_of(run[:1])[0])]
-            start, stop = int(index.table.start[run[0]]), int(index.table.stop[run[-1]])
+        for some in runs:
+            shard = index.shards[int(index.shard_of(some[:1])[0])]
+            start, stop = int(index.table.start[some[0]]), int(index.table.stop[some[-1]])
             with open_source(shard.path, shard.bytes) as source:
                 data = memoryview(bytearray(stop - start))
                 source.read_into([data], start)  # at once: of a server each read is a request
-                for i in run.tolist():
+                for i in some.tolist():
                     parts = [(field, bytes(data[at - start : at - start + size])) for field, at, size in index.members(i)]
                     with suppress(SampleError):  # a bad sample stays as it is
                         parts = change(parts) if change is not None else parts
