@@ -46,7 +46,9 @@ def _turn(part: Pixels, out: Pixels) -> None:
 
 def _planes(pixels: Pixels) -> torch.Tensor:
     """The same memory as torch sees images: [1, 3, h, w], channels last."""
-    found: torch.Tensor = _torch().from_numpy(pixels).permute(2, 0, 1)[None]
+    found: torch.Tensor = _torch().from_numpy(
+        pixels.transpose(2, 0, 1)[None]
+    )  # each view of torch's gives the interpreter's lock away
     return found
 
 

@@ -108,7 +108,10 @@ def _library() -> Any:
     folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
     for path in [*sorted(glob.glob(os.path.join(folder, "turbojpeg.libs", "libturbojpeg*"))), "libturbojpeg.so.0"]:
         try:
-            found = ctypes.CDLL(path)
+            found, brief = ctypes.CDLL(path), ctypes.PyDLL(path)
+            # too short to give the interpreter's lock away: with four threads each time may be a wait for another
+            for name in ("tj3Get", "tj3DecompressHeader", "tj3SetCroppingRegion"):
+                setattr(found, name, getattr(brief, name))
             number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
             found.tj3Init.restype, found.tj3Init.argtypes = pointer, [number]
             found.tj3Destroy.restype, found.tj3Destroy.argtypes = None, [pointer]
