@@ -49,12 +49,14 @@ from wdstrain.fields import Field
 from wdstrain.index_files import pack_part, save_index, scan, unpack_part
 from wdstrain.indexing import Index, Label
 from wdstrain.opening import make_index, open_index, recall
+from wdstrain.pictures import Members
 from wdstrain.serving.answering import Connection
 from wdstrain.serving.places import Places
 from wdstrain.tar import ASIDE, BLOCK, END, NO_KEY, Walk, header, is_aside, padding, samples, split_name
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import rescue
 from wdstrain.verifying.salvage import Damage, Found, salvage
+from wdstrain.watching import Desk
 
 SPLIT = b"\n-- 8< --\n"
 MOST_PIXELS = 1 << 20  # of pictures here, so that those which claim to be giants are refused soon
@@ -786,13 +788,17 @@ def run_image(data: bytes) -> None:
         if part is not None and whole is not None:
             top, left, h, w = asked[-1]
             _must(np.array_equal(part, whole[top : top + h, left : left + w]), "a part is that of the whole", asked)
-        field = fields.image(size=(8, 6), augment="rrc+flip")
+        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), Desk.apart()
         for one in (field, fields.image(size=16)):
             assert one.size is not None
-            out = np.zeros((*one.size, 3), np.uint8)
+            out, of_batch, value = np.zeros((*one.size, 3), np.uint8), np.zeros((1, *one.size, 3), np.uint8), False
             with suppress(SampleError):
                 one.read("jpg", memoryview(data), out, draws)
                 _must(whole is not None, "what is no picture makes no value", one)
+                value = True
+            lies = Members(np.array([np.frombuffer(data, np.uint8).ctypes.data]), np.array([len(data)]))
+            if one.read_rows(lies, [0], of_batch, draws[None], desk.row_address):
+                _must(value and np.array_equal(out, of_batch[0]), "a picture of a batch is the same picture", one)
 
 
 def _decoded(data: bytes, box_of: Any = None, *, blue_first: bool = False) -> Any:

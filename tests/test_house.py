@@ -55,6 +55,7 @@ FLOORS = [
         "packing.jobs",
         "fitting",
     },
+    {"pictures"},
     {"fields", "cache", "channels", "comparing", "verifying.salvage", "verifying.passage"},
     {"forward", "spread", "labels", "verifying.trial", "inspecting.contents", "inspecting.provenance"},
     {"index_files", "slots", "packing.listing", "inspecting.histograms", "verifying.survey"},

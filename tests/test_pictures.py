@@ -1,187 +1,138 @@
-"""Pictures are packed as they are; those that are encoded anew come out upright, with the right colours, and no larger."""
+"""The pictures of a batch at once come out as they do one by one, and what is odd among them is left to the decoder of one."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from PIL import Image, ImageOps
+import simplejpeg
+from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import read_with_webdataset
-from wdstrain.errors import SampleError
-from wdstrain.packing.pictures import Recipe, field_of, looks_like_image
+from wdstrain import compiled, turbo
+from wdstrain.augment import DRAWS
+from wdstrain.fields import Image as Field
+from wdstrain.pictures import Members
+from wdstrain.watching import Desk
 
-
-def photo(width: int, height: int, mode: str = "RGB") -> Image.Image:
-    """A smooth picture: red grows to the right, green downwards."""
-    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
-    image = Image.fromarray(np.stack([x, y, 255 - x], -1).astype(np.uint8))
-    return image.convert(mode)
-
-
-def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
-def opened(data: bytes) -> Image.Image:
-    return Image.open(io.BytesIO(data))
-
-
-def difference(found: Image.Image, wanted: Image.Image) -> float:
-    """Mean difference of two pictures as RGB, 0 to 255."""
-    small = wanted.convert("RGB").resize(found.size, Image.Resampling.BICUBIC)
-    return float(np.abs(np.asarray(found.convert("RGB"), float) - np.asarray(small, float)).mean())
-
-
-def apply(field: str, data: bytes, resize: int | None = 64, quality: int | None = None) -> tuple[str, bytes]:
-    ((name, made), untouched) = Recipe(resize, quality, "magic").apply([(field, data), ("cls", b"3")])
-    assert untouched == ("cls", b"3")
-    return name, made
-
-
-@pytest.mark.parametrize(
-    ("size", "made"), [((300, 200), (96, 64)), ((200, 300), (64, 96)), ((65, 65), (64, 64)), ((900, 70), (823, 64))]
+pytestmark = pytest.mark.skipif(
+    compiled.library is None or turbo.functions() is None, reason="there is no compiler, or no libjpeg-turbo 3"
 )
-def test_a_larger_picture_has_the_shorter_side_that_was_asked_for(size: tuple[int, int], made: tuple[int, int]) -> None:
-    image = photo(*size)
-    name, data = apply("jpg", encoded(image, "JPEG", quality=95))
-    assert (name, opened(data).size) == ("jpg", made)
-    assert difference(opened(data), image) < 4
 
 
-def test_only_pictures_that_are_larger_are_touched() -> None:
-    for kind, field in (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")):
-        data = encoded(photo(200, 64), kind)
-        assert apply(field, data) == (field, data)
-    assert apply("jpg", encoded(photo(64, 64), "JPEG"), quality=10)[1] != encoded(photo(64, 64), "JPEG")
+def noise(width: int, height: int) -> npt.NDArray[Any]:
+    """Noise and slopes, so that every block differs from its neighbours. uint8[height, width, 3]"""
+    rows, columns = np.mgrid[:height, :width]
+    grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
+    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(np.uint8)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_that_lies_on_its_side_is_put_upright(orientation: int) -> None:
+def jpeg(width: int, height: int, subsampling: str = "420") -> bytes:
+    pixels = noise(width, height)
+    if subsampling == "Gray":
+        return simplejpeg.encode_jpeg(pixels[..., :1].copy(), 80, "GRAY", subsampling)
+    return simplejpeg.encode_jpeg(pixels, 80, "RGB", subsampling)
+
+
+def saved(width: int, height: int, kind: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
+    into = io.BytesIO()
+    Image.fromarray(noise(width, height)).convert(mode).save(into, kind, **options)
+    return into.getvalue()
+
+
+def turned() -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(photo(200, 120), "JPEG", quality=95, exif=exif)
-    made = opened(apply("jpg", data)[1])
-    assert difference(made, ImageOps.exif_transpose(opened(data))) < 4
-    assert made.getexif().get(0x0112, 1) == 1
+    exif[0x0112] = 6
+    return saved(90, 60, exif=exif)
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind", "field", "wanted"),
-    [
-        ("L", "JPEG", "jpg", "L"),
-        ("CMYK", "JPEG", "jpg", "RGB"),
-        ("L", "PNG", "png", "L"),
-        ("RGBA", "PNG", "png", "RGBA"),
-        ("P", "PNG", "png", "RGBA"),
-        ("P", "GIF", "png", "RGBA"),
-        ("RGB", "WEBP", "png", "RGB"),
-        ("RGB", "BMP", "png", "RGB"),
-        ("1", "PNG", "png", "RGB"),
-        ("CMYK", "TIFF", "png", "RGB"),
-    ],
-)
-def test_colours_of_every_mode_come_out_right(mode: str, kind: str, field: str, wanted: str) -> None:
-    image = photo(200, 120, mode)
-    name, data = apply(kind.lower().replace("jpeg", "jpg").replace("tiff", "tif"), encoded(image, kind))
-    assert (name, opened(data).mode) == (field, wanted)
-    assert difference(opened(data), image) < (40 if mode == "1" else 8)
+ODD = {
+    "PNG": saved(40, 40, "PNG"),
+    "progressive": saved(90, 60, progressive=True),
+    "turned by EXIF": turned(),
+    "CMYK": saved(90, 60, mode="CMYK"),
+    "cut": jpeg(90, 60)[:1500],
+    "cut, with an end": jpeg(90, 60)[:1500] + b"\xff\xd9",
+    "of a bad head": b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x00\x00\x00\x00\xff\xd9",
+    "an end and no more": b"\xff\xd8\xff\xd9",
+    "nothing": b"",
+    "text": b"no picture",
+}
 
 
-def test_sixteen_bits_become_eight_and_alpha_stays() -> None:
-    grey = np.linspace(0, 65535, 200 * 120).reshape(120, 200).astype(np.uint16)
-    made = opened(apply("png", encoded(Image.fromarray(grey), "PNG"))[1])
-    assert made.mode == "L"
-    assert abs(np.asarray(made, float).mean() - 127.5) < 1.5
-    image = photo(200, 120, "RGBA")
-    image.putalpha(Image.fromarray(np.tile(np.linspace(0, 255, 200), (120, 1)).astype(np.uint8)))
-    alpha = np.asarray(opened(apply("png", encoded(image, "PNG"))[1]))[:, :, 3]
-    assert alpha[0, 0] < 5
-    assert alpha[0, -1] > 250
+class Batch:
+    """Encoded pictures in memory, and where they become pixels."""
+
+    def __init__(self, pictures: list[bytes], field: Field) -> None:
+        self.data = np.frombuffer(b"-".join(pictures), np.uint8)
+        self.size = np.array([len(one) for one in pictures])
+        self.start = np.concatenate([[0], np.cumsum(self.size + 1)[:-1]])
+        assert field.size is not None
+        self.field, self.draws = field, np.random.default_rng(len(pictures)).random((len(pictures), DRAWS))
+        self.out = np.full((len(pictures), *field.size, 3), 7, np.uint8)
+        self.desk = Desk.apart()
+
+    def read(self, rows: list[int] | None = None) -> set[int]:
+        members = Members(self.start + self.data.ctypes.data, self.size)
+        wanted = list(range(len(self.size))) if rows is None else rows
+        return self.field.read_rows(members, wanted, self.out, self.draws, self.desk.row_address)
+
+    def one_by_one(self, row: int) -> npt.NDArray[Any]:
+        found = np.zeros(self.out.shape[1:], np.uint8)
+        start = int(self.start[row])
+        self.field.read("jpg", memoryview(bytes(self.data[start : start + int(self.size[row])])), found, self.draws[row])
+        return found
 
 
-def test_a_quality_makes_everything_jpeg() -> None:
-    name, data = apply("png", encoded(photo(40, 40, "RGBA"), "PNG"), resize=None, quality=80)
-    assert (name, opened(data).format, opened(data).size) == ("jpg", "JPEG", (40, 40))
+@pytest.mark.parametrize("augment", ["none", "flip", "rrc", "rrc+flip", "rrc+flip+trivialaugment"])
+@pytest.mark.parametrize("size", [(1, 1), (48, 64), (77, 129), (224, 224)])
+def test_pixels_are_those_of_one_by_one(size: tuple[int, int], augment: str) -> None:
+    kinds = ("444", "422", "420", "440", "411", "Gray")
+    sides = ((1, 1), (7, 3), (16, 16), (64, 48), (129, 77), (500, 375))
+    batch = Batch([jpeg(*side, kind) for kind in kinds for side in sides], wt.image(size=size, augment=augment))
+    assert batch.read() == set(range(36))
+    assert batch.desk.state[1] == 35
+    for row in range(36):
+        assert np.array_equal(batch.out[row], batch.one_by_one(row)), row
 
 
-def test_masks_beside_a_picture_stay_as_they_are_and_two_pictures_keep_their_names() -> None:
-    mask, second = encoded(photo(300, 300, "P"), "PNG"), encoded(photo(300, 200), "GIF")
-    parts = [
-        ("jpg", encoded(photo(300, 200), "JPEG")),
-        ("seg.png", mask),
-        ("png", encoded(photo(90, 90), "PNG")),
-        ("gif", second),
-    ]
-    for recipe in (Recipe(64, None, "magic"), Recipe(None, 80, "decode")):
-        made = recipe.apply(parts)
-        assert [field for field, _ in made] == ["jpg", "seg.png", "png", "gif"]
-        assert made[1][1] == mask
-    both = [("gif", encoded(photo(90, 90), "GIF")), ("bmp", encoded(photo(90, 90), "BMP"))]
-    assert [field for field, _ in Recipe(64, None, "magic").apply(both)] == ["png", "bmp"]
+@pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_odd_is_left_as_it_was_and_what_follows_is_good(odd: str, augment: str) -> None:
+    pictures = [jpeg(90 + n, 64) for n in range(6)]
+    pictures[2:2] = [ODD[odd], ODD[odd]]
+    pictures.append(ODD[odd])
+    batch = Batch(pictures, wt.image(size=(60, 90), augment=augment))
+    done = batch.read()
+    assert done == {0, 1, 4, 5, 6, 7}
+    for row in done:
+        assert np.array_equal(batch.out[row], batch.one_by_one(row)), row
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "its jpg has 0 bytes"),
-        (b"<html>", "does not begin as a picture does, but with b'<html>'"),
-        (b"\xff\xd8\xff\xe0 and nothing", "Truncated File Read"),
-        (b"BMW is a car", "does not begin as a picture does"),
-        (b"P1 is a shelf", "does not begin as a picture does"),
-    ],
-)
-def test_what_is_no_picture_is_said_to_be_none(data: bytes, words: str) -> None:
-    with pytest.raises(SampleError, match=words):
-        apply("jpg", data)
-    with pytest.raises(SampleError):
-        Recipe(None, None, "decode").apply([("jpg", data)])
+def test_only_the_rows_that_are_asked_for_are_read() -> None:
+    batch = Batch([jpeg(64, 64) for _ in range(5)], wt.image(size=32))
+    assert batch.read([1, 3]) == {1, 3}
+    assert batch.read([]) == set()
+    assert (batch.out[[0, 2, 4]] == 7).all()
+    assert np.array_equal(batch.out[1], batch.one_by_one(1))
 
 
-def test_a_picture_cut_short_is_never_half_a_picture() -> None:
-    for kind, field in (("JPEG", "jpg"), ("PNG", "png")):
-        whole = encoded(photo(300, 200), kind)
-        for recipe in (Recipe(64, None, "magic"), Recipe(None, None, "decode"), Recipe(500, None, "magic")):
-            with pytest.raises(SampleError):
-                recipe.apply([(field, whole[: len(whole) * 2 // 3])])
+def test_pictures_that_together_are_more_than_the_processor_keeps_and_one_that_is_by_itself() -> None:
+    batch = Batch([jpeg(400, 400), jpeg(900, 800), jpeg(400, 380), jpeg(390, 400), jpeg(80, 60)], wt.image(size=100))
+    assert batch.read() == {0, 2, 3, 4}
+    for row in (0, 2, 3, 4):
+        assert np.array_equal(batch.out[row], batch.one_by_one(row))
 
 
-def test_known_formats_are_known_by_how_they_begin() -> None:
-    for kind, field in (("JPEG", "jpg"), ("PNG", "png"), ("GIF", "gif"), ("BMP", "bmp"), ("TIFF", "tif"), ("WEBP", "webp")):
-        data = encoded(photo(9, 9), kind)
-        assert looks_like_image(data)
-        assert field_of(data) == field
-    assert looks_like_image(encoded(photo(9, 9), "PPM"))
-
-
-@pytest.mark.parametrize("name", ["flowers/images", "eurosat5"])
-def test_real_photographs_are_packed_verbatim(data: Callable[[str], Path], tmp_path: Path, name: str) -> None:
-    folder = data(name.split("/")[0]) / (name.split("/")[1] if "/" in name else "")
-    wt.pack_folder(str(folder), str(tmp_path / "out"), limit=400)
-    here = {hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*.jpg")}
-    packed = [fields["jpg"] for _, fields in read_with_webdataset(sorted((tmp_path / "out").glob("*.tar")))]
-    assert len(packed) == 400
-    assert {hashlib.sha256(one).hexdigest() for one in packed} <= here
-
-
-def test_the_difficult_pictures_are_right_or_quarantined(data: Callable[[str], Path], tmp_path: Path) -> None:
-    index = wt.pack_folder(
-        str(data("difficult")), str(tmp_path / "out"), flat=True, resize=64, on_bad="quarantine", jobs=2, shard_samples=8
-    )
-    assert index.info["listed"] == len(index) + index.info["quarantined"]
-    assert index.info["quarantined"] >= 15
-    for key, fields in read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))):
-        (made,) = fields.values()
-        image = opened(made)
-        image.load()
-        assert min(image.size) <= 64, key
-        if key.startswith("Landscape"):
-            assert image.size == (96, 64)
-            assert difference(image, ImageOps.exif_transpose(Image.open(data("difficult") / f"{key}.jpg"))) < 6
+def test_without_the_library_or_the_compiled_part_all_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch([jpeg(64, 64)], wt.image(size=32))
+    with monkeypatch.context() as without:
+        without.setattr(turbo, "_library", lambda: None)
+        assert batch.read() == set()
+    with monkeypatch.context() as without:
+        without.setattr(compiled, "library", None)
+        assert batch.read() == set()
+    assert batch.read() == {0}

@@ -40,6 +40,8 @@ def _compiled() -> Any:
         library.sums.argtypes = (array, number, *[array] * 4)
         library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number)
         library.turn.argtypes = (array, array, number, number)
+        library.heads.argtypes = (array, array, number, *[array] * 3)
+        library.parts.argtypes = (array, array, number, *[array] * 5, number, number, array, number, *[array] * 3)
         library.queue_size.argtypes = ()
         for function in (library.queue_begin, library.queue_work, library.queue_close):
             function.argtypes = (array,)
@@ -47,7 +49,8 @@ def _compiled() -> Any:
         library.queue_next.argtypes = (array, array)
         for function in (library.sums, library.turn, library.queue_begin, library.queue_work, library.queue_close):
             function.restype = None
-        library.fill.restype = library.queue_size.restype = library.queue_next.restype = number
+        for function in (library.fill, library.queue_size, library.queue_next, library.heads, library.parts):
+            function.restype = number
         library.queue_put.restype = ctypes.c_int
         return library if checksum else None
     return None

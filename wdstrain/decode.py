@@ -48,9 +48,14 @@ def decode_image(
     return pixels[:, :, ::-1].copy() if blue_first else pixels
 
 
+def is_little_work(size: int, pixels: int) -> bool:
+    """Whether a JPEG of so many bytes cannot have scans enough to take long."""
+    return size * pixels <= _WORK * _SCAN
+
+
 def check_scans(data: bytes | memoryview, pixels: int) -> None:
     """Raise SampleError for a JPEG of so many scans, each over all of its pixels, that 100 KB of it would take minutes."""
-    if len(data) * pixels <= _WORK * _SCAN or (raw := bytes(data)).count(b"\xff\xda") * pixels <= _WORK:
+    if is_little_work(len(data), pixels) or (raw := bytes(data)).count(b"\xff\xda") * pixels <= _WORK:
         return
     at, scans = 2, 0  # what looks like the begin of one may be of a profile, or of a film behind the picture
     while (found := _MARKER.search(raw, at)) is not None and found[1] != b"\xd9":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from itertools import pairwise, repeat
 from typing import Any, NamedTuple
@@ -19,12 +20,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from wdstrain.augment import DRAWS
+from wdstrain.augment import DRAWS, Draws
 from wdstrain.bits import key, uniform
 from wdstrain.bulk import Sums
-from wdstrain.fields import Field
+from wdstrain.fields import Array, Field, Image
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
+from wdstrain.pictures import Members
 from wdstrain.slots import Layout
 from wdstrain.watching import Desk
 
@@ -170,10 +172,11 @@ class Decoder:
         data, bad = self._members(task), self._damaged(task)
         for name, field in self._fields.items():  # one after another: a label between two pictures takes five times as long
             column = columns.get(name)
+            done = self._at_once(field, column, task, bad, draws, desk)
             for row, (found, one) in enumerate(self._found(field.names, task, data)):
-                desk.at(row)
-                if row in bad:
+                if row in done or row in bad:
                     continue
+                desk.at(row)
                 try:
                     if one is None:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
@@ -185,6 +188,22 @@ class Decoder:
         read = time.perf_counter()
         gone = self._substitute(sorted(bad.values()), task.ids, [*columns.values(), *loose.values()])
         return {} if _fails(gone) else {name: _gather(values) for name, values in loose.items()}, gone, read
+
+    def _at_once(
+        self, field: Field, column: Array | None, task: Task, bad: Mapping[int, Bad], draws: Draws, desk: Desk
+    ) -> set[int]:
+        """The rows of a field that were read together; of what goes wrong there, one by one is told what it was."""
+        place = self._place(field.names, task)
+        if not isinstance(field, Image) or column is None or place is None:
+            return set()
+        start, size = task.offset[place :: len(task.alike)], task.size[place :: len(task.alike)]
+        rows = [row for row in range(len(task.ids)) if row not in bad]
+        if (start < 0).any() or (size < 0).any() or (start > self.arena.size - size).any():
+            return set()
+        members = Members(start + self.arena.address, size)
+        with suppress(Exception):
+            return field.read_rows(members, rows, column, draws, desk.row_address)
+        return set()
 
     def _transformed(self, task: Task, own_process: bool, desk: Desk) -> Read:
         assert self._transform is not None
@@ -267,11 +286,15 @@ class Decoder:
         if not task.alike:
             samples = self._by_row(task, data)
             return [next(((name, one[name]) for name in names if name in one), ("", None)) for one in samples]
+        place = self._place(names, task)
+        if place is None:
+            return repeat(("", None), len(task.ids))
+        return zip(repeat(self._names[task.alike[place]]), data[place :: len(task.alike)], strict=False)
+
+    def _place(self, names: tuple[str, ...], task: Task) -> int | None:
+        """Of the first of these fields that samples have, where it is among their fields; None where they have none or differ."""
         places = {self._names[field]: place for place, field in enumerate(task.alike)}
-        for name in names:
-            if name in places:
-                return zip(repeat(name), data[places[name] :: len(places)], strict=False)
-        return repeat(("", None), len(task.ids))
+        return next((places[name] for name in names if name in places), None)
 
 
 def _reason(error: Exception) -> str:

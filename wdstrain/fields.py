@@ -19,12 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from wdstrain import pictures
 from wdstrain.augment import Augment, Draws, region
 from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.fitting import fit
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Label as IndexLabel
+from wdstrain.pictures import Members
 
 Array = npt.NDArray[Any]
 
@@ -80,6 +82,10 @@ class Image:
         fit(part, out, mirrored=bool(mirrored))
         self.augment.change(out, draws)
         return None
+
+    def read_rows(self, members: Members, rows: Sequence[int], out: Array, draws: Draws, at: int) -> set[int]:
+        """Read these rows of a batch at once, as far as they are plain. Which were read; `read` has to be asked for the others."""
+        return pictures.read(members, rows, out, self.augment, draws, at)
 
 
 @dataclass(frozen=True)

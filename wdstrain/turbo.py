@@ -46,15 +46,34 @@ def decode_part(
     if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
         return None
     found = _decode(turbo, data, box, most_pixels, out, _BGR if blue_first else _RGB)
-    if found is None:  # it may be left in the middle of this picture, and would take the next for the rest of it
-        del _of_thread.decoder
+    if found is None:
+        forget()
     return found
+
+
+def functions() -> Any:
+    """What `bulk.c` decodes with, as it takes it; None where there is no library."""
+    turbo = _library()
+    return None if turbo is None else turbo.functions
+
+
+def decoder() -> Decoder:
+    """That of this thread. Where there is a library."""
+    if not hasattr(_of_thread, "decoder"):
+        _of_thread.decoder = Decoder(_library())
+    found: Decoder = _of_thread.decoder
+    return found
+
+
+def forget() -> None:
+    """A picture was bad: the decoder may be left in the middle of it, and would take the next for the rest of it."""
+    del _of_thread.decoder
 
 
 def _decode(
     turbo: Any, data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None, colours: int
 ) -> Pixels | None:
-    handle, source = _handle(turbo), np.frombuffer(data, np.uint8)
+    handle, source = decoder().handle, np.frombuffer(data, np.uint8)
     begin = source.ctypes.data
     if not handle or turbo.tj3DecompressHeader(handle, begin, len(source)):
         return None
@@ -80,12 +99,19 @@ def _decode(
     return target[top - y : top - y + h, left - x : left - x + w]
 
 
-class _Decoder:
-    """What the library decodes with; not for two threads at once."""
+class Decoder:
+    """What the library decodes with; not for two threads at once. handle: none where there is no memory for one."""
 
     def __init__(self, turbo: Any) -> None:
         self._turbo = turbo
         self.handle = turbo.tj3Init(_DECOMPRESS)
+        self._scratch = np.empty(0, np.uint8)
+
+    def scratch(self, size: int) -> Pixels:
+        """So many bytes at least, the same each time, uint8[size]."""
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._scratch
 
     def __del__(self) -> None:
         if self.handle:
@@ -95,12 +121,6 @@ class _Decoder:
 _of_thread = threading.local()  # goes with its thread; one that a fork inherits is as good as a new one
 
 
-def _handle(turbo: Any) -> Any:
-    if not hasattr(_of_thread, "decoder"):
-        _of_thread.decoder = _Decoder(turbo)
-    return _of_thread.decoder.handle
-
-
 @lru_cache(maxsize=1)
 def _library() -> Any:
     """libturbojpeg of version 3 or later, None if there is none."""
@@ -108,7 +128,8 @@ def _library() -> Any:
     folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
     for path in [*sorted(glob.glob(os.path.join(folder, "turbojpeg.libs", "libturbojpeg*"))), "libturbojpeg.so.0"]:
         try:
-            found, brief = ctypes.CDLL(path), ctypes.PyDLL(path)
+            found: Any = ctypes.CDLL(path)
+            brief = ctypes.PyDLL(path)
             # too short to give the interpreter's lock away: with four threads each time may be a wait for another
             for name in ("tj3Get", "tj3DecompressHeader", "tj3SetCroppingRegion"):
                 setattr(found, name, getattr(brief, name))
@@ -119,6 +140,8 @@ def _library() -> Any:
             found.tj3DecompressHeader.argtypes = [pointer, pointer, size]
             found.tj3SetCroppingRegion.argtypes = [pointer, _Region]
             found.tj3Decompress8.argtypes = [pointer, pointer, size, pointer, number, number]
+            calls = found.tj3DecompressHeader, found.tj3Get, found.tj3SetCroppingRegion, found.tj3Decompress8
+            found.functions = (pointer * 4)(*(ctypes.cast(one, pointer).value for one in calls))
             return found
         except (OSError, AttributeError):
             continue  # not there, or of version 2

@@ -1,0 +1,97 @@
+"""The pictures of a batch at once: those that are plain JPEGs, by one call in C (`bulk.c`) for as many as stay in the processor's cache.
+
+Picture by picture the interpreter's lock is given away at each and waited for again, and threads that decode small ones
+spend more time on that than on decoding; and each takes some 20 us of Python. What is not plain (progressive, turned by
+EXIF, in other colours, larger than a photograph, damaged) is left to the decoder of single pictures, and comes out as it does there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain import compiled, turbo
+from wdstrain.augment import Augment, Draws, region
+from wdstrain.decode import is_little_work
+from wdstrain.fitting import fit
+from wdstrain.formats import MAX_PIXELS
+
+Ints = npt.NDArray[np.int64]
+Pixels = npt.NDArray[np.uint8]
+
+_ROOM = 1 << 20  # bytes of pixels that wait to be resized: more would leave the processor's cache before
+
+
+class Members(NamedTuple):
+    """Where the encoded pictures of a batch lie. address: in this process, size: bytes; int64[b] each."""
+
+    address: Ints
+    size: Ints
+
+
+def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, draws: Draws, at: Any) -> set[int]:
+    """Decode these rows of a batch into `out`, each as `wdstrain.fields.image` has it. Which of them were; the others are as they were.
+
+    out: uint8[b, height, width, 3]; draws: float64[b, 27]; at: address of an int64 that becomes the row which is being decoded.
+    """
+    library, functions = compiled.library, turbo.functions()
+    if library is None or functions is None or not out.flags.c_contiguous:
+        return set()
+    if not turbo.decoder().handle:  # no memory for one: picture by picture it is told
+        return set()
+    rows, boxes = _plain(library, functions, members, rows, out.shape[1:3], augment, draws)
+    mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
+    address, size, to = members.address[rows], members.size[rows], out.ctypes.data + np.array(rows, np.int64) * out.strides[0]
+    ids, done, first = np.array(rows, np.int64), set[int](), 0
+    lies = np.zeros((len(rows), 5), np.int64)
+    while first < len(rows):
+        decoder = turbo.decoder()
+        scratch = decoder.scratch(_ROOM)
+        arrays = (one[first:].ctypes.data for one in (address, size, boxes, mirrored, to))
+        count = library.parts(
+            functions,
+            decoder.handle,
+            len(rows) - first,
+            *arrays,
+            *out.shape[1:3],
+            scratch.ctypes.data,
+            _ROOM,
+            lies[first:].ctypes.data,
+            at,
+            ids[first:].ctypes.data,
+        )
+        for i, (begin, top, left, height, width) in enumerate(lies[first : first + count].tolist(), first):
+            if height < 0:  # it may be left in the middle of this picture
+                turbo.forget()
+                continue
+            if height:
+                y, x, h, w = boxes[i].tolist()
+                part = scratch[begin : begin + height * width * 3].reshape(height, width, 3)
+                fit(part[y - top : y - top + h, x - left : x - left + w], out[rows[i]], mirrored=bool(mirrored[i]))
+            augment.change(out[rows[i]], draws[rows[i]])
+            done.add(rows[i])
+        first += count
+    return done
+
+
+def _plain(
+    library: Any, functions: Any, members: Members, rows: Sequence[int], size: tuple[int, int], augment: Augment, draws: Draws
+) -> tuple[list[int], npt.NDArray[np.int32]]:
+    """Those rows that are plain JPEGs, and the part of each: top, left, height, width, int32[n, 4]."""
+    address, length = members.address[rows], members.size[rows]
+    shapes = np.zeros((len(rows), 2), np.int32)
+    first = 0
+    while first < len(rows):
+        arrays = (one[first:].ctypes.data for one in (address, length, shapes))
+        first += library.heads(functions, turbo.decoder().handle, len(rows) - first, *arrays)
+        if not shapes[first - 1].any():
+            turbo.forget()
+    found = [
+        (row, region(height, width, size, augment, draws[row]))
+        for row, bytes_, (height, width) in zip(rows, length.tolist(), shapes.tolist(), strict=True)
+        if height > 0 and width > 0 and height * width <= MAX_PIXELS and is_little_work(bytes_, height * width)
+    ]
+    return [row for row, _ in found], np.array([box for _, box in found], np.int32).reshape(-1, 4)
