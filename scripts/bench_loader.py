@@ -53,6 +53,17 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         (0.86 to 1.18), in two other runs 0.89 and 0.94, on a third machine 0.92 (0.75 to 1.01; 1.44 of FFCV): MISSED.
         There, since whoever is done has the next batch: ours 2413 and 2371, decode alone 2508 and 2464, FFCV 1710 and 1609: 1.41 and
         1.47 of FFCV, 0.96 (0.85 to 1.06) and 0.96 (0.76 to 1.04) of decoding alone: met
+        Since the JPEGs of a batch are decoded at once (fourth machine, two of its four cores, 2026-11-23, all peers): ours 1632,
+        threads 1671; decode alone, at once too, 1677; FFCV 1057, ImageFolder with torchvision 910, LitData 888, MosaicML 828,
+        DALI 802, webdataset with torchvision 740. Of FFCV 1.58 (1.35 to 1.73), of decoding alone 1.00 (0.84 to 1.14); in another
+        run 1.59 and 0.98; in two 1.66 and 1.61 and, of decoding one by one, 1.06 and 1.14: met. On all four cores 1.55 and 0.94
+        before, 1.69 and 0.94 of one by one: the 0.95 MISSED there
+    R2  fourth machine: ours 11967, threads 11791; decode alone, at once too, 14338; FFCV 8197, webdataset 2439, with torchvision
+        3315. Of FFCV 1.46 (1.14 to 1.61), 4.91 times webdataset, first epoch 7.24 and 5.10: met
+    R3  fourth machine: ours 113190; readinto 138610; FFCV 101046, PyTables 5477: 0.82 (0.74 to 0.92), 1.12, 20.7: met
+    R4  fourth machine: ours 121199, webdataset 10535: 11.5 (10.3 to 16.8): met
+    R6  fourth machine: two workers 1.98 times one, the training process 0.15 of a core: met
+    R7  fourth machine: 111, 168 and 172 MB beyond buffer and slots; flat (1.00, 1.01, 1.01): met
     R2  third machine: ours 18598, decode alone 21819, FFCV 13893: 1.34, first epoch 6.87: met. Before, on the second:
         ours 11218 (10599 to 12408), threads 9233; decode alone 15555; FFCV 8695: 1.29 (1.22 to 1.42), first epoch 5.36: met
     R3  ours 138684 (127747 to 150959), workers 128725; readinto 153506, into 128 MB 103582; FFCV 117147, PyTables 7624. Of readinto
@@ -90,7 +101,9 @@ calls through ctypes one by one 0.5, pieces of 8 MB 0.8, three or four threads o
 for the reader's own lock 1.06, where bytes go computed for a whole window 1.06. Of workers, as a share of decoding alone in R2, ten starts of each,
 +- 0.016: 0.78; 0.83 where whoever is done has the next batch and fields are read one after another; 0.875 where small answers are
 written at once (a thread that asks for a decoder's lock took 6 us of a picture's 118). R1: 0.959 and, with these, 0.968 +- 0.01 in
-14 starts of a program of our own; two batches of 64 in a message 1.01 to 1.02 more. Failed: reads of 8 MB 0.9, of 48 MB 0.98, 192 MB
+14 starts of a program of our own; two batches of 64 in a message 1.01 to 1.02 more. JPEGs of a batch at once, by one decoder:
+photographs 1.04, 128x128 1.26, 74x74 to 64x64 1.24; by four threads, of which each picture took the interpreter's lock some ten
+times, 1.4 and 2.7, 2.1 and 5.2, 1.8 and 2.2 in two turns. Decoding whole pictures by libjpeg-turbo's own library one by one in place of simplejpeg: 0.95 to 1.0. Failed: reads of 8 MB 0.9, of 48 MB 0.98, 192 MB
 ahead 1.0, three or four batches ahead for each worker in R1 1.0 (nothing to do for 3 us less, one slot each more), a picture made
 in 150 KB that stay in the cache and copied to its batch past it 0.99, pieces of 512 KB to compare 1.0, of 128 KB 0.99, read into the processor's cache and copied on from there past it 1.03 of
 what the hands take. Left alone: the file mapped and copied from, compared as it goes, takes two thirds of what they take, but a file
