@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import simplejpeg
 from PIL import Image
 
 import wdstrain as wt
+from tests.conftest import write_tar
 from wdstrain import compiled, turbo
 from wdstrain.augment import DRAWS
 from wdstrain.fields import Image as Field
@@ -125,6 +128,26 @@ def test_pictures_that_together_are_more_than_the_processor_keeps_and_one_that_i
     assert batch.read() == {0, 2, 3, 4}
     for row in (0, 2, 3, 4):
         assert np.array_equal(batch.out[row], batch.one_by_one(row))
+
+
+class Negative(Field):
+    """A picture of a user's own."""
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        super().read(name, data, out, draws)
+        out[...] = 255 - out
+
+
+def test_a_loader_reads_ours_at_once_and_asks_what_a_user_made_of_it(tmp_path: Path) -> None:
+    pictures = [jpeg(50 + n, 60) for n in range(7)] + [ODD["progressive"]]
+    write_tar(tmp_path / "a.tar", [(f"k{n}", {"jpg": one, "cls": b"1"}) for n, one in enumerate(pictures)])
+    wt.index(tmp_path)
+    ours = wt.image("jpg", size=32, augment="rrc+flip")
+    fields = {"ours": ours, "theirs": Negative(ours.names, ours.size, ours.augment)}
+    for workers in (0, 1):
+        with closing(wt.Loader(tmp_path, fields, batch_size=8, num_workers=workers, seed=3)) as loader:
+            (batch,) = loader
+            assert (batch["ours"] + batch["theirs"] == 255).all()
 
 
 def test_without_the_library_or_the_compiled_part_all_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
