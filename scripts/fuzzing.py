@@ -9,7 +9,8 @@ command that runs one again; whoever mends it keeps the input as a case, by a na
 where something was found. atheris has wheels for Linux on x86-64 alone.
 
 The table: `lines` are those of the functions under test that the inputs kept by the fuzzer run through, of all they have, counted
-by running these inputs once more; `edges` is libFuzzer's own count over the whole package.
+by running these inputs once more (what a process does once, loading a library, is not named in a target: it may be done already);
+`edges` is libFuzzer's own count over the whole package.
 
 What was seen last; before it each target had run for some 45 s, and each find of then is mended and kept. Seconds include the
 start, some 8 s, and the counting of lines; two other programs had the processor, too.
