@@ -193,7 +193,9 @@ def test_an_answer_is_received_as_it_comes(
             more.set()
         more.set()
         assert made.places.left == sum(sizes) - len(there)
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 30, 0))  # who sends may not have had the processor
+        here.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 30, 0)
+        )  # who sends may not have had the processor
         assert here.recv(2, socket.MSG_WAITALL) == b"of"
     sender.join()
     check_places(made, sizes, there)
