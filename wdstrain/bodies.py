@@ -47,10 +47,9 @@ class Body:
             pieces.take(answer.fp.read(count))
             self._drained = count == len(there)
             if self._drained:
-                self._wait_in_the_system(True)
+                self._wait_in_the_system()
         answer.length = length - count
         if answer.length == 0:
-            self._wait_in_the_system(False)
             answer._close_conn()  # type: ignore[attr-defined]  # as it does itself after the last byte
             self._response.release_conn()  # for the next request
         return count
@@ -73,13 +72,14 @@ class Body:
         except BlockingIOError:
             raise TimeoutError(f"no byte came for {self._stall:g} s") from None
 
-    def _wait_in_the_system(self, yes: bool) -> None:
-        """A timeout of Python's own makes a socket return with whatever is there, some KB at a time."""
-        if self._socket is None:
-            return
-        self._socket.settimeout(None if yes else self._stall)
-        wait = self._stall if yes else 0.0
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(wait), int(wait % 1 * 1e6)))
+    def _wait_in_the_system(self) -> None:
+        """A timeout of Python's own makes a socket return with whatever is there, some KB at a time. For the next request http.client
+        sets one of its own again."""
+        assert self._socket is not None
+        self._socket.settimeout(None)
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(self._stall), int(self._stall % 1 * 1e6))
+        )
 
 
 def begins(response: urllib3.BaseHTTPResponse, patience: float | None = None) -> bool:

@@ -26,6 +26,7 @@ Ints = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
 
 _ALL = (1 << 63) - 1
+_NOTHING = memoryview(b"")
 _AT_HAND = 256 << 10  # bytes that the processor still has when they are compared
 
 
@@ -128,7 +129,8 @@ class Places(Runs):
         super().__init__(memories, of, start, size)
         self.left = self._all = int(size.sum())
         self._sums, self._summed = sums, 0  # and how many bytes are in them
-        self._pieces: Pieces | None = None  # what is left, while `take` fills it
+        self._views: Iterator[memoryview] | None = None  # what is left, while `take` fills it, each looked up when it is begun
+        self._view = _NOTHING
 
     def read(self, fd: int, offset: int) -> int:
         """Fill what is left from this offset of a file on, or a part of it. How many bytes: 0 at its end. Raises OSError."""
@@ -151,9 +153,15 @@ class Places(Runs):
 
     def take(self, data: bytes) -> None:
         """Fill them with these bytes, which are not more than are left."""
-        if self._pieces is None:
-            self._pieces = Pieces(self._between(self.filled, self._all))
-        self._pieces.take(data)
+        rest = memoryview(data)
+        if self._views is None and rest:
+            self._views, self._view = iter(self._between(self.filled, self._all)), _NOTHING
+        while self._views is not None and rest:
+            while not self._view:
+                self._view = next(self._views)
+            count = min(len(self._view), len(rest))
+            self._view[:count] = rest[:count]
+            self._view, rest = self._view[count:], rest[count:]
         self.left -= len(data)
         if not self.left or self.filled - self._summed >= _AT_HAND:
             self._sum()
@@ -161,7 +169,7 @@ class Places(Runs):
     def came(self, count: int) -> None:
         """So many bytes of them were filled."""
         self.left -= count
-        self._pieces = None
+        self._views = None
         self._sum()
 
     def _sum(self) -> None:
@@ -183,25 +191,28 @@ class Places(Runs):
     @property
     def arrays(self) -> tuple[int | None, ...]:
         """What the library takes, beside what it is to read. They are this object's own."""
-        self._pieces = None
+        self._views = None
         sums = (None, 0, *[None] * 5, 0) if self._sums is None else self._sums.arrays
         return self.filled, self._summed, len(self), self._address.ctypes.data, self._size.ctypes.data, *sums
 
     def cut(self, count: int) -> Places:
         """The places of the next `count` bytes, for another to fill."""
         begin = self.filled
-        part = self._between(begin, begin + count) if begin or count < self.left else copy(self)
+        if begin or count < self.left:
+            part = self._between(begin, begin + count)
+            part._sums = None if self._sums is None else self._sums.within(begin, begin + count)
+        else:
+            part = copy(self)
         self.left -= count
         return part
 
     def _between(self, begin: int, stop: int) -> Places:
-        """The places of these bytes."""
+        """The places of these bytes, without sums."""
         part, ends = copy(self), self._size.cumsum()
         first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, stop))
         part._cut(first, last + 1 if begin < stop else first)
         part.left = part._all = stop - begin
-        part._summed, part._pieces = 0, None
-        part._sums = None if self._sums is None else self._sums.within(begin, stop)
+        part._sums, part._summed, part._views = None, 0, None
         if begin < stop:
             missing = begin - int(ends[first] - self._size[first])
             part._address, part._size = part._address.copy(), part._size.copy()

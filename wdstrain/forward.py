@@ -152,7 +152,7 @@ class Fetchers:
     def add(self, ranges: list[_Range]) -> None:
         with self.lock:
             self._todo += ranges
-            self._changed.notify_all()
+            self._changed.notify(len(ranges))  # those who find nothing would take Python's lock in vain, one after another
         while not self._stopping.is_set() and len(self._threads) < _FETCHERS:
             name = f"wdstrain-fetch-{len(self._threads)}"
             self._threads.append(threading.Thread(target=self._fetch, name=name, daemon=True))

@@ -426,8 +426,15 @@ def _pool_of(process: int, proxy: str) -> urllib3.PoolManager:
 def _pool(address: str) -> urllib3.PoolManager:
     """Connections of this process, those of a parent are not used by a fork; through a proxy where the environment names one."""
     parts = urlsplit(address)
-    proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
-    return _pool_of(os.getpid(), proxy)
+    told = (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper(), "no_proxy", "NO_PROXY", "REQUEST_METHOD")
+    return _pool_of(os.getpid(), _proxy(parts.scheme, parts.hostname or "", tuple(map(os.environ.get, told))))
+
+
+@lru_cache(maxsize=64)
+def _proxy(scheme: str, host: str, told: tuple[str | None, ...]) -> str:
+    """Through which a host is asked; "" if through none. told: what the environment says about it. Python's own way goes through all of
+    the environment, twice, and for a request of 4 MB that was a tenth of what it takes."""
+    return "" if proxy_bypass(host) else getproxies().get(scheme, "")
 
 
 class _Unsaid(logging.Filter):
