@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import webdataset as wds
 
@@ -212,6 +213,32 @@ def test_connections_are_used_again(made: Path, served: Served) -> None:
     epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
     assert 1 <= len(names) <= forward._FETCHERS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
+
+
+def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
+    wt.pack(({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)), str(tmp_path / "set"), shuffle=False)
+    monkeypatch.setattr("wdstrain.course._FAR", 16 << 10)
+    monkeypatch.setattr("wdstrain.pipeline._AHEAD_BYTES", 128 << 10)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
+        begun, held = [0], []
+        for step, _ in enumerate(loader):
+            reader = loader._pipeline._reader  # type: ignore[union-attr]
+            with reader._lock:
+                assert reader._changed.wait_for(lambda r=reader: r._resting or len(r._runs) != 1, timeout=30)  # type: ignore[misc]
+                if len(reader._runs) != 1:  # at the end the next epoch is begun
+                    break
+                begun.append(reader._runs[0][0].begun)
+                held.append(begun[-1] - 4 * (step + 1))
+        loader.close()
+    ranges = np.diff(begun[1:]) // 10  # of ten samples
+    assert len(held) > 400
+    assert sorted(set(ranges.tolist())) == [0, 3], ranges
+    assert min(held) >= 3 * 85 // 4, min(held)
+    assert max(held) <= 4 + 85 + 10, max(held)
 
 
 def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

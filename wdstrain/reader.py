@@ -123,6 +123,9 @@ class Reader:
         # a sample leaves half a window after its place, on average: so many wait when the window is full. At an epoch's end it empties,
         # and at the next one's begin it would have to be filled at twice the pace, had that not been read in its place
         self._held = window // 2 + ahead
+        # whoever waits for room waits for that of some reads: begun one by one they would be alone on their way to a server, and the
+        # loop would wait for the thread at each
+        self._refilled = self._held - ahead // 4
         self._ring = window + ahead + 2 * READ_SAMPLES + plan.quota
         self._bucket = max(1, (window + ahead) // (plan.quota * _BUCKETS))
         buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
@@ -197,12 +200,12 @@ class Reader:
             for run, lane in zip(runs, stretch.lanes, strict=True):
                 run.delivered += lane.firsts[number + 1] - lane.firsts[number]
                 run.needed = max(run.needed, lane.needed[number])
-            wakes = any(map(self._may_read, self._resting))  # else the thread would find nothing, for each batch
+            wakes = self._goes_on()  # else the thread would find nothing, for each batch
             if wakes:
                 self._changed.notify_all()
             there = all(run.read >= run.needed for run in runs)
         if wakes:  # while this thread waits, the other is given Python's lock at once; else after five milliseconds
-            self._wait(lambda: not any(map(self._may_read, self._resting)))
+            self._wait(lambda: not self._goes_on())
         if not there:
             before = self.shuffle_seconds
             self._wait(lambda: all(run.read >= run.needed for run in runs))
@@ -331,21 +334,30 @@ class Reader:
             unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
-            pausing = not any(map(self._may_read, unread))
+            pausing = not self._room_for(unread, self._held)
         if pausing:
             with suppress(Exception):  # it is tried again where it is due
                 following()
         with self._lock:
-            self._resting = unread
-            self._changed.wait_for(lambda: self._stopping or any(map(self._may_read, unread)))
-            self._resting = []
-            self._tell()
+            if pausing:
+                self._resting = unread
+                self._changed.wait_for(lambda: self._stopping or self._goes_on())
+                self._resting = []
+                self._tell()
             return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
 
-    def _may_read(self, run: _Run) -> bool:
-        """Whether a batch waits for what is read next, or less is held than may be: also of the epoch before, which is ending."""
-        lanes = [other for of_epoch in self._runs.values() for other in of_epoch if other.lane == run.lane]
-        return run.begun < run.needed or sum(other.begun - other.delivered for other in lanes) < self._held
+    def _goes_on(self) -> bool:
+        """Whether lanes that wait for room are to be read on."""
+        return self._room_for(self._resting, self._refilled)
+
+    def _room_for(self, lanes: list[_Run], most: int) -> bool:
+        """Whether a batch waits for what is read next, or less than that is held of one of these: also of the epoch before, which is
+        ending."""
+        return any(run.begun < run.needed or self._held_of(run.lane) < most for run in lanes)
+
+    def _held_of(self, lane: int) -> int:
+        """Places of a lane that were begun and not yet asked for."""
+        return sum(run.begun - run.delivered for runs in self._runs.values() for run in runs if run.lane == lane)
 
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""
