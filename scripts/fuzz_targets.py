@@ -888,7 +888,7 @@ TARGETS = {
         Target("label", run_label, _label_seeds, ("wdstrain.fields:Label", "wdstrain.fields:Labels", "wdstrain.fields:Number", "wdstrain.fields:scalar", "wdstrain.fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.fields:Json", "wdstrain.fields:Text")),
         Target("array", run_array, _array_seeds, ("wdstrain.fields:NumpyArray", "wdstrain.fields:_npy", "wdstrain.fields:_npy_head"), _ARRAY_WORDS, None, 2048),
-        Target("image", run_image, _image_seeds, ("wdstrain.decode", "wdstrain.turbo:decode_part", "wdstrain.turbo:_decode", "wdstrain.turbo:Decoder"), _IMAGE_WORDS, None, 8192),
+        Target("image", run_image, _image_seeds, ("wdstrain.decode", "wdstrain.turbo:decode_part", "wdstrain.turbo:_decode"), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ import wdstrain as wt
 from tests.conftest import write_tar
 from wdstrain import compiled, turbo
 from wdstrain.augment import DRAWS
+from wdstrain.errors import SampleError
 from wdstrain.fields import Image as Field
 from wdstrain.pictures import Members
 from wdstrain.watching import Desk
@@ -100,6 +102,72 @@ def test_pixels_are_those_of_one_by_one(size: tuple[int, int], augment: str) -> 
     assert batch.desk.state[1] == 35
     for row in range(36):
         assert np.array_equal(batch.out[row], batch.one_by_one(row)), row
+
+
+def test_a_part_whose_surroundings_have_the_size_that_is_wanted_is_no_whole() -> None:
+    """At the left upper corner a part and one block more may be as large as what it becomes: it is resized all the same."""
+    batch = Batch([jpeg(64, 64)] * 1000, wt.image(size=64, augment="rrc+flip"))
+    assert batch.read() == set(range(1000))
+    for row in range(1000):
+        assert np.array_equal(batch.out[row], batch.one_by_one(row)), row
+
+
+def without(picture: bytes, marker: int) -> bytes:
+    """A JPEG without its segments of this marker."""
+    found, at = bytearray(picture[:2]), 2
+    while picture[at + 1] != 0xDA:
+        size = 2 + int.from_bytes(picture[at + 2 : at + 4], "big")
+        if picture[at + 1] != marker:
+            found += picture[at : at + size]
+        at += size
+    return bytes(found) + picture[at:]
+
+
+@pytest.mark.parametrize("augment", ["none", "rrc"])
+def test_a_picture_never_has_the_tables_of_another(augment: str) -> None:
+    """What lacks how it was quantised is bad, whatever was decoded before; what lacks the usual codes is decoded with those."""
+    usual = [without(saved(60 + n, 48, quality=30), 0xC4) for n in range(20)]
+    others = [saved(60 + n, 48, quality=95, optimize=True) for n in range(20)]
+    bare = without(saved(64, 48, quality=30), 0xDB)
+    pictures = [one for pair in zip(others, usual, strict=True) for one in pair]
+    batch = Batch([*pictures, bare], wt.image(size=32, augment=augment))
+    assert batch.read() == set(range(40))
+    for row in range(40):
+        assert np.array_equal(batch.out[row], batch.one_by_one(row)), row
+    for row in range(1, 40, 2):
+        alone = Batch([usual[row // 2]], batch.field)
+        alone.draws[0] = batch.draws[row]
+        assert alone.read() == {0}
+        assert np.array_equal(alone.out[0], batch.out[row]), row
+    with pytest.raises(SampleError):
+        batch.one_by_one(40)
+
+
+def tall_blocks(width: int, height: int) -> bytes:
+    """A JPEG whose colours are sampled in blocks of 8 x 32 (4:4:1), as no encoder of Python's makes it."""
+    library, pixels = turbo._library(), noise(width, height)
+    library.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    number, address = ctypes.c_int, ctypes.c_void_p
+    library.tj3Compress8.argtypes = [address, address, number, number, number, number, address, address]
+    library.tj3Free.argtypes, library.tj3Free.restype = [address], None
+    handle, data, size = library.tj3Init(0), ctypes.c_void_p(), ctypes.c_size_t()
+    assert library.tj3Set(handle, 4, 6) == library.tj3Set(handle, 3, 85) == 0
+    into = ctypes.addressof(data), ctypes.addressof(size)
+    assert library.tj3Compress8(handle, pixels.ctypes.data, width, 0, height, 0, *into) == 0
+    found = ctypes.string_at(data, size.value)
+    library.tj3Free(data)
+    library.tj3Destroy(handle)
+    return found
+
+
+@pytest.mark.parametrize("augment", ["none", "rrc+flip"])
+def test_a_way_to_sample_colours_that_one_decoder_does_not_know_is_read_by_all(augment: str) -> None:
+    picture = tall_blocks(129, 77)
+    batch = Batch([picture, jpeg(129, 77)], wt.image(size=(77, 129), augment=augment))
+    assert batch.read() == {0, 1}
+    assert np.array_equal(batch.out[0], batch.one_by_one(0))
+    whole = np.asarray(Image.open(io.BytesIO(picture)))
+    assert np.array_equal(wt.image().read("jpg", memoryview(picture), None, np.zeros(DRAWS)).transpose(1, 2, 0), whole)
 
 
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])

@@ -99,9 +99,11 @@ typedef struct {
     int (*get)(void *handle, int what);
     int (*crop)(void *handle, region part);
     int (*decode)(void *handle, const unsigned char *data, size_t size, unsigned char *to, int pitch, int colours);
-} turbo;
+    void *(*begin)(int what);
+    void (*end)(void *handle);
+} turbo; /* a handle is of one picture: it keeps the tables of those before, for one that has none of its own */
 
-enum { SUBSAMPLING = 4, WIDTH = 5, HEIGHT = 6, COLOURS = 8, PROGRESSIVE = 12, KNOWN = 7 }; /* what `get` is asked for */
+enum { DECOMPRESS = 1, SUBSAMPLING = 4, WIDTH = 5, HEIGHT = 6, COLOURS = 8, PROGRESSIVE = 12, KNOWN = 7 }; /* what `get` is asked for */
 
 static const int blocks[KNOWN][2] = {{8, 8}, {16, 8}, {16, 16}, {8, 8}, {8, 16}, {32, 8}, {8, 32}}; /* width, height, by subsampling */
 
@@ -116,67 +118,84 @@ static int is_upright(const unsigned char *data, int64_t size) {
     return 1;
 }
 
-/* Height and width of each picture; 0 and 0 of one that is for others to decode. Returns how many there are up to the first of which
- * the library finds the head bad: what it decodes with is not to be used again. */
-int64_t heads(const turbo *by, void *handle, int64_t count, const uint64_t *address, const int64_t *size, int32_t *shape) {
+/* Height and width of each picture; 0 and 0 of one that is for others to decode. */
+void heads(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, int32_t *shape) {
     for (int64_t i = 0; i < count; i++, shape += 2) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         shape[0] = shape[1] = 0;
-        if (!is_upright(data, size[i]))
+        void *handle = is_upright(data, size[i]) ? by->begin(DECOMPRESS) : NULL;
+        if (!handle)
             continue;
-        if (by->head(handle, data, (size_t)size[i]))
-            return i + 1;
-        int sampling = by->get(handle, SUBSAMPLING), colours = by->get(handle, COLOURS);
-        if (sampling >= 0 && sampling < KNOWN && colours >= 0 && colours <= 2 && by->get(handle, PROGRESSIVE) == 0) {
-            shape[0] = by->get(handle, HEIGHT);
-            shape[1] = by->get(handle, WIDTH);
+        if (!by->head(handle, data, (size_t)size[i])) {
+            int sampling = by->get(handle, SUBSAMPLING), colours = by->get(handle, COLOURS);
+            if (sampling >= 0 && sampling < KNOWN && colours >= 0 && colours <= 2 && by->get(handle, PROGRESSIVE) == 0) {
+                shape[0] = by->get(handle, HEIGHT);
+                shape[1] = by->get(handle, WIDTH);
+            }
         }
+        by->end(handle);
     }
-    return count;
+}
+
+/* What becomes of a picture: it is there, it could not be decoded, or there is too little room for it. */
+enum { THERE, NOT, FULL };
+
+/* One picture of `parts`: `used` bytes of the room are taken, and become more. */
+static int part_of(const turbo *by, void *handle, const unsigned char *data, int64_t size, const int32_t *box, int mirrored,
+                   unsigned char *out, int64_t height, int64_t width, unsigned char *scratch, int64_t room, int64_t *used, int64_t *lies) {
+    if (by->head(handle, data, (size_t)size))
+        return NOT;
+    int sampling = by->get(handle, SUBSAMPLING), high = by->get(handle, HEIGHT), wide = by->get(handle, WIDTH);
+    if (sampling < 0 || sampling >= KNOWN)
+        return NOT;
+    const int *block = blocks[sampling];
+    int top = box[0], left = box[1], bottom = top + box[2] + block[1], right = left + box[3] + block[0];
+    region part = {(left / block[0] - 1) * block[0], top - block[1], 0, 0};
+    part.x = part.x < 0 ? 0 : part.x;
+    part.y = part.y < 0 ? 0 : part.y;
+    part.width = (right < wide ? right : wide) - part.x;
+    part.height = (bottom < high ? bottom : high) - part.y;
+    int exact = part.y == top && part.x == left && part.height == box[2] && part.width == box[3];
+    int fits = exact && box[2] == height && box[3] == width, direct = fits && !mirrored;
+    int64_t bytes = 3 * (int64_t)part.width * part.height;
+    if (!direct && *used + bytes > room)
+        return FULL;
+    if (by->crop(handle, part) || by->decode(handle, data, (size_t)size, direct ? out : scratch + *used, 0, mirrored))
+        return NOT;
+    lies[0] = *used;
+    lies[1] = part.y;
+    lies[2] = part.x;
+    lies[3] = fits ? 0 : part.height;
+    lies[4] = part.width;
+    if (fits && mirrored)
+        turn(out, scratch + *used, height, 3 * width);
+    else if (!fits)
+        *used += bytes;
+    return THERE;
 }
 
 /* Decode a part of each picture, which `heads` has seen: box[4 * i] on are its top, left, height and width. What has the size of `to`,
  * height x width, and begins and ends with blocks of the picture, goes there, turned around (`turn`) where mirrored[i]; of all else one
  * block more on each side to `scratch`, one after another. lies[5 * i] on are where it begins there, and top, left, height and width of
  * what is there; height 0 where it is in its place and -1 where the library could not, or there was too little room for this one alone.
- * Mirrored ones are BGR in scratch. Returns how many there are up to the first that could not, or without the first that has no room.
- * *row is rows[i] meanwhile. */
-int64_t parts(const turbo *by, void *handle, int64_t count, const uint64_t *address, const int64_t *size, const int32_t *box,
-              const uint8_t *mirrored, const uint64_t *to, int64_t height, int64_t width, unsigned char *scratch, int64_t room,
-              int64_t *lies, int64_t *row, const int64_t *rows) {
+ * Mirrored ones are BGR in scratch. Returns how many there are, without the first that has no room beside the others and what follows
+ * it. *row is rows[i] meanwhile. */
+int64_t parts(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, const int32_t *box, const uint8_t *mirrored,
+              const uint64_t *to, int64_t height, int64_t width, unsigned char *scratch, int64_t room, int64_t *lies, int64_t *row,
+              const int64_t *rows) {
     int64_t used = 0;
     for (int64_t i = 0; i < count; i++, box += 4, lies += 5) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         unsigned char *out = (unsigned char *)(uintptr_t)to[i];
         *row = rows[i];
         lies[3] = -1;
-        if (by->head(handle, data, (size_t)size[i]))
-            return i + 1;
-        int sampling = by->get(handle, SUBSAMPLING), high = by->get(handle, HEIGHT), wide = by->get(handle, WIDTH);
-        if (sampling < 0 || sampling >= KNOWN)
-            return i + 1;
-        const int *block = blocks[sampling];
-        int top = box[0], left = box[1], bottom = top + box[2] + block[1], right = left + box[3] + block[0];
-        region part = {(left / block[0] - 1) * block[0], top - block[1], 0, 0};
-        part.x = part.x < 0 ? 0 : part.x;
-        part.y = part.y < 0 ? 0 : part.y;
-        part.width = (right < wide ? right : wide) - part.x;
-        part.height = (bottom < high ? bottom : high) - part.y;
-        int fits = part.y == top && part.x == left && part.height == height && part.width == width;
-        int64_t bytes = 3 * (int64_t)part.width * part.height, direct = fits && !mirrored[i];
-        if (!direct && used + bytes > room)
-            return used ? i : i + 1;
-        if (by->crop(handle, part) || by->decode(handle, data, (size_t)size[i], direct ? out : scratch + used, 0, mirrored[i]))
-            return i + 1;
-        lies[0] = used;
-        lies[1] = part.y;
-        lies[2] = part.x;
-        lies[3] = fits ? 0 : part.height;
-        lies[4] = part.width;
-        if (fits && mirrored[i])
-            turn(out, scratch + used, height, 3 * width);
-        else if (!fits)
-            used += bytes;
+        void *handle = by->begin(DECOMPRESS);
+        if (!handle)
+            continue;
+        int came = part_of(by, handle, data, size[i], box, mirrored[i], out, height, width, scratch, room, &used, lies);
+        by->end(handle);
+        if (came == FULL && used)
+            return i;
     }
     return count;
 }

@@ -40,16 +40,23 @@ def _compiled() -> Any:
         library.sums.argtypes = (array, number, *[array] * 4)
         library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number)
         library.turn.argtypes = (array, array, number, number)
-        library.heads.argtypes = (array, array, number, *[array] * 3)
-        library.parts.argtypes = (array, array, number, *[array] * 5, number, number, array, number, *[array] * 3)
+        library.heads.argtypes = (array, number, *[array] * 3)
+        library.parts.argtypes = (array, number, *[array] * 5, number, number, array, number, *[array] * 3)
         library.queue_size.argtypes = ()
         for function in (library.queue_begin, library.queue_work, library.queue_close):
             function.argtypes = (array,)
         library.queue_put.argtypes = (array, number, *library.fill.argtypes)
         library.queue_next.argtypes = (array, array)
-        for function in (library.sums, library.turn, library.queue_begin, library.queue_work, library.queue_close):
+        for function in (
+            library.sums,
+            library.turn,
+            library.heads,
+            library.queue_begin,
+            library.queue_work,
+            library.queue_close,
+        ):
             function.restype = None
-        for function in (library.fill, library.queue_size, library.queue_next, library.heads, library.parts):
+        for function in (library.fill, library.queue_size, library.queue_next, library.parts):
             function.restype = number
         library.queue_put.restype = ctypes.c_int
         return library if checksum else None

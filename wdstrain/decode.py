@@ -99,7 +99,7 @@ def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, bl
         buffer = out if whole and out is not None and out.shape == (height, width, 3) else None
         pixels: Pixels = simplejpeg.decode_jpeg(data, "BGR" if blue_first else "RGB", buffer=buffer)
         return pixels[top : top + high, left : left + wide]
-    except ValueError:
+    except (ValueError, KeyError):  # the second of a way to sample colours that simplejpeg does not know
         return None
 
 

@@ -7,6 +7,7 @@ EXIF, in other colours, larger than a photograph, damaged) is left to the decode
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ Ints = npt.NDArray[np.int64]
 Pixels = npt.NDArray[np.uint8]
 
 _ROOM = 1 << 20  # bytes of pixels that wait to be resized: more would leave the processor's cache before
+_of_thread = threading.local()
 
 
 class Members(NamedTuple):
@@ -40,20 +42,15 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     library, functions = compiled.library, turbo.functions()
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
-    if not turbo.decoder().handle:  # no memory for one: picture by picture it is told
-        return set()
     rows, boxes = _plain(library, functions, members, rows, out.shape[1:3], augment, draws)
     mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
     address, size, to = members.address[rows], members.size[rows], out.ctypes.data + np.array(rows, np.int64) * out.strides[0]
     ids, done, first = np.array(rows, np.int64), set[int](), 0
-    lies = np.zeros((len(rows), 5), np.int64)
+    lies, scratch = np.zeros((len(rows), 5), np.int64), _scratch()
     while first < len(rows):
-        decoder = turbo.decoder()
-        scratch = decoder.scratch(_ROOM)
         arrays = (one[first:].ctypes.data for one in (address, size, boxes, mirrored, to))
         count = library.parts(
             functions,
-            decoder.handle,
             len(rows) - first,
             *arrays,
             *out.shape[1:3],
@@ -64,8 +61,7 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
             ids[first:].ctypes.data,
         )
         for i, (begin, top, left, height, width) in enumerate(lies[first : first + count].tolist(), first):
-            if height < 0:  # it may be left in the middle of this picture
-                turbo.forget()
+            if height < 0:
                 continue
             if height:
                 y, x, h, w = boxes[i].tolist()
@@ -77,18 +73,21 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     return done
 
 
+def _scratch() -> Pixels:
+    """Room for pixels that wait, this thread's own and the same each time. uint8[bytes]"""
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = np.empty(_ROOM, np.uint8)
+    found: Pixels = _of_thread.scratch
+    return found
+
+
 def _plain(
     library: Any, functions: Any, members: Members, rows: Sequence[int], size: tuple[int, int], augment: Augment, draws: Draws
 ) -> tuple[list[int], npt.NDArray[np.int32]]:
     """Those rows that are plain JPEGs, and the part of each: top, left, height, width, int32[n, 4]."""
     address, length = members.address[rows], members.size[rows]
     shapes = np.zeros((len(rows), 2), np.int32)
-    first = 0
-    while first < len(rows):
-        arrays = (one[first:].ctypes.data for one in (address, length, shapes))
-        first += library.heads(functions, turbo.decoder().handle, len(rows) - first, *arrays)
-        if not shapes[first - 1].any():
-            turbo.forget()
+    library.heads(functions, len(rows), *(one.ctypes.data for one in (address, length, shapes)))
     found = [
         (row, region(height, width, size, augment, draws[row]))
         for row, bytes_, (height, width) in zip(rows, length.tolist(), shapes.tolist(), strict=True)

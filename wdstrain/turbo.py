@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import threading
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -45,10 +44,14 @@ def decode_part(
     turbo = _library()
     if turbo is None or bytes(data[-2:]) != b"\xff\xd9":
         return None
-    found = _decode(turbo, data, box, most_pixels, out, _BGR if blue_first else _RGB)
-    if found is None:
-        forget()
-    return found
+    # each has a handle of its own: it keeps the tables of the pictures before, for one that has none, and may be left in the middle
+    handle = turbo.tj3Init(_DECOMPRESS)
+    if not handle:
+        return None
+    try:
+        return _decode(turbo, handle, data, box, most_pixels, out, _BGR if blue_first else _RGB)
+    finally:
+        turbo.tj3Destroy(handle)
 
 
 def functions() -> Any:
@@ -57,25 +60,12 @@ def functions() -> Any:
     return None if turbo is None else turbo.functions
 
 
-def decoder() -> Decoder:
-    """That of this thread. Where there is a library."""
-    if not hasattr(_of_thread, "decoder"):
-        _of_thread.decoder = Decoder(_library())
-    found: Decoder = _of_thread.decoder
-    return found
-
-
-def forget() -> None:
-    """A picture was bad: the decoder may be left in the middle of it, and would take the next for the rest of it."""
-    del _of_thread.decoder
-
-
 def _decode(
-    turbo: Any, data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None, colours: int
+    turbo: Any, handle: int, data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None, colours: int
 ) -> Pixels | None:
-    handle, source = decoder().handle, np.frombuffer(data, np.uint8)
+    source = np.frombuffer(data, np.uint8)
     begin = source.ctypes.data
-    if not handle or turbo.tj3DecompressHeader(handle, begin, len(source)):
+    if turbo.tj3DecompressHeader(handle, begin, len(source)):
         return None
     width, height = turbo.tj3Get(handle, _WIDTH), turbo.tj3Get(handle, _HEIGHT)
     block = _BLOCKS.get(turbo.tj3Get(handle, _SUBSAMPLING))
@@ -99,28 +89,6 @@ def _decode(
     return target[top - y : top - y + h, left - x : left - x + w]
 
 
-class Decoder:
-    """What the library decodes with; not for two threads at once. handle: none where there is no memory for one."""
-
-    def __init__(self, turbo: Any) -> None:
-        self._turbo = turbo
-        self.handle = turbo.tj3Init(_DECOMPRESS)
-        self._scratch = np.empty(0, np.uint8)
-
-    def scratch(self, size: int) -> Pixels:
-        """So many bytes at least, the same each time, uint8[size]."""
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size, np.uint8)
-        return self._scratch
-
-    def __del__(self) -> None:
-        if self.handle:
-            self._turbo.tj3Destroy(self.handle)
-
-
-_of_thread = threading.local()  # goes with its thread; one that a fork inherits is as good as a new one
-
-
 @lru_cache(maxsize=1)
 def _library() -> Any:
     """libturbojpeg of version 3 or later, None if there is none."""
@@ -131,7 +99,7 @@ def _library() -> Any:
             found: Any = ctypes.CDLL(path)
             brief = ctypes.PyDLL(path)
             # too short to give the interpreter's lock away: with four threads each time may be a wait for another
-            for name in ("tj3Get", "tj3DecompressHeader", "tj3SetCroppingRegion"):
+            for name in ("tj3Init", "tj3Destroy", "tj3Get", "tj3DecompressHeader", "tj3SetCroppingRegion"):
                 setattr(found, name, getattr(brief, name))
             number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
             found.tj3Init.restype, found.tj3Init.argtypes = pointer, [number]
@@ -140,8 +108,15 @@ def _library() -> Any:
             found.tj3DecompressHeader.argtypes = [pointer, pointer, size]
             found.tj3SetCroppingRegion.argtypes = [pointer, _Region]
             found.tj3Decompress8.argtypes = [pointer, pointer, size, pointer, number, number]
-            calls = found.tj3DecompressHeader, found.tj3Get, found.tj3SetCroppingRegion, found.tj3Decompress8
-            found.functions = (pointer * 4)(*(ctypes.cast(one, pointer).value for one in calls))
+            calls = (
+                found.tj3DecompressHeader,
+                found.tj3Get,
+                found.tj3SetCroppingRegion,
+                found.tj3Decompress8,
+                found.tj3Init,
+                found.tj3Destroy,
+            )
+            found.functions = (pointer * len(calls))(*(ctypes.cast(one, pointer).value for one in calls))
             return found
         except (OSError, AttributeError):
             continue  # not there, or of version 2
