@@ -27,8 +27,9 @@ What was measured last; ratios carry over to other machines, MB/s do not.
     2 cores (nginx on the same ones), no GPU, page cache warm, Python 3.11, urllib3 2.8, webdataset 0.2.111, 2026-11-20
     raw      urllib3 2464 MB/s (2365 to 2885), Forward 2535 (2324 to 2700), webdataset 785 (519 to 872), Loader 908 (809 to 986)
              Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
-             Loader / webdataset 1.16 (1.10 to 1.69)
-    far      Loader 0.94 of the link with shards of 4 MB and of 32 MB, webdataset 0.27 and 0.74; opening the index 0.27 s
+             Loader / webdataset 1.16 (1.10 to 1.69). On another machine (2026-11-23) urllib3 1785, Forward 1989, webdataset 545,
+             Loader 916: Forward / urllib3 1.11 (0.92 to 1.21), / webdataset 3.65, Loader / webdataset 1.68 (1.30 to 1.91)
+    far      Loader 0.96 of the link with shards of 4 MB and of 32 MB, webdataset 0.25 and 0.74; opening the index 0.27 s (2026-11-23)
     check    with crc32 0.91 of the speed without at 8 KB (0.71 to 1.05; without again 1.01), 0.90 at 100 KB (0.76 to 1.09; 1.05),
              0.98 of pictures (0.85 to 1.14; 0.98); in other runs, in an order that was not drawn, 0.98, 0.96 and 0.93, 0.92, 0.91
              and 0.88 of bytes, 0.99 of pictures. 0.92 and 0.83 while
@@ -39,6 +40,8 @@ What was measured last; ratios carry over to other machines, MB/s do not.
              the medians 0.97 (1.01), 0.99 (1.01) and 0.94 (0.99), in another run 0.99 (0.97), 0.90 (0.90) and 0.99 (1.06); 110
              turns of one epoch of 8 KB 0.959 +- 0.011 (0.994 +- 0.012), 60 others 0.972 +- 0.013 (0.991 +- 0.010), and before the
              last change 0.964 +- 0.010 (1.003 +- 0.010); received without MSG_WAITALL 0.951 +- 0.012 (0.975 +- 0.010)
+             Since a request takes less of Python (2026-11-23, a third machine), means of 15 turns: pictures 1.004 +- 0.018 (0.997 +-
+             0.021), 100 KB 0.958 +- 0.022 (1.024 +- 0.017), 8 KB 0.961 +- 0.023 (1.044 +- 0.025)
     cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
     serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 
@@ -54,6 +57,13 @@ it is not less in pieces of 64 KB, taken as soon as they came, or with narrower 
 Within a loader it is 16 us for 100 KB, of 131 without (13 in the threads that fetch, 3 in the reader's): whoever waits for the
 rest of an answer finds the processor's cache full of what nginx sent meanwhile. A request that brings whole samples leaves none
 to be compared by the loop's own thread.
+
+With bytes of 8 KB a range of 4 MB took 0.7 ms of Python's lock in each thread that fetches, for a view of each of its places, to
+look twice through all of the environment for a proxy, and to wake those who had nothing to fetch; and the loop waited for the reader's
+thread at each range. Without these 1.24 +- 0.04 as fast, 0.29 of the two cores still idle: who takes the lock waits for it. Read on
+for in quarters of what is read ahead is 1.04 +- 0.03 of that; threads that fetch with less priority than the loop's (nice 5) 0.93 +-
+0.03, or 0.98 +- 0.05 without the quarters. Of the comparing itself the sums are 110 to 160 cycles a KB, in pieces of 64 or of 256 KB,
+with MSG_WAITALL or without.
 
 Ideas that failed, as speed of Forward by that of its day: readinto1 in place of read1 0.9 (whoever reads sooner gets smaller
 pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of 64 KB 0.8, copies by numpy 1.0.
