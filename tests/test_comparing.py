@@ -12,8 +12,10 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_shards
 from tests.servers import serving, small_and_quick
-from wdstrain import tasks
-from wdstrain.comparing import Expected
+from wdstrain import compiled, tasks
+from wdstrain.bulk import Ints, Truths
+from wdstrain.comparing import Comparison, Found, Packed
+from wdstrain.indexing import Table
 from wdstrain.memory import Memory
 
 COUNT = 60
@@ -120,51 +122,116 @@ def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: l
     assert not any(doubtful)
 
 
-def test_fields_that_do_not_follow_one_another_are_left_to_decoders(made: Path) -> None:
-    """No writer of ours makes such an index; when all of a field came would not be known in time."""
-    index, ids = wt.index(made), np.arange(20)
-    offsets, memory = index.table.start[:20], Memory(1_000_000)
-    assert Expected(index.table, index.among(None), ids, memory).at(0, 20, offsets) is not None
-    swapped = index.table.member_offset.copy()
-    swapped[[3, 4]], sizes = swapped[[4, 3]], index.table.member_size.copy()
-    sizes[[3, 4]] = sizes[[4, 3]]
-    odd = Expected(replace(index.table, member_offset=swapped, member_size=sizes), index.among(None), ids, memory)
-    number = int(np.searchsorted(index.table.member_first, 4, side="right")) - 1  # the sample in which they are
-    assert odd.at(0, 20, offsets) is None
-    assert odd.at(number + 1, 20, offsets[number + 1 :]) is not None
+def compared(
+    table: Table, fields: Truths, memory: Memory, where: Ints, number: int, count: int, place: int = 0
+) -> tuple[Found, Comparison]:
+    """Samples from `number` on that are compared, with places from `place` on and these offsets in the memory."""
+    found = Found(Packed(table, fields, memory), where)
+    return found, found.compared(place, number, count)
+
+
+def doubts(found: Found, place: int, count: int) -> list[int]:
+    """Which of them are not known to be sound, and whether this was to be expected."""
+    doubtful = np.flatnonzero(found.doubtful(np.arange(place, place + count))).tolist()
+    assert found.any_doubt or not doubtful
+    return doubtful
+
+
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in Python":
+        monkeypatch.setattr(compiled, "library", None)
+    elif compiled.library is None:
+        pytest.skip("bulk.c was not compiled")
 
 
 @pytest.mark.parametrize(
-    ("part", "by"), [("member_size", 1_000_000), ("member_size", -1_000_000), ("member_offset", -1_000_000)]
+    ("part", "by"),
+    [("member_size", 1_000_000), ("member_size", -1_000_000), ("member_offset", -1_000_000), ("member_offset", 1_000_000)],
 )
+@pytest.mark.usefixtures("way")
 def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: str, by: int) -> None:
     index = wt.index(made)
     lying = getattr(index.table, part).copy()
     lying[3] += by
-    with pytest.raises(ValueError, match="beyond its sample"):
-        Expected(replace(index.table, **{part: lying}), index.among(None), np.arange(20), Memory(1_000_000))
+    memory, where = Memory(100_000), index.table.start[:20] - index.table.start[0]
+    of = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
+    shard = Path(index.shards[0].path).read_bytes()
+    memory.view[: len(shard)] = shard
+    found, comparison = compared(replace(index.table, **{part: lying}), index.among(None), memory, where, 0, 20)
+    comparison.take(0, len(shard))
+    comparison.settle()
+    assert doubts(found, 0, 20) == [of]
+    where[7] = memory.size - 10  # nor where it would be
+    found, comparison = compared(index.table, index.among(None), memory, where, 0, 20)
+    comparison.take(0, len(shard))
+    comparison.settle()
+    assert doubts(found, 0, 20) == [7]
 
 
-@pytest.mark.parametrize("compared", [["png", "cls", "txt"], ["txt"], ["cls"], []])
-def test_samples_are_sound_where_all_that_is_compared_is(made: Path, compared: list[str]) -> None:
-    """Whatever fields they have, in whatever order they were put down."""
+@pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
+@pytest.mark.usefixtures("way")
+def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list[str]) -> None:
+    """Whatever fields they have, in whatever order they were put down, around the end of the ring."""
     index = wt.index(made)
-    whole = b"".join(Path(shard.path).read_bytes() for shard in index.shards[:1])
-    ids, first = np.arange(COUNT), 5
-    stop, table, memory = 17, index.table, Memory(100_000)
-    expected = Expected(table, index.among(compared), ids, memory)
-    sizes = (table.stop - table.start)[first:stop][::-1]
-    offsets = (sizes.cumsum() - sizes)[::-1].copy()
-    comparison = expected.at(first, stop, offsets)
-    assert comparison is not None
-    assert comparison.sound.tolist() == [not any(n in compared for n, _, _ in index.members(i)) for i in range(first, stop)]
-    for i, offset in zip(range(first, stop), offsets.tolist(), strict=True):
+    whole = Path(index.shards[0].path).read_bytes()
+    number, count, place, table, memory = 5, 12, 17, index.table, Memory(100_000)
+    sizes = (table.stop - table.start)[number : number + count][::-1]
+    offsets = (sizes.cumsum() - sizes)[::-1]
+    where = np.full(20, -1)
+    where[np.arange(place, place + count) % 20] = offsets
+    for i, offset in zip(range(number, number + count), offsets.tolist(), strict=True):
         memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[table.start[i] : table.stop[i]]
-    comparison.sums.take()
-    assert comparison.sound.all()
+    extent = int(table.stop[number + count - 1] - table.start[number])
+    found, comparison = compared(table, index.among(names), memory, where, number, count, place)
+    assert found.doubtful(np.arange(place, place + count)).all()
+    comparison.take(0, extent)
+    comparison.settle()
+    assert (doubts(found, place, count), found.any_doubt) == ([], False)
     for name, offset, size in index.members(9):
-        where = int(offsets[9 - first] + offset - table.start[9]) + size // 2
-        memory.view[where] ^= 255
-        comparison.sums.take()
-        assert np.flatnonzero(~comparison.sound).tolist() == ([4] if name in compared else [])
-        memory.view[where] ^= 255
+        at = int(offsets[9 - number] + offset - table.start[9]) + size // 2
+        memory.view[at] ^= 255
+        found, comparison = compared(table, index.among(names), memory, where, number, count, place)
+        comparison.take(0, extent)
+        comparison.settle()
+        assert doubts(found, place, count) == ([4] if name in names else [])
+        memory.view[at] ^= 255
+
+
+@pytest.mark.usefixtures("way")
+def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(made: Path) -> None:
+    index, memory = wt.index(made), Memory(100_000)
+    shard, table = Path(index.shards[0].path).read_bytes(), index.table
+    memory.view[: len(shard)] = shard
+    where = table.start[:20].copy()
+    found, comparison = compared(table, index.among(None), memory, where, 0, 20)
+    ends = (table.stop[:20] - table.start[0]).tolist()
+    comparison.take(0, ends[3] - 1)
+    assert doubts_so_far(found) == list(range(3, 20))
+    comparison.take(ends[3] - 1, ends[9] + 5)
+    assert doubts_so_far(found) == list(range(10, 20))
+    found, comparison = compared(table, index.among(None), memory, where, 0, 20)
+    middle = (ends[9] + ends[10]) // 2  # of the eleventh
+    first, second = comparison.within(0, middle), comparison.within(middle, ends[19])
+    second.take(0, ends[19] - middle)
+    first.take(0, middle)
+    assert doubts_so_far(found) == [10]
+    comparison.settle()
+    assert found.any_doubt
+
+
+def doubts_so_far(found: Found) -> list[int]:
+    return np.flatnonzero(found.doubtful(np.arange(20))).tolist()
+
+
+@pytest.mark.usefixtures("way")
+def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path) -> None:
+    index, memory = wt.index(made), Memory(100_000)
+    shard = Path(index.shards[0].path).read_bytes()
+    memory.view[: len(shard)] = shard
+    found, comparison = compared(index.table, index.among(None), memory, index.table.start[:20].copy(), 0, 20)
+    comparison.take(0, len(shard))
+    comparison.settle()
+    assert not found.any_doubt
+    found.not_compared(4, 3)
+    assert doubts(found, 0, 20) == [4, 5, 6]

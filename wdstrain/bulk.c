@@ -14,26 +14,98 @@ const uint64_t source = SOURCE; /* the hash of this file: whoever loads it can t
 
 typedef uint32_t (*checksum)(uint32_t before, const unsigned char *data, uint64_t size);
 
+/* isal's checksum leaves the upper halves of the wide registers in use. Until they are cleared, the system keeps and brings them back
+ * with every change of threads, and other code waits for them: that took as long as the sums themselves. */
+static void clear_wide_registers(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (__builtin_cpu_supports("avx"))
+        __asm__ volatile("vzeroupper");
+#endif
+}
+
 /* crc[i] becomes the checksum of run i of `count`, of the run before it too where joined[i], which the first is not; none where joined
  * is NULL. */
 static void take(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
     for (int64_t i = 0; i < count; i++)
         crc[i] = of(joined && joined[i] ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
+    if (count > 0)
+        clear_wide_registers();
 }
 
 void sums(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
     take(of, count, address, size, joined, crc);
 }
 
+/* --- samples that are compared with what an index says of them, as soon as they are whole --- */
+
+typedef struct {
+    checksum of;
+    const int64_t *start, *stop, *first;            /* of samples in their shards; and of their fields among all */
+    const int64_t *offset, *size;                   /* of fields in their shards */
+    const uint32_t *crc;
+    const uint16_t *field;                          /* which it is, of `fields` */
+    const uint8_t *compared;                        /* whether these are compared at all */
+    int64_t fields, memory, room;                   /* where samples are put, and how many bytes there are */
+} packed;
+
+typedef struct {
+    const packed *by;
+    const int64_t *where; /* in the memory, by place */
+    uint8_t *sound;       /* by place; it is 0 */
+    int64_t ring;         /* places, over and over */
+} lane;
+
+typedef struct {
+    const lane *in;
+    int64_t place, id, count; /* of the first, and how many follow one another */
+    int64_t begun;            /* bytes of their shard before those that come */
+} samples;
+
+/* An index may say anything: what lies beyond its sample, or the memory, is not looked at, and not sound. */
+static int is_sound(const packed *by, int64_t id, int64_t where) {
+    int64_t start = by->start[id], extent = by->stop[id] - start;
+    if (where < 0 || extent < 0 || where > by->room - extent)
+        return 0;
+    for (int64_t m = by->first[id]; m < by->first[id + 1]; m++) {
+        int64_t within = by->offset[m] - start, size = by->size[m];
+        if (by->field[m] >= by->fields || within < 0 || size < 0 || within > extent - size)
+            return 0;
+        if (by->compared[by->field[m]] && by->of(0, (const unsigned char *)(uintptr_t)(by->memory + where + within), (uint64_t)size) != by->crc[m])
+            return 0;
+    }
+    return 1;
+}
+
+/* Compare those that are whole now that so many bytes are there, and were not before; none of which something came in another read. */
+void compare(const samples *all, int64_t before, int64_t now) {
+    const packed *by = all->in->by;
+    const int64_t *start = by->start + all->id, *stop = by->stop + all->id;
+    int64_t i = 0, end = all->count;
+    while (i < end) { /* they follow one another */
+        int64_t middle = i + (end - i) / 2;
+        if (stop[middle] - all->begun > before)
+            end = middle;
+        else
+            i = middle + 1;
+    }
+    for (; i < all->count && stop[i] - all->begun <= now; i++)
+        if (start[i] >= all->begun) {
+            int64_t place = (all->place + i) % all->in->ring;
+            all->in->sound[place] = (uint8_t)is_sound(by, all->id + i, all->in->where[place]);
+        }
+    clear_wide_registers();
+}
+
 /* Fill `count` runs of memory with `most` bytes of a file from `offset` on, of a socket where that is below 0; `filled` bytes of them
  * are already. Of `others` runs, wherever they lie, the sums are taken as soon as upto[i] - begun bytes are filled, but for those for
- * which `summed` bytes were enough. Returns how many bytes came: fewer than `most` at the end or before an error, which is -errno when
- * nothing came, and once *end is not 0. */
+ * which `summed` bytes were enough; samples are compared likewise, if there are any. Returns how many bytes came: fewer than `most` at
+ * the end or before an error, which is -errno when nothing came, and once *end is not 0. */
 static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
                           const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other,
-                          const int64_t *length, const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun) {
+                          const int64_t *length, const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun,
+                          const samples *compared) {
     struct iovec runs[MOST];
-    int64_t i = 0, j = 0, came = 0, done = filled;
+    int64_t i = 0, j = 0, came = 0, done = filled, seen = summed;
     for (; i < count && done >= size[i]; i++)  /* `done` is then what is filled of run i */
         done -= size[i];
     while (j < others && upto[j] - begun <= summed)
@@ -60,6 +132,9 @@ static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, 
         while (j < others && upto[j] - begun <= filled + came)
             j++;
         take(of, j - first, other + first, length + first, joined ? joined + first : joined, crc + first);
+        if (compared)
+            compare(compared, seen, filled + came);
+        seen = filled + came;
         if (offset < 0 && read < bytes) /* nothing came for too long, or the end */
             return came;
     }
@@ -68,9 +143,10 @@ static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, 
 
 int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count, const uint64_t *address,
              const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined,
-             uint32_t *crc, const int64_t *upto, int64_t begun) {
+             uint32_t *crc, const int64_t *upto, int64_t begun, const samples *compared) {
     const int never = 0;
-    return fill_until(&never, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun);
+    return fill_until(&never, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun,
+                      compared);
 }
 
 /* Each of `rows` rows of `size` bytes goes to `to` with its last byte first. They do not overlap. */
@@ -217,6 +293,7 @@ typedef struct job {
     uint32_t *crc;
     const int64_t *upto;
     int64_t begun;
+    const samples *compared;
 } job;
 
 typedef struct {
@@ -258,11 +335,11 @@ void queue_begin(queue *all) {
 /* What `fill` is given, for a hand to do. 0, or -1 without memory or after the end: then it is not done. */
 int queue_put(queue *all, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
               const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length,
-              const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun) {
+              const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun, const samples *compared) {
     job *one = malloc(sizeof(job));
     if (!one)
         return -1;
-    *one = (job){NULL, number, 0, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun};
+    *one = (job){NULL, number, 0, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun, compared};
     pthread_mutex_lock(&all->lock);
     int closed = all->closed;
     if (!closed) {
@@ -286,7 +363,8 @@ void queue_work(queue *all) {
         }
         pthread_mutex_unlock(&all->lock);
         one->came = fill_until(&all->closed, one->fd, one->offset, one->most, one->filled, one->summed, one->count, one->address,
-                               one->size, one->of, one->others, one->other, one->length, one->joined, one->crc, one->upto, one->begun);
+                               one->size, one->of, one->others, one->other, one->length, one->joined, one->crc, one->upto, one->begun,
+                               one->compared);
         pthread_mutex_lock(&all->lock);
         if (all->closed) {
             free(one);

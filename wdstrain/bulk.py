@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from wdstrain.pieces import Pieces
 
 Ints = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
+
+NO_SUMS = (None, 0, *[None] * 5, 0)  # for the library to take
 
 _ALL = (1 << 63) - 1
 _NOTHING = memoryview(b"")
@@ -63,6 +65,20 @@ def _each(values: list[int], of: Ints) -> Any:
     return values[0] if len(values) == 1 else np.array(values)[of]
 
 
+class Compared(Protocol):
+    """What is compared of bytes as they come."""
+
+    def take(self, before: int, now: int) -> None:
+        """Compare what so many bytes are enough for, now that they are there, and were not before."""
+
+    def within(self, before: int, now: int) -> Compared:
+        """What can be compared of a part of the bytes alone; what comes is counted from its beginning."""
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the library takes: runs whose sums it is to take, and samples that it is to compare."""
+
+
 class Sums(Runs):
     """Runs whose crc32 is taken. found: uint32[n], of those of which it was."""
 
@@ -78,20 +94,12 @@ class Sums(Runs):
         self._joined = joined
         self.found = np.zeros(len(self), np.uint32)
 
-    @classmethod
-    def known(cls, memory: Memory, address: Ints, size: Ints, upto: Ints, begun: int, found: npt.NDArray[np.uint32]) -> Sums:
-        """Runs of which it is known that they lie in a memory. upto: counted from `begun`; found: until they are taken."""
-        made = cls.__new__(cls)
-        made._memories, made._of, made._address, made._size = [memory], np.zeros(len(address), np.int64), address, size
-        made._upto, made._begun, made._joined, made.found = upto, begun, None, found
-        return made
-
     def take(self, before: int = 0, now: int | None = None) -> None:
         """Of those for which that many bytes were too few, and so many are enough; of all others where `now` is None."""
         now = _ALL if now is None else now + self._begun
         first, stop = np.searchsorted(self._upto, (before + self._begun, now), side="right").tolist()
         if compiled.library is not None:
-            compiled.library.sums(*self.part(first, stop).arrays[:-2])
+            compiled.library.sums(*self.part(first, stop).arrays[:-3])
             return
         for i in range(first, stop):
             joined = self._joined is not None and self._joined[i]
@@ -114,21 +122,21 @@ class Sums(Runs):
         return part
 
     @property
-    def arrays(self) -> tuple[int | None, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """What the library takes."""
         joined = None if self._joined is None else self._joined.ctypes.data
         lie = self._address.ctypes.data, self._size.ctypes.data
-        return compiled.checksum, len(self), *lie, joined, self.found.ctypes.data, self._upto.ctypes.data, self._begun
+        return compiled.checksum, len(self), *lie, joined, self.found.ctypes.data, self._upto.ctypes.data, self._begun, None
 
 
 class Places(Runs):
     """Runs to be filled one after another. left: bytes that are still to come."""
 
-    def __init__(self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, sums: Sums | None = None) -> None:
-        """sums: taken of what came."""
+    def __init__(self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, compared: Compared | None = None) -> None:
+        """compared: as it comes."""
         super().__init__(memories, of, start, size)
         self.left = self._all = int(size.sum())
-        self._sums, self._summed = sums, 0  # and how many bytes are in them
+        self._compared, self._seen = compared, 0  # and of how many bytes it was
         self._views: Iterator[memoryview] | None = None  # what is left, while `take` fills it, each looked up when it is begun
         self._view = _NOTHING
 
@@ -163,25 +171,25 @@ class Places(Runs):
             self._view[:count] = rest[:count]
             self._view, rest = self._view[count:], rest[count:]
         self.left -= len(data)
-        if not self.left or self.filled - self._summed >= _AT_HAND:
-            self._sum()
+        if not self.left or self.filled - self._seen >= _AT_HAND:
+            self._compare()
 
     def came(self, count: int) -> None:
         """So many bytes of them were filled."""
         self.left -= count
         self._views = None
-        self._sum()
+        self._compare()
 
-    def _sum(self) -> None:
+    def _compare(self) -> None:
         filled = self.filled
-        if self._sums is not None and filled > self._summed:
-            self._sums.take(self._summed, filled)
-        self._summed = filled
+        if self._compared is not None and filled > self._seen:
+            self._compared.take(self._seen, filled)
+        self._seen = filled
 
     def summed(self, count: int) -> None:
-        """So many bytes of them were filled, and taken into the sums."""
+        """So many bytes of them were filled, and compared."""
         self.left -= count
-        self._summed = self.filled
+        self._seen = self.filled
 
     @property
     def filled(self) -> int:
@@ -189,30 +197,30 @@ class Places(Runs):
         return self._all - self.left
 
     @property
-    def arrays(self) -> tuple[int | None, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """What the library takes, beside what it is to read. They are this object's own."""
         self._views = None
-        sums = (None, 0, *[None] * 5, 0) if self._sums is None else self._sums.arrays
-        return self.filled, self._summed, len(self), self._address.ctypes.data, self._size.ctypes.data, *sums
+        compared = (*NO_SUMS, None) if self._compared is None else self._compared.arrays
+        return self.filled, self._seen, len(self), self._address.ctypes.data, self._size.ctypes.data, *compared
 
     def cut(self, count: int) -> Places:
         """The places of the next `count` bytes, for another to fill."""
         begin = self.filled
         if begin or count < self.left:
             part = self._between(begin, begin + count)
-            part._sums = None if self._sums is None else self._sums.within(begin, begin + count)
+            part._compared = None if self._compared is None else self._compared.within(begin, begin + count)
         else:
             part = copy(self)
         self.left -= count
         return part
 
     def _between(self, begin: int, stop: int) -> Places:
-        """The places of these bytes, without sums."""
+        """The places of these bytes, nothing of which is compared."""
         part, ends = copy(self), self._size.cumsum()
         first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, stop))
         part._cut(first, last + 1 if begin < stop else first)
         part.left = part._all = stop - begin
-        part._sums, part._summed, part._views = None, 0, None
+        part._compared, part._seen, part._views = None, 0, None
         if begin < stop:
             missing = begin - int(ends[first] - self._size[first])
             part._address, part._size = part._address.copy(), part._size.copy()
@@ -230,7 +238,7 @@ class Places(Runs):
 
 
 def of_samples(
-    memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, starts: Ints, stops: Ints, sums: Sums | None = None
+    memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, starts: Ints, stops: Ints, compared: Compared | None = None
 ) -> Places:
     """Places of n samples that follow one another in a shard, in w runs each.
 
@@ -247,4 +255,4 @@ def of_samples(
         values: tuple[Any, ...] = (len(memories) - 1, 0, sizes)
         where = np.repeat(first, pieces)
         runs = [np.insert(one, where, value) for one, value in zip(runs, values, strict=True)]
-    return Places(memories if gaps.any() else memories[:-1], runs[0], runs[1], runs[2], sums)
+    return Places(memories if gaps.any() else memories[:-1], runs[0], runs[1], runs[2], compared)

@@ -17,6 +17,27 @@ SOURCE, PATH = (os.path.join(os.path.dirname(__file__), name) for name in ("bulk
 _KNOWN = b"123456789", 0xCBF43926  # of which any crc32 is checked
 
 
+class Packed(ctypes.Structure):
+    """What an index says of samples, and the memory they come to: addresses of its arrays, as `bulk.c` has them."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("of", "start", "stop", "first", "offset", "size", "crc", "field", "compared")),
+        *((name, ctypes.c_int64) for name in ("fields", "memory", "room")),
+    ]
+
+
+class Lane(ctypes.Structure):
+    """Where the samples of a lane are put, by place, and whether they were found sound."""
+
+    _fields_ = [("by", ctypes.c_void_p), ("where", ctypes.c_void_p), ("sound", ctypes.c_void_p), ("ring", ctypes.c_int64)]
+
+
+class Samples(ctypes.Structure):
+    """Those of one read."""
+
+    _fields_ = [("in", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("place", "id", "count", "begun"))]
+
+
 def _checksum() -> int | None:
     """The address of isal's crc32; its function for Python takes Python's lock for each call."""
     with suppress(OSError, AttributeError):
@@ -38,7 +59,8 @@ def _compiled() -> Any:
         if ctypes.c_uint64.in_dll(library, "source").value != source:  # the clone was updated and not installed again
             return None
         library.sums.argtypes = (array, number, *[array] * 4)
-        library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number)
+        library.compare.argtypes = (array, number, number)
+        library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number, array)
         library.turn.argtypes = (array, array, number, number)
         library.heads.argtypes = (array, number, *[array] * 3)
         library.parts.argtypes = (array, number, *[array] * 5, number, number, array, number, *[array] * 3)
@@ -49,6 +71,7 @@ def _compiled() -> Any:
         library.queue_next.argtypes = (array, array)
         for function in (
             library.sums,
+            library.compare,
             library.turn,
             library.heads,
             library.queue_begin,

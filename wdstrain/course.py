@@ -10,11 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.bulk import Truths
-from wdstrain.comparing import Comparison, Expected
 from wdstrain.indexing import Index, Ints
 from wdstrain.landing import Landing
-from wdstrain.memory import Memory
 from wdstrain.plan import Order
 from wdstrain.remote import is_remote
 from wdstrain.spread import Spread
@@ -33,8 +30,8 @@ class Course(NamedTuple):
     """Places of a lane from `start` on: the steps that need them (the last), sample ids, where those begin and end in their shards.
     int64[n] each.
 
-    end: places of the lane. apart: places after which the next lies elsewhere, in order; the last of these among them. expected: what
-    they are compared with; None if they are not. spread: where they go, of samples whose arrays land.
+    end: places of the lane. apart: places after which the next lies elsewhere, in order; the last of these among them.
+    spread: where they go, of samples whose arrays land.
     """
 
     start: int
@@ -44,7 +41,6 @@ class Course(NamedTuple):
     starts: Ints
     stops: Ints
     apart: Ints
-    expected: Expected | None
     spread: Spread | None
 
     @classmethod
@@ -56,13 +52,8 @@ class Course(NamedTuple):
         lane: int,
         start: int,
         landing: Landing | None,
-        compared: Truths | None,
-        memory: Memory,
     ) -> Course:
-        """More places from this one on than one read takes, or all of the rest. compared: fields, bool[fields]; None: nothing is.
-
-        memory: where they will be.
-        """
+        """More places from this one on than one read takes, or all of the rest."""
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
@@ -70,9 +61,8 @@ class Course(NamedTuple):
         apart = (np.diff(ids) != 1) | (np.diff(index.shard_of(ids)) != 0) | (starts[1:] - stops[:-1] > GAP)
         due = plan.due(lane, start, stop)
         apart = start + np.append(np.flatnonzero(apart), stop - start - 1)
-        expected = None if compared is None else Expected(index.table, compared, ids, memory)
         spread = None if landing is None else landing.spread(plan, rank, lane, start, ids)
-        return cls(start, end, due, ids, starts, stops, apart, expected, spread)
+        return cls(start, end, due, ids, starts, stops, apart, spread)
 
     def enough(self, place: int) -> bool:
         """Whether what one read takes from this place on is among them, and what follows."""
@@ -82,12 +72,6 @@ class Course(NamedTuple):
         """What is known of the places from this one on that one read may take."""
         rows = slice(place - self.start, place - self.start + READ_SAMPLES)
         return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows]
-
-    def comparison(self, start: int, stop: int, offsets: Ints) -> Comparison | None:
-        """Of the samples in places [start, stop), which will be at these offsets in the memory. None if nothing is known of them."""
-        if self.expected is None:
-            return None
-        return self.expected.at(start - self.start, stop - self.start, offsets)
 
     def id(self, place: int) -> int:
         return int(self.ids[place - self.start])

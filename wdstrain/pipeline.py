@@ -314,7 +314,7 @@ class Pipeline:
                     batch = self._reader.collect(stretch, number)
                     self._pending[clock] = batch, laid.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
                     slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
-                    task = laid.task(number, clock, slot, batch.offset, batch.lost, batch.sound)
+                    task = laid.task(number, clock, slot, batch.offset, batch.lost, batch.doubtful)
                     waited = self._reader.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
                     yield task

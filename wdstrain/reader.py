@@ -27,7 +27,7 @@ import numpy as np
 from wdstrain.arena import Arena
 from wdstrain.bulk import Places, Sums, Truths, of_samples
 from wdstrain.cache import Cache
-from wdstrain.comparing import Comparison
+from wdstrain.comparing import Comparison, Found, Packed
 from wdstrain.course import GAP, READ_SAMPLES, Course, read_bytes
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
@@ -48,20 +48,19 @@ _BUCKETS = 16  # slabs of a window leave in so many groups
 class Batch(NamedTuple):
     """Where the samples of one batch wait. ids, offset: int64[b], offset in the arena; valid: bool[b], False is padding.
 
-    sound: bool[b], compared with their checksums; None: none was. lost: why the samples in some rows could not be read; their
-    offset means nothing.
+    doubtful: bool[b], not yet found to be as they were packed; None: none is. lost: why the samples in some rows could not be read;
+    their offset means nothing.
     """
 
     ids: Ints
     offset: Ints
     valid: Truths
-    sound: Truths | None
+    doubtful: Truths | None
     lost: dict[int, str]
 
 
 class _Begun(NamedTuple):
-    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin; rows: of the ring, where
-    what is found of them is kept."""
+    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin."""
 
     reading: Reading
     places: int
@@ -69,7 +68,6 @@ class _Begun(NamedTuple):
     last: bool
     place: tuple[Shard, int] | None
     comparison: Comparison | None
-    rows: Ints | None
 
 
 @dataclass
@@ -81,7 +79,7 @@ class _Run:
     epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
     first_step: int
     where: Ints  # ring: place -> offset in the arena
-    sound: Truths  # ring: place -> whether it was compared
+    found: Found | None  # what was found of them, where anything is compared
     begun: int
     read: int
     forward: Forward
@@ -146,7 +144,8 @@ class Reader:
         self._released = 0
         self._most = read_bytes(index) if landing is None else READ_TOGETHER
         self._salvage, self._cache, self._landing = salvage, cache, landing
-        self._compared = index.among(wanted) if len(index.table.member_crc) and landing is None else None
+        compares = len(index.table.member_crc) and landing is None
+        self._packed = Packed(index.table, index.among(wanted), self._arena.memory) if compares else None
         self._lost: dict[int, str] = {}  # by id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
         self.shuffle_seconds = 0.0  # a batch waited until all of the window that it needs was read
@@ -210,22 +209,32 @@ class Reader:
             before = self.shuffle_seconds
             self._wait(lambda: all(run.read >= run.needed for run in runs))
             self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
-        offset, sound = [], []
+        offset = []
         with self._lock:
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             for run, lane in zip(runs, stretch.lanes, strict=True):
-                wanted = lane.places[lane.firsts[number] : lane.firsts[number + 1]] % self._ring
-                offset.append(run.where[wanted])
-                if self._compared is not None:
-                    sound.append(run.sound[wanted])
+                places = lane.places[lane.firsts[number] : lane.firsts[number + 1]]
+                offset.append(run.where[places % self._ring])
+            doubtful = self._doubtful(runs, stretch, number)
             if stretch.first + number == runs[0].plan.steps - 1:
                 del self._runs[epoch]
                 self._changed.notify_all()
         rows = slice(stretch.firsts[number], stretch.firsts[number + 1])
-        ids, where, same = stretch.ids[rows], _joined(offset), _joined(sound) if sound else None
+        ids, where = stretch.ids[rows], _joined(offset)
         lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
-        return Batch(ids, where, stretch.valid[rows], same, lost)
+        return Batch(ids, where, stretch.valid[rows], doubtful, lost)
+
+    def _doubtful(self, runs: list[_Run], stretch: Stretch, number: int) -> Truths | None:
+        """Of each sample of a step, whether it is not known to be as it was packed; None if all are."""
+        if self._landing is not None:  # the rest of what lands is compared by who decodes it
+            return np.ones(stretch.firsts[number + 1] - stretch.firsts[number], bool)
+        if not any(run.found is not None and run.found.any_doubt for run in runs):
+            return None
+        lanes = zip(runs, stretch.lanes, strict=True)
+        wanted = [(run.found, lane.places[slice(*lane.firsts[number : number + 2])]) for run, lane in lanes]
+        doubtful: Truths = _joined([found.doubtful(places) for found, places in wanted if found is not None])
+        return doubtful
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for the thread, which fails or gets there. The lock is not held."""
@@ -310,14 +319,15 @@ class Reader:
     def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
         ring = min(self._ring, plan.lane_places(lane)) or 1
+        where = np.zeros(ring, np.int64)
         forward = Forward(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
         return _Run(
             plan,
             lane,
             clock,
             step,
-            np.zeros(ring, np.int64),
-            np.zeros(ring, bool),
+            where,
+            Found(self._packed, where) if self._packed is not None else None,
             first,
             first,
             forward,
@@ -390,8 +400,6 @@ class Reader:
             sizes = sizes - self._landing.bytes
         places = np.arange(run.begun, run.begun + count)[rows] % self._ring
         offsets = run.where[places] = self._arena.place(clocks // self._bucket, sizes)
-        if self._compared is not None:
-            run.sound[places] = False
         number, next_ = int(self._index.shard_of(ids[:1])[0]), run.begun + count
         shard, memory = self._index.shards[number], self._arena.memory
         self._place = (shard, int(starts[0]))
@@ -401,9 +409,13 @@ class Reader:
             whole = course.spread.part(slice(before, before + count))
             placed = Placed(whole.part(rows), offsets, self._landing.homes(clocks))
             return partial(self._land, run, shard, placed, self._landing.places(placed, memory), count)
-        comparison = None if some else course.comparison(run.begun + first, next_, offsets)
+        comparison = None
+        if run.found is not None and some:
+            run.found.not_compared(run.begun, count)
+        elif run.found is not None:
+            comparison = run.found.compared(run.begun + first, int(ids[0]), count - first)
         one_each = np.zeros((len(sizes), 1), np.int64), offsets[:, None], sizes[:, None]
-        pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison and comparison.sums)
+        pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison)
         leaving = next_ == course.end or int(self._index.shard_of(np.array([course.id(next_)]))[0]) != number
         begin = partial(run.forward.begin, shard, pieces, int(starts[0]), leaving=leaving)
         return partial(self._gather, run, shard, ids, places, begin, count, int(stops[-1] - starts[0]), comparison)
@@ -432,8 +444,10 @@ class Reader:
         if reading.error is not None and self._salvage and not is_remote(shard.path):
             self._read_singly(run.forward, shard, ids, run.where, places)
             reading, comparison = Reading(), None
+            if run.found is not None:
+                run.found.not_compared(run.begun, count)
         self.read_seconds += time.perf_counter() - begun
-        self._begin(run, reading, count, size, comparison, places)
+        self._begin(run, reading, count, size, comparison)
 
     def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
         """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
@@ -453,13 +467,12 @@ class Reader:
         places: int,
         size: int,
         comparison: Comparison | None = None,
-        rows: Ints | None = None,
     ) -> None:
         """These places are on their way."""
         with self._lock:
             run.begun += places
             last = run.begun == run.plan.lane_places(run.lane)
-            run.on_the_way.append(_Begun(reading, places, size, last, self._place, comparison, rows))
+            run.on_the_way.append(_Begun(reading, places, size, last, self._place, comparison))
         self._settle(run)
 
     def _settle_all(self) -> None:
@@ -474,7 +487,7 @@ class Reader:
         with self._lock:
             before = run.read
             while run.on_the_way:
-                reading, places, size, last, _, comparison, rows = run.on_the_way[0]
+                reading, places, size, last, _, comparison = run.on_the_way[0]
                 if reading.error is not None:
                     self._fail(reading.error)
                     break
@@ -483,7 +496,7 @@ class Reader:
                     break
                 run.on_the_way.popleft()
                 if comparison is not None:
-                    run.sound[rows] = comparison.sound
+                    comparison.settle()
                 run.read += places
                 self.read_bytes += size
             if run.read > before:
@@ -502,8 +515,6 @@ class Reader:
                 run.lane,
                 run.begun,
                 self._landing,
-                self._compared,
-                self._arena.memory,
             )
         return course
 

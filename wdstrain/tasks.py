@@ -52,10 +52,10 @@ class Laid(NamedTuple):
     table: Table
     alike: tuple[int, ...]
 
-    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str], sound: Truths | None = None) -> Task:
+    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str], doubtful: Truths | None) -> Task:
         """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; lost: by row, why
 
-        sound: bool[b], samples that were compared with their checksums; none if it is None.
+        doubtful: bool[b], samples that nobody compared with their checksums yet; none if it is None.
         """
         start, stop = self.firsts[number : number + 2]
         ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
@@ -64,10 +64,9 @@ class Laid(NamedTuple):
             return Task(clock, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, lost, self.alike)
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
-        doubtful = _NONE
-        if first[-1] > first[0] and len(self.table.member_crc) and (sound is None or not sound.all()):
-            row = self.row[members]
-            doubtful = np.arange(len(row)) if sound is None else np.flatnonzero(~sound[row])
+        unsure = _NONE
+        if doubtful is not None and len(self.table.member_crc):
+            unsure = np.flatnonzero(doubtful[self.row[members]])
         return Task(
             clock=clock,
             epoch=self.epoch,
@@ -77,8 +76,8 @@ class Laid(NamedTuple):
             field=self.field[members],
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
-            doubtful=doubtful,
-            crc=self.table.member_crc[self.member[members][doubtful]] if len(doubtful) else _NO_CRC,
+            doubtful=unsure,
+            crc=self.table.member_crc[self.member[members][unsure]] if len(unsure) else _NO_CRC,
             keys=keys,
             lost=lost,
             alike=self.alike,
@@ -95,7 +94,7 @@ class Tasks:
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
-        return self.lay(epoch, ids, [0, len(ids)]).task(0, clock, slot, offset, lost)
+        return self.lay(epoch, ids, [0, len(ids)]).task(0, clock, slot, offset, lost, np.ones(len(ids), bool))
 
     def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> Laid:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
