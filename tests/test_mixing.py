@@ -13,6 +13,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
+from wdstrain import course, pipeline, reader
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.mixing import Mixture
 
@@ -129,6 +130,21 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(sourc
     assert [one["__key__"] for one in second] == epochs[0][3:]
     with pytest.raises(UsageError, match="shares was"):
         wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
+
+
+def test_a_source_is_not_read_over_what_waits_while_another_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows go by the sizes of the sources; what is read ahead is one number for all."""
+    for module in (course, reader):
+        monkeypatch.setattr(module, "READ_SAMPLES", 16)
+    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 16 << 10)
+    sources = {"a": 3000, "b": 1000}
+    for name, count in sources.items():
+        write_tar(tmp_path / name / "x.tar", [(f"{i:06d}", {"cls": b"%d" % i}) for i in range(count)])
+    loader = wt.mix({name: tmp_path / name for name in sources}, batch_size=8, shuffle_buffer=400)
+    pairs = [pair for one in loader for pair in zip(one["__key__"], one["cls"], strict=True)]
+    loader.close()
+    assert len(pairs) == 4000
+    assert [(key, bytes(number)) for key, number in pairs if int(key) != int(bytes(number))] == []
 
 
 def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -> None:

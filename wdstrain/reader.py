@@ -354,7 +354,9 @@ class Reader:
                 self._changed.wait_for(lambda: self._stopping or self._goes_on())
                 self._resting = []
                 self._tell()
-            return None if self._stopping else min(unread, key=lambda run: run.begun - run.needed)
+            # a lane of a smaller source may have room where another has none, and would be read over what is not delivered
+            free = [run for run in unread if self._room_for([run], self._held)]
+            return None if self._stopping else min(free, key=lambda run: run.begun - run.needed)
 
     def _goes_on(self) -> bool:
         """Whether lanes that wait for room are to be read on."""
