@@ -154,9 +154,9 @@ class Fetchers:
             self._todo += ranges
             self._changed.notify(len(ranges))  # those who find nothing would take Python's lock in vain, one after another
         while not self._stopping.is_set() and len(self._threads) < _FETCHERS:
-            name = f"wdstrain-fetch-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._fetch, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._fetch, name=f"wdstrain-fetch-{len(self._threads)}", daemon=True)
+            thread.start()  # which may fail
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """End what is on its way; no piece is written to after that."""
@@ -188,9 +188,9 @@ class Fetchers:
                 if self._alone is None and not all(file.ranged for file in files.values()):
                     self._alone = me
                     self._changed.notify_all()
-                if not self._stopping.is_set():  # then nobody asks
+                if not self._stopping.is_set():  # what was broken off is never there, and nobody waits for it
                     one.of.error = one.of.error or error
-                one.of.missing -= 1  # after that: who looks at it holds another lock
+                    one.of.missing -= 1  # after that: who looks at it holds another lock
             error = None  # its frames refer to it, and to memory that is to go with its last user
             self._told()
         for file in files.values():

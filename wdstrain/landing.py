@@ -139,7 +139,9 @@ class Landing:
 
     def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
-        slot = self._slot_at.pop(clock)
+        slot = self._slot_at.pop(clock, None)
+        if slot is None:  # another thread ended the reading since the batch was there
+            raise WdstrainError("the reader was stopped")
         lost, count = dict[int, str](), 0
         if self._odd or self._lost:
             home = slot * self._slots.layout.size

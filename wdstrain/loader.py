@@ -27,7 +27,7 @@ from wdstrain.indexing import Index
 from wdstrain.interrupts import DEATH, Held
 from wdstrain.meter import Meter, Report
 from wdstrain.opening import one_split, open_index
-from wdstrain.pipeline import Pipeline
+from wdstrain.pipeline import OVER, Pipeline
 from wdstrain.plan import ORDER, Order, Plan, Tail
 from wdstrain.sending import check_travels
 from wdstrain.sizes import bytes_of
@@ -246,12 +246,15 @@ class Loader:
 
     def close(self) -> None:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
-        if self._pipeline is not None:
+        pipeline = self._pipeline
+        if pipeline is not None:
+            end_no_more = self._end_no_more
             with Held(DEATH):  # what it has ends too, and would drop the word
-                self._pipeline.close()
+                pipeline.close()
             # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
-            self._end_no_more()
-            self._pipeline = None
+            end_no_more()
+            if self._pipeline is pipeline:  # a loop in another thread may have begun anew
+                self._pipeline = None
 
     def __repr__(self) -> str:
         return (
@@ -288,11 +291,12 @@ class _Host:
 
     def open(self) -> Pipeline:
         if self._loader is None:
-            raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
-        if self._loader._pipeline is None:
+            raise WdstrainError(OVER)
+        if self._loader._pipeline is None or self._loader._pipeline.closed:
             pipeline = self._loader._new_pipeline()
             self._loader._end_no_more = weakref.finalize(self._loader, _end, pipeline).detach
             self._loader._pipeline = pipeline
+            return pipeline
         return self._loader._pipeline
 
     def begun(self, meter: Meter, position: tuple[int, int]) -> None:

@@ -39,6 +39,7 @@ from wdstrain.workers import Inline, Threads, in_flight
 _log = logging.getLogger("wdstrain")
 
 _AHEAD_BYTES, _AHEAD_OF_LANDING = 64 << 20, 128 << 20  # held beyond half a window
+OVER = "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
@@ -151,6 +152,7 @@ class Pipeline:
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
+        self.closed = False
         self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
 
     @property
@@ -158,13 +160,16 @@ class Pipeline:
         return self._workers.count
 
     def seek(self, epoch: int, step: int) -> None:
-        """The next batch is this one."""
-        self.turn += 1
-        if not self._whole:  # a worker may have half a message
-            self._workers.close()
-        if self._results is None or self._at != (epoch, step) or not self._whole:
-            self._results, self._at, self._awaited = self._workers.run(self._tasks(epoch, step)), (epoch, step), 0
-            self._whole = True
+        """The next batch is this one. Raises WdstrainError after the end."""
+        with self._using:
+            if self.closed:  # by another thread, since it was asked for; nobody would close it any more
+                raise WdstrainError(OVER)
+            self.turn += 1
+            if not self._whole:  # a worker may have half a message
+                self._workers.close()
+            if self._results is None or self._at != (epoch, step) or not self._whole:
+                self._results, self._at, self._awaited = self._workers.run(self._tasks(epoch, step)), (epoch, step), 0
+                self._whole = True
 
     def next(self) -> tuple[dict[str, Any], Counts]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
@@ -173,7 +178,7 @@ class Pipeline:
 
     def _next(self) -> tuple[dict[str, Any], Counts]:
         if self._results is None or self._at is None or not self._whole:
-            raise WdstrainError("this pass over the loader is over: it was closed, or ended with an error. Begin another one.")
+            raise WdstrainError(OVER)
         self._whole = False
         result = self._result(self._results)
         came = time.perf_counter()
@@ -231,13 +236,14 @@ class Pipeline:
     def close(self) -> None:
         """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done.
 
-        A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again, and the stream begun anew.
+        A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again.
         """
         if os.getpid() != self._owner:
             return
         self._reader.stop()  # whoever waits for a batch in another thread waits no more
         with self._using:
             self._results = self._at = None
+            self.closed = True
             self._workers.close()
         self._reader.close()
         self._watch.close()

@@ -134,6 +134,7 @@ class Reader:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # for the reader's thread
         self._news: SimpleQueue[None] = SimpleQueue()
+        self._turning = threading.RLock()  # held by who starts or stops the thread
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
         self._resting: list[_Run] = []  # lanes that wait until they may be read on
@@ -158,24 +159,27 @@ class Reader:
 
     def start(self, epoch: int, step: int) -> None:
         """Begin to read from this step on; whatever was read before is forgotten."""
-        self.stop()
-        self._arena.reset()
-        self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
-        self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
-        with Held():
-            self._thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
-            self._thread.start()
+        with self._turning:
+            self.stop()
+            self._arena.reset()
+            self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
+            self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
+            thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
+            with Held():
+                thread.start()  # which may fail: then there is none to wait for
+                self._thread = thread
 
     def stop(self) -> None:
-        """End the thread; at most one read is waited for."""
-        if (thread := self._thread) is not None:
-            with Held():
-                self._fail(WdstrainError("the reader was stopped"))
-            thread.join()
-            self._thread = None
-        self._fetchers.stop()
-        if self._landing is not None:
-            self._landing.stop()
+        """End the thread; at most one read is waited for. Any thread may call it, also while another calls `start`."""
+        with self._turning:
+            if (thread := self._thread) is not None:
+                with Held():
+                    self._fail(WdstrainError("the reader was stopped"))
+                thread.join()
+                self._thread = None
+            self._fetchers.stop()
+            if self._landing is not None:
+                self._landing.stop()
 
     def close(self) -> None:
         """Stop for good. Its memory then goes with its last user, and does not wait for the collector."""
@@ -478,11 +482,14 @@ class Reader:
         self._settle(run)
 
     def _settle_all(self) -> None:
-        """Called from every thread that brings something."""
-        with self._lock:
-            for runs in self._runs.values():
-                for run in runs:
-                    self._settle(run)
+        """Called from every thread that brings something. Raises nothing: nobody there could tell the loop, which would wait on."""
+        try:
+            with self._lock:
+                for runs in self._runs.values():
+                    for run in runs:
+                        self._settle(run)
+        except BaseException as error:
+            self._fail(WdstrainError(f"reading failed: {error!r}"))
 
     def _settle(self, run: _Run) -> None:
         """The lane is read as far as nothing is missing."""

@@ -1,0 +1,167 @@
+"""A loader may be closed at any moment, from any thread, and one that cannot go on says so: nobody waits for ever."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_shards
+from tests.servers import Handler, serving, stall
+from wdstrain import course, forward
+from wdstrain.comparing import Found
+from wdstrain.errors import WdstrainError
+
+RANGE = 64 << 10  # bytes: some 32 samples
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request brings few samples."""
+    monkeypatch.setattr(forward, "RANGE", RANGE)
+    monkeypatch.setattr(course, "_FAR", RANGE)
+
+
+def checked(batch: dict[str, Any]) -> int:
+    """How many samples a batch has; each is what its key says."""
+    assert [int(bytes(data)) for data in batch["cls"]] == [int(key[1:]) for key in batch["__key__"]]
+    return len(batch["__key__"])
+
+
+def drained(batches: Iterable[dict[str, Any]]) -> int:
+    return sum(map(checked, batches))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain-")]
+
+
+def fetching() -> int:
+    return sum(name.startswith("wdstrain-fetch-") for name in threads())
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@pytest.mark.parametrize(("where", "workers"), [("disk", 0), ("disk", 2), ("server", 0)])
+def test_another_thread_may_close_a_loader_at_any_moment(tmp_path: Path, where: str, workers: int) -> None:
+    """A pass gives what it should, or ends in an error that says why; afterwards no thread is left."""
+    write_shards(tmp_path, [50] * 4)
+    wt.index(tmp_path)
+    done, ends = threading.Event(), list[str]()
+    before = threads()
+    with serving(tmp_path) as server, switching_often():
+        loader = wt.Loader(server.url if where == "server" else tmp_path, batch_size=4, shuffle_buffer=10, num_workers=workers)
+
+        def close() -> None:
+            while not done.wait(0.003):
+                loader.close()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        for epoch in range(150):
+            count = 0
+            try:
+                for batch in loader.epoch(epoch):
+                    count += checked(batch)
+            except WdstrainError as error:
+                ends.append(str(error))
+            else:
+                assert count == 200
+        done.set()
+        closer.join()
+        loader.close()
+    assert threads() == before
+    assert ends
+    assert all("closed" in end or "stopped" in end for end in ends)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request has brought its bytes, one a part, the others wait for an answer."""
+    monkeypatch.setattr(forward, "_PARTING", 0.5)
+    write_shards(tmp_path, [400])
+    wt.index(tmp_path)
+    released = threading.Event()
+
+    def answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        if start < RANGE:
+            return False
+        if start < 2 * RANGE:
+            return stall(1000, released)(handler, path, start, stop)
+        return not released.wait(20)
+
+    with serving(tmp_path, faults=[answer] * 100) as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle=False)
+        batches = loader.epoch(0)
+        checked(next(batches))
+        begun = fetching()
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        end = time.monotonic() + 20
+        while fetching() == begun and time.monotonic() < end:  # until the request is broken off
+            time.sleep(0.001)
+        with pytest.raises(WdstrainError, match=r"stopped|closed"):
+            drained(batches)
+        released.set()
+        closer.join()
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_in_a_thread_that_fetches_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no memory just when it says what it brought."""
+    samples = ({"__key__": f"s{i:06d}", "cls": b"%d" % i} for i in range(400))
+    wt.pack(samples, str(tmp_path / "set"), shuffle=False)
+    times = iter([False, True])
+    original = Found.settle
+
+    def settle(self: Found, place: int, count: int) -> None:
+        if next(times, False):
+            raise MemoryError("none is left")
+        original(self, place, count)
+
+    monkeypatch.setattr(Found, "settle", settle)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle=False)
+        with pytest.raises(WdstrainError, match="none is left"):
+            drained(loader)
+        assert drained(loader) == 400
+        loader.close()
+
+
+@pytest.mark.parametrize("which", ["wdstrain-reader", "wdstrain-fetch-0", "wdstrain-fetch-3"])
+def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == which:
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    with serving(tmp_path) as server:
+        loader = wt.Loader(server.url, batch_size=4)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises((RuntimeError, WdstrainError), match="can't start new thread"):
+                drained(loader)
+            loader.close()
+        assert drained(loader) == 40
+        loader.close()
