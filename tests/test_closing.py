@@ -117,8 +117,12 @@ def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path,
             time.sleep(0.001)
         with pytest.raises(WdstrainError, match=r"stopped|closed"):
             drained(batches)
-        released.set()
         closer.join()
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("wdstrain-fetch-")]
+        released.set()
+        for thread in left:  # who waits for the first byte of an answer is not waited for, and ends with it
+            thread.join(20)
+        assert not fetching()
 
 
 @pytest.mark.usefixtures("small")
