@@ -100,6 +100,7 @@ from pathlib import Path
 import numpy as np
 import urllib3
 from PIL import Image
+from stolen import undisturbed
 
 import wdstrain as wt
 from wdstrain.forward import Fetchers, Forward, Reading, Tally
@@ -166,7 +167,7 @@ def far(place: Path, quick: bool) -> None:
         host = f"{next(doors)}/{made.name}"
         return piped([f"{host}/{tar}" for tar in tars(made)])
 
-    with serving(place) as url, distant(url, doors=2 * (repeats + 1) + 1) as doors:
+    with serving(place) as url, distant(url, doors=8 * (repeats + 1) + 1) as doors:
         for shard in (4_000_000, 32_000_000):
             made = packed(place, total=total, shard=shard)
             if shard == 4_000_000:
@@ -196,7 +197,7 @@ def check(place: Path, quick: bool) -> None:
                 without: partial(reader, blind, epochs=4),
                 again: partial(reader, blind, epochs=4),
             }
-            rates = measured(rivals, repeats=3 if quick else 15)
+            rates = measured(rivals, repeats=3 if quick else 15 if what == "pictures" else 30)
         table("check", "MB/s" if reader is read else "pictures/s", rates)
         ratio("check", rates, with_crc, without)
         ratio("check", rates, again, without)
@@ -211,11 +212,12 @@ def cache(place: Path, quick: bool) -> None:
         def kept(name: str) -> float:
             return looped(wt.Loader(index, batch_size=64, tail="keep", cache_dir=place / name))
 
+        kept("warm")
         rates = measured(
             {
                 "no cache": partial(read, index),
                 "filling": lambda: kept(f"cold-{next(cold)}"),
-                "from the cache": lambda: kept("cold-0"),
+                "from the cache": lambda: kept("warm"),
                 "local": lambda: read(wt.Loader(made).index),
             },
             repeats=2 if quick else 5,
@@ -358,13 +360,16 @@ def looped(loader: wt.Loader, epochs: int = 1) -> float:
 
 
 def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
-    """In turn, so that what the machine does besides hits all alike; in an order that is drawn, for what one leaves behind hits the next."""
+    """In turn, so that what the machine does besides hits all alike; each as often first, second and so on, after others that are drawn
+    anew, for what one leaves behind hits the next. What other machines disturbed is measured again."""
     rates: Rates = {name: [] for name in rivals}
-    names, draw = list(rivals), random.Random(0)
-    for _ in range(repeats):
-        draw.shuffle(names)
-        for name in names:
-            rates[name].append(rivals[name]())
+    names = list(rivals)
+    for turn in range(repeats):
+        first = turn % len(names)
+        if first == 0:
+            random.shuffle(names)
+        for name in names[first:] + names[:first]:
+            rates[name].append(undisturbed(rivals[name])[0])
     return rates
 
 

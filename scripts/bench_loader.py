@@ -145,6 +145,7 @@ import bench_peers
 import numpy as np
 from bench_peers import CONTENDERS, Job
 from PIL import Image
+from stolen import undisturbed
 
 import wdstrain as wt
 
@@ -445,26 +446,11 @@ def throughput(
 
 
 def _turn(one: Process, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """What it answers, and the share of our processors' time that other machines had meanwhile. Above 0.05 it is asked again, three
-    times at most, and the turn with the smallest share counts: who uses two cores suffers more from that than who uses one."""
-    found: list[tuple[float, dict[str, Any]]] = []
+    """What it answers, and the share of our processors' time that other machines had meanwhile."""
     one.wake()
-    while len(found) < 4 and (not found or (found[-1][0] > 0.05 and "rate" in found[-1][1])):
-        before = _ticks()
-        answer = one.ask(**words)
-        busy, stolen = (after - earlier for after, earlier in zip(_ticks(), before, strict=True))
-        found.append((stolen / max(1, busy + stolen), answer))
+    answer, share = undisturbed(lambda: one.ask(**words), failed=lambda answer: "rate" not in answer)
     one.rest()
-    share, answer = min(found, key=lambda turn: turn[0])
     return answer, share
-
-
-def _ticks() -> tuple[int, int]:
-    """What the processors did, and what others had of them who share their machine; 0 where the system does not say."""
-    with suppress(OSError), open("/proc/stat") as file:
-        user, nice, system, _, _, irq, soft, steal, *_ = map(int, file.readline().split()[1:])
-        return user + nice + system + irq + soft, steal
-    return 0, 0
 
 
 def _spread(found: Sequence[float]) -> str:
