@@ -1,6 +1,6 @@
 """How fast shards on a server are read, beside bare urllib3 and webdataset's pipe to curl.
 
-    .venv/bin/python scripts/bench_http.py            (some five minutes; --quick for a look, --case NAME for one case)
+    .venv/bin/python scripts/bench_http.py            (some twenty minutes, half of them for `check`; --quick for a look, --case NAME for one case)
 
 Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
 
@@ -41,7 +41,11 @@ What was measured last; ratios carry over to other machines, MB/s do not.
              turns of one epoch of 8 KB 0.959 +- 0.011 (0.994 +- 0.012), 60 others 0.972 +- 0.013 (0.991 +- 0.010), and before the
              last change 0.964 +- 0.010 (1.003 +- 0.010); received without MSG_WAITALL 0.951 +- 0.012 (0.975 +- 0.010)
              Since a request takes less of Python (2026-11-23, a third machine), means of 15 turns: pictures 1.004 +- 0.018 (0.997 +-
-             0.021), 100 KB 0.958 +- 0.022 (1.024 +- 0.017), 8 KB 0.961 +- 0.023 (1.044 +- 0.025)
+             0.021), 100 KB 0.958 +- 0.022 (1.024 +- 0.017), 8 KB 0.961 +- 0.023 (1.044 +- 0.025). All of these in an order that was
+             drawn from one seed: one of two equal rivals was the first in 8 of 15 turns and the other in 4
+             As it is now (2026-11-23), each as often first, 30 turns of four epochs, 15 of pictures, and again where other machines
+             had the processors: pictures 1.005 +- 0.025 (0.982 +- 0.019), 8 KB at 0.7 GB/s 0.968 +- 0.011 (0.997 +- 0.011), 100 KB
+             at 1.1 GB/s 0.954 +- 0.012 (0.982 +- 0.009)
     cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
     serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
 
@@ -58,6 +62,14 @@ back with every change of threads (some sixty for a thousand samples), and which
 (vzeroupper), in turns within one process: 0.991 +- 0.017 of the speed without, not cleared 0.959 +- 0.017, isal's code for AVX2 and
 cleared 0.985 +- 0.017, its code for SSE 0.957 +- 0.014. Per sample 13.54 us of processor without, 13.78 cleared, 14.16 not cleared.
 A request that brings whole samples leaves none to be compared by the loop's own thread.
+
+What is left, some 3 % of bytes alone while two cores are busy with the server and us, is that each byte is looked at once more. Within
+one process and in turns, of the speed without: with the sums 0.976 +- 0.013, only looking at one byte of each 64 0.989 +- 0.010, doing
+all else 0.996 +- 0.011; per sample of 8 KB 16.68, 16.48, 16.23 and 16.16 us of processor. A sum takes 45 cycles a KB alone, 85 where
+three threads share two cores, and 38 is the least. What did not help: pieces of 128, 64 and 32 KB in place of 256 (8 KB: 0.989, 0.990,
+0.985 beside 0.967, each +- 0.013; 100 KB: 0.988, 0.978, 0.978 beside 0.987); a thread that compares only while nobody else has work
+(SCHED_IDLE; 0.966 +- 0.025, and 1.5 us more of processor, as the bytes are cold by then); comparing where the loop has them copied as
+Python's bytes, a piece at a time with the next one asked for (0.928 +- 0.011: there all wait for it).
 
 With bytes of 8 KB a range of 4 MB took 0.7 ms of Python's lock in each thread that fetches, for a view of each of its places, to
 look twice through all of the environment for a proxy, and to wake those who had nothing to fetch; and the loop waited for the reader's
