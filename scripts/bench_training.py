@@ -157,8 +157,8 @@ def pngs(data: Path, work: Path) -> Path:
             np.frombuffer(gzip.decompress(next(data.glob(f"{prefix}-{kind}*")).read_bytes()), np.uint8, offset=offset)
             for kind, offset in (("images", 16), ("labels", 8))
         )
-        for label in range(10):
-            (out / split / str(label)).mkdir(parents=True)
+        for digit in range(10):
+            (out / split / str(digit)).mkdir(parents=True)
         for i, (picture, label) in enumerate(zip(pixels.reshape(-1, 28, 28), labels, strict=True)):
             Image.fromarray(picture).save(out / split / str(label) / f"{i:05d}.png")
     return out

@@ -92,7 +92,7 @@ class Sums(Runs):
         super().__init__(memories, of, start, size)
         self._upto, self._begun = np.ascontiguousarray(upto), 0  # what they count from
         self._joined = joined
-        self.found = np.zeros(len(self), np.uint32)
+        self.found: npt.NDArray[np.uint32] = np.zeros(len(self), np.uint32)
 
     def take(self, before: int = 0, now: int | None = None) -> None:
         """Of those for which that many bytes were too few, and so many are enough; of all others where `now` is None."""
@@ -245,7 +245,8 @@ def of_samples(
     of, start, size: int64[n, w]; starts, stops: of the samples in the shard, int64[n]. What is between them there nobody wants, and
     goes to the last of the memories, over and over.
     """
-    runs, gaps = [of.reshape(-1), start.reshape(-1), size.reshape(-1)], starts[1:] - stops[:-1]
+    runs: list[Ints] = [of.reshape(-1), start.reshape(-1), size.reshape(-1)]
+    gaps = starts[1:] - stops[:-1]
     if gaps.any():
         count, width = start.shape
         first, most = np.arange(0, count * width, width), memories[-1].size

@@ -42,7 +42,7 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     library, functions = compiled.library, turbo.functions()
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
-    rows, boxes = _plain(library, functions, members, rows, out.shape[1:3], augment, draws)
+    rows, boxes = _plain(library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws)
     mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
     address, size, to = members.address[rows], members.size[rows], out.ctypes.data + np.array(rows, np.int64) * out.strides[0]
     ids, done, first = np.array(rows, np.int64), set[int](), 0

@@ -64,7 +64,7 @@ class Laid(NamedTuple):
             return Task(clock, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, lost, self.alike)
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
-        unsure = _NONE
+        unsure: Ints = _NONE
         if doubtful is not None and len(self.table.member_crc):
             unsure = np.flatnonzero(doubtful[self.row[members]])
         return Task(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -157,7 +158,8 @@ def class_mix(
     where, kind, number = cells // width, cells % width, number.astype(float)  # how many of each class in each batch
     # float[batches] each: samples, ordered pairs of them, ordered pairs of one class
     known, squares = (np.bincount(where, weights=one, minlength=most) for one in (number, number**2))
-    pairs, alike = known * (known - 1), squares - known
+    pairs: npt.NDArray[Any] = known * (known - 1)
+    alike: npt.NDArray[Any] = squares - known  # numpy says of both that they are of integers
     if not pairs.sum():
         return None
     several = (pairs > 0).sum() > 1
