@@ -42,8 +42,9 @@ def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
         assert loader._pipeline is not None
         held.append(loader._pipeline._reader._arena.held)
     ahead = 32 << 20
+    read = 16 << 20  # begun as long as there is room at all
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
-    assert max(held) < 0.55 * 4000 * mean + ahead + slabs
+    assert max(held) < 0.55 * 4000 * mean + ahead + read + slabs
     loader.close()
 
 

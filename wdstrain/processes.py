@@ -12,7 +12,7 @@ import io
 import multiprocessing
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from functools import partial
 from itertools import count as upwards
 from itertools import islice
@@ -91,7 +91,7 @@ class Processes:
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
-        with deaths_told():
+        with DeathsTold():
             self._iterator = iterator = self._start(tasks)
             early: dict[int, list[bytes]] = {}
             for turn in upwards():
@@ -147,15 +147,18 @@ def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
     )
 
 
-@contextmanager
-def deaths_told() -> Iterator[None]:
-    """In here the death of a worker process is an error in words. Also a decorator."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (death := death_of_a_worker(error)) is None:
-            raise
-        raise death from error
+class DeathsTold(ContextDecorator):
+    """In here the death of a worker process is an error in words. Also a decorator.
+
+    No generator: through one, Python 3.10 keeps an exception together with all frames that it passed until the collector comes.
+    """
+
+    def __enter__(self) -> None:
+        """Nothing begins."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError) and (death := death_of_a_worker(error)) is not None:
+            raise death from error
 
 
 def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:

@@ -19,7 +19,7 @@ from wdstrain.fields import Example, Field
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
-from wdstrain.processes import deaths_told
+from wdstrain.processes import DeathsTold
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls
 from wdstrain.training.checkpoints import read_last
@@ -57,7 +57,7 @@ class Outcome:
         return f"Outcome({self.folder!r}, {len(self.epochs)} epochs, val={last})"
 
 
-@deaths_told()
+@DeathsTold()
 def train(
     urls: Urls,
     out: str | os.PathLike[str],
@@ -161,7 +161,7 @@ def train(
     return Outcome(folder, task, training.scored, training.at.history, training.at.best)
 
 
-@deaths_told()
+@DeathsTold()
 def evaluate(
     checkpoint: str | os.PathLike[str],
     urls: Urls,

@@ -27,7 +27,7 @@ from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.packing.folder import list_folder
-from wdstrain.processes import deaths_told
+from wdstrain.processes import DeathsTold
 from wdstrain.storage import INDEX_NAME, Urls, put_whole
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker
@@ -46,7 +46,7 @@ class Predicted:
     bad: int
 
 
-@deaths_told()
+@DeathsTold()
 def predict(
     checkpoint: str | os.PathLike[str],
     urls: Urls,
