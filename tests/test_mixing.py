@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,7 @@ import wdstrain as wt
 from tests.conftest import Sample, write_tar
 from wdstrain import course, pipeline, reader
 from wdstrain.errors import PlanError, UsageError
-from wdstrain.mixing import Mixture
+from wdstrain.mixing import Mixture, _turns
 
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
@@ -27,7 +28,12 @@ def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mix
 def grid() -> list[Mixture]:
     found = []
     for counts, weights, world, lanes, batch, window in itertools.product(
-        [[[30, 7], [50]], [[9], [4, 0, 5], [200]]], [(1, 1, 1), (5, 2, 1)], [1, 2], [None, 4], [2, 4, 6], [1, 8, 100]
+        [[[30, 7], [50]], [[9], [4, 0, 5], [200]], [[300], [9], [20], [300]]],
+        [(1, 1, 1, 1), (5, 2, 1, 3), (77, 2, 5, 80)],
+        [1, 2],
+        [None, 4],
+        [1, 2, 4, 6],
+        [1, 8, 100],
     ):
         total = sum(weights[: len(counts)])
         shares = [Fraction(weight, total) for weight in weights[: len(counts)]]
@@ -58,13 +64,36 @@ def test_every_batch_is_full_and_nothing_comes_twice() -> None:
 
 def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
     for plan in GRID:
-        shares = np.diff([float(edge) for edge in plan._edges])
+        shares = plan._turns[:, -1] / plan._turns[:, -1].sum()
         edges = np.array(plan._firsts)
         taken = np.zeros(len(shares))
         for step in range(plan.steps):
             for rank in range(plan.world_size):
                 taken += np.histogram(batch(plan, rank, step), edges)[0]
             assert (abs(taken - shares * plan.global_batch * (step + 1)) <= plan.lane_count).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_so_many_turns_each_source_has_its_share_rounded_down_or_up(seed: int) -> None:
+    """And what it had it keeps, also where it has a turn but once in thousands."""
+    bits = random.Random(seed)
+    edges = sorted({0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))})
+    edges = edges if seed % 2 else sorted({*edges, 1, 7, 65535})
+    shares = tuple(Fraction(high - low, 65536) for low, high in itertools.pairwise(edges))
+    had = _turns(shares)
+    turns = np.arange(had.shape[1])
+    assert (had.sum(0) == turns).all()
+    assert (np.diff(had) >= 0).all()
+    for source, share in enumerate(shares):
+        exact = turns * share.numerator
+        assert (had[source] >= exact // share.denominator).all()
+        assert (had[source] <= -(-exact // share.denominator)).all()
+
+
+def test_golden_turns_never_change() -> None:
+    # literal numbers: a change here is a change of everybody's mixtures and needs a new TURNS in mixing.py
+    taken = np.diff(_turns((Fraction(5, 8), Fraction(1, 8), Fraction(1, 4)))).argmax(0)
+    assert taken.tolist() == [0, 0, 2, 0, 0, 1, 0, 2]
 
 
 def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:

@@ -13,7 +13,7 @@ from wdstrain.errors import UsageError
 from wdstrain.fields import Field
 from wdstrain.indexing import Index, join
 from wdstrain.loader import Loader, open_shards
-from wdstrain.mixing import Mixture
+from wdstrain.mixing import TURNS, Mixture
 from wdstrain.plan import Order
 from wdstrain.storage import Urls
 
@@ -36,7 +36,7 @@ class MixedLoader(Loader):
 
     def _identity(self) -> dict[str, Any]:
         shares = {name: str(share) for name, share in zip(self._indexes, self._shares, strict=True)}
-        return {**super()._identity(), "shares": shares}
+        return {**super()._identity(), "shares": shares, "turns": TURNS}
 
 
 def mix(

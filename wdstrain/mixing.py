@@ -1,9 +1,12 @@
 """The order of an epoch over several sources with given shares.
 
 Each source keeps a plan of its own (its lanes, its window, its seed); the mixture only says how many samples of each
-source a step takes. For share boundaries 0 = b0 < b1 < ... = 1 and q samples per lane and step, a lane has taken
-`floor(b[i+1] q t) - floor(b[i] q t)` samples of source i before step t: always exactly q t in all, and each source within
-one sample of its share at any time. So the position is still (epoch, step), and everything a plan promises holds.
+source a step takes. The sources take turns, one sample each (`_turns`), over and over: of k turns a source with share s has
+floor(s k) or ceil(s k). With q samples per lane and step a lane has taken q t samples before step t, so each source is within
+one sample of its share at any time, the position is still (epoch, step), and everything a plan promises holds.
+
+The road not taken: floor(b q t) - floor(a q t) for a source between the bounds a and b of its share. That is as exact, and
+goes back by one now and then where a source has less than a sample of a step: what it gave came twice.
 
 Stop rule: the epoch ends before the first step that a source cannot fill; nothing is repeated within an epoch. What the
 others have left is left out of this epoch, another part each epoch.
@@ -13,14 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import lcm
 
 import numpy as np
 
 from wdstrain.bits import key
 from wdstrain.errors import PlanError
 from wdstrain.plan import Ints, Plan, Tail
+
+TURNS = 2  # version of the order in which sources take turns; what a plan makes of each source is another (`plan.ORDER`)
 
 
 class Mixture:
@@ -58,7 +65,7 @@ class Mixture:
             lanes=lanes,
         )
         self._per_lane = whole.quota
-        self._edges = [Fraction(0), *np.cumsum(np.array(shares, object))]
+        self._turns = _turns(tuple(shares))
         self.samples = int(sum(count.sum() for count in counts))
         self.steps = self._most_steps([int(count.sum()) for count in counts], names)
         for source, name in enumerate(names):
@@ -130,16 +137,15 @@ class Mixture:
 
     def _taken(self, source: int, step: int) -> int:
         """Samples of a source that each lane has taken before a step."""
-        low, high = self._edges[source], self._edges[source + 1]
-        return int(high * self._per_lane * step) - int(low * self._per_lane * step)
+        had = self._turns[source]
+        rounds, turn = divmod(self._per_lane * step, len(had) - 1)
+        return rounds * int(had[-1]) + int(had[turn])
 
     @cached_property
     def _all_taken(self) -> list[Ints]:
         """`_taken` of every step, for each source. int64[steps + 1] each"""
-        slots = np.arange(self.steps + 1, dtype=np.int64) * self._per_lane
-        # numerators stay below 2**63: edges have denominators of at most 2**16
-        floors = [slots * edge.numerator // edge.denominator for edge in self._edges]
-        return [high - low for low, high in pairwise(floors)]
+        rounds, turn = np.divmod(np.arange(self.steps + 1, dtype=np.int64) * self._per_lane, self._turns.shape[1] - 1)
+        return [rounds * had[-1] + had[turn] for had in self._turns]
 
     def _most_steps(self, totals: list[int], names: Sequence[str]) -> int:
         def fits(step: int) -> bool:
@@ -156,3 +162,26 @@ class Mixture:
                 f"Lower batch_size, or the weight of the smallest source."
             )
         return low
+
+
+@lru_cache(maxsize=4)
+def _turns(shares: tuple[Fraction, ...]) -> Ints:
+    """How many of the first k turns each source has, until they repeat: int64[sources, turns + 1].
+
+    A source is due its next turn once its share of the turns is more than it had, and must have it before that is one more. Whoever
+    must have it first takes it: this finds such an order whenever there is one, and there always is (Steiner and Yeomans, 1993).
+    """
+    turns = lcm(*(share.denominator for share in shares))
+    each = [int(share * turns) for share in shares]
+    had, owner = [0] * len(shares), np.empty(turns, np.int64)
+    waiting, due = [(0, source) for source in range(len(shares))], list[tuple[int, int]]()
+    for turn in range(turns):
+        while waiting and waiting[0][0] <= turn:
+            source = heappop(waiting)[1]
+            heappush(due, (-(-(had[source] + 1) * turns // each[source]), source))
+        source = owner[turn] = heappop(due)[1]
+        had[source] += 1
+        heappush(waiting, (had[source] * turns // each[source], source))
+    found = np.zeros((len(shares), turns + 1), np.int64)
+    found[owner, np.arange(1, turns + 1)] = 1
+    return found.cumsum(axis=1)
