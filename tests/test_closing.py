@@ -10,14 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wdstrain as wt
 from tests.conftest import write_shards
 from tests.servers import Handler, serving, stall
-from wdstrain import course, forward
+from wdstrain import course, forward, landing, workers
 from wdstrain.comparing import Found
 from wdstrain.errors import WdstrainError
+from wdstrain.reader import Reader
 
 RANGE = 64 << 10  # bytes: some 32 samples
 
@@ -57,22 +59,26 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-@pytest.mark.parametrize(("where", "workers"), [("disk", 0), ("disk", 2), ("server", 0)])
-def test_another_thread_may_close_a_loader_at_any_moment(tmp_path: Path, where: str, workers: int) -> None:
+@pytest.mark.parametrize(("where", "workers", "closers"), [("disk", 0, 1), ("disk", 0, 3), ("disk", 2, 1), ("server", 0, 1)])
+def test_other_threads_may_close_a_loader_at_any_moment(tmp_path: Path, where: str, workers: int, closers: int) -> None:
     """A pass gives what it should, or ends in an error that says why; afterwards no thread is left."""
     write_shards(tmp_path, [50] * 4)
     wt.index(tmp_path)
-    done, ends = threading.Event(), list[str]()
+    done, ends, wrong = threading.Event(), list[str](), list[Exception]()
     before = threads()
     with serving(tmp_path) as server, switching_often():
         loader = wt.Loader(server.url if where == "server" else tmp_path, batch_size=4, shuffle_buffer=10, num_workers=workers)
 
         def close() -> None:
             while not done.wait(0.003):
-                loader.close()
+                try:
+                    loader.close()
+                except Exception as error:
+                    wrong.append(error)
 
-        closer = threading.Thread(target=close)
-        closer.start()
+        closing = [threading.Thread(target=close) for _ in range(closers)]
+        for closer in closing:
+            closer.start()
         for epoch in range(150):
             count = 0
             try:
@@ -83,9 +89,11 @@ def test_another_thread_may_close_a_loader_at_any_moment(tmp_path: Path, where: 
             else:
                 assert count == 200
         done.set()
-        closer.join()
+        for closer in closing:
+            closer.join()
         loader.close()
     assert threads() == before
+    assert not wrong
     assert ends
     assert all("closed" in end or "stopped" in end for end in ends)
 
@@ -169,3 +177,84 @@ def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_
             loader.close()
         assert drained(loader) == 40
         loader.close()
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Which may never come, from a server that does not answer."""
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    original, closers = Reader.start, list[threading.Thread]()
+
+    def start(self: Reader, epoch: int, step: int) -> None:
+        if not closers:
+            closers.append(threading.Thread(target=getattr(loader._pipeline, how)))
+            closers[0].start()
+            end = time.monotonic() + 20
+            while not (self._ended or self._halted) and time.monotonic() < end:
+                time.sleep(0.001)
+        original(self, epoch, step)
+
+    monkeypatch.setattr(Reader, "start", start)
+    released = threading.Event()
+    with serving(tmp_path, faults=[lambda *_: not released.wait(20)] * 10) as server:
+        loader = wt.Loader(server.url, batch_size=4)
+        with pytest.raises(WdstrainError, match="stopped"):
+            next(iter(loader))
+        closers[0].join(20)
+        assert not closers[0].is_alive()
+        released.set()
+        server.faults.clear()
+        assert drained(loader) == 40
+        loader.close()
+
+
+def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = ({"__key__": f"s{i:03d}", "x.npy": np.full((48, 48, 4), i, np.uint8)} for i in range(32))
+    wt.pack(arrays, str(tmp_path / "set"), shuffle=False)
+    index = wt.index(tmp_path / "set")
+    _, offset, size = next(iter(index.members(5)))
+    with open(index.shards[0].path, "r+b") as file:
+        file.seek(offset + size - 1)
+        file.write(b"\xff")
+    loader = wt.Loader(
+        tmp_path / "set", {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")}, batch_size=8, shuffle=False
+    )
+
+    def get(self: landing._Taken, clock: int, default: int) -> int:
+        slot = dict.get(self, clock, default)
+        assert loader._pipeline is not None
+        closer = threading.Thread(target=loader._pipeline._reader.end)
+        closer.start()
+        closer.join(20)
+        return slot
+
+    monkeypatch.setattr(landing._Taken, "get", get, raising=False)
+    with pytest.raises(WdstrainError, match="stopped"):
+        next(iter(loader))
+    loader.close()
+
+
+def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    before = threads()
+    loader = wt.Loader(tmp_path, {"label": wt.label("cls")}, batch_size=4, patience=60)
+    for _ in range(3):
+        next(iter(loader))
+        with monkeypatch.context() as patched:
+
+            def close(self: workers.Threads) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(workers.Threads, "close", close)
+            with pytest.raises(KeyboardInterrupt):
+                loader.close()
+        assert sum(len(batch["__key__"]) for batch in loader) == 40
+        assert threads().count("wdstrain-watch") == 1
+    loader.close()
+    assert threads() == before

@@ -148,6 +148,7 @@ class Fetchers:
         self._files: dict[int, dict[str, RemoteFile | CachedFile]] = {}  # by thread and path: what it reads
         self._alone: int | None = None  # the one thread that goes on where a server knows no ranges
         self._threads: list[threading.Thread] = []
+        self._parted = 0.0  # until when they are waited for, once they are to end
 
     def add(self, ranges: list[_Range]) -> None:
         with self.lock:
@@ -166,9 +167,9 @@ class Fetchers:
                 for file in files.values():
                     file.stop()
             self._changed.notify_all()
-        end = time.monotonic() + _PARTING
+        self._parted = self._parted or time.monotonic() + _PARTING
         for thread in self._threads:  # one that waits for the first byte of an answer ends with it, and writes nothing
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, self._parted - time.monotonic()))
 
     # --- the threads -------------------------------------------------------------------------------------------------
 

@@ -139,9 +139,7 @@ class Landing:
 
     def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
-        slot = self._slot_at.pop(clock, None)
-        if slot is None:  # another thread ended the reading since the batch was there
-            raise WdstrainError("the reader was stopped")
+        slot = self._slot_at.get(clock, -1)
         lost, count = dict[int, str](), 0
         if self._odd or self._lost:
             home = slot * self._slots.layout.size
@@ -153,6 +151,9 @@ class Landing:
                     count += 1
                 if why is not None:
                     lost[row] = why
+        # last: another thread may have ended the reading since the batch was there, and what was known of it is gone after that
+        if self._slot_at.pop(clock, None) is None:
+            raise WdstrainError("the reader was stopped")
         return slot, lost, count
 
     def places(self, placed: Placed, arena: Memory) -> tuple[Places, Sums]:

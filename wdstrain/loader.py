@@ -149,7 +149,6 @@ class Loader:
         )
         self._max_bad = max_bad
         self._pipeline: Pipeline | None = None
-        self._end_no_more: Callable[[], Any]  # what would end the pipeline with this loader
         self._position: tuple[int, int] | None = None  # the step after what was delivered; None: nothing was yet
         self._start: tuple[int, int] | None = None  # where the next `for` begins, if somebody said so
         self._meter = Meter()
@@ -248,11 +247,10 @@ class Loader:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
         pipeline = self._pipeline
         if pipeline is not None:
-            end_no_more = self._end_no_more
             with Held(DEATH):  # what it has ends too, and would drop the word
                 pipeline.close()
             # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
-            end_no_more()
+            pipeline.let_go()
             if self._pipeline is pipeline:  # a loop in another thread may have begun anew
                 self._pipeline = None
 
@@ -292,12 +290,15 @@ class _Host:
     def open(self) -> Pipeline:
         if self._loader is None:
             raise WdstrainError(OVER)
-        if self._loader._pipeline is None or self._loader._pipeline.closed:
+        pipeline = self._loader._pipeline
+        if pipeline is not None and pipeline.closed:  # perhaps not all of it: Ctrl-C came meanwhile, or another thread is at it
+            self._loader.close()
+            pipeline = None
+        if pipeline is None:
             pipeline = self._loader._new_pipeline()
-            self._loader._end_no_more = weakref.finalize(self._loader, _end, pipeline).detach
+            pipeline.let_go = weakref.finalize(self._loader, _end, pipeline).detach
             self._loader._pipeline = pipeline
-            return pipeline
-        return self._loader._pipeline
+        return pipeline
 
     def begun(self, meter: Meter, position: tuple[int, int]) -> None:
         if self._loader is not None:

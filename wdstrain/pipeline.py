@@ -152,7 +152,8 @@ class Pipeline:
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
-        self.closed = False
+        self.closed = False  # or about to be
+        self.let_go: Callable[[], Any] = lambda: None  # whoever had it closed ends it no more
         self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
 
     @property
@@ -165,6 +166,7 @@ class Pipeline:
             if self.closed:  # by another thread, since it was asked for; nobody would close it any more
                 raise WdstrainError(OVER)
             self.turn += 1
+            self._reader.resume()
             if not self._whole:  # a worker may have half a message
                 self._workers.close()
             if self._results is None or self._at != (epoch, step) or not self._whole:
@@ -229,21 +231,21 @@ class Pipeline:
 
     def abandon(self) -> None:
         """End the reading, for a thread that waits for what it may never get; another seek starts it again."""
-        self._reader.stop()
+        self._reader.halt()  # it may be about to begin
         with self._using:
             self._at = None
 
     def close(self) -> None:
         """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done.
 
-        A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again.
+        A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again, by several threads at once.
         """
         if os.getpid() != self._owner:
             return
-        self._reader.stop()  # whoever waits for a batch in another thread waits no more
+        self.closed = True
+        self._reader.end()  # whoever waits for a batch in another thread waits no more, and who is about to wait does not begin
         with self._using:
             self._results = self._at = None
-            self.closed = True
             self._workers.close()
         self._reader.close()
         self._watch.close()

@@ -135,6 +135,7 @@ class Reader:
         self._changed = threading.Condition(self._lock)  # for the reader's thread
         self._news: SimpleQueue[None] = SimpleQueue()
         self._turning = threading.RLock()  # held by who starts or stops the thread
+        self._halted = self._ended = False  # it is not to start: until it is resumed, or ever again
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
         self._resting: list[_Run] = []  # lanes that wait until they may be read on
@@ -158,8 +159,10 @@ class Reader:
         return self._arena.memory
 
     def start(self, epoch: int, step: int) -> None:
-        """Begin to read from this step on; whatever was read before is forgotten."""
+        """Begin to read from this step on; whatever was read before is forgotten. Raises WdstrainError once it is halted or closed."""
         with self._turning:
+            if self._halted or self._ended:  # by another thread, which waits for this one to give up
+                raise WdstrainError("the reader was stopped")
             self.stop()
             self._arena.reset()
             self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
@@ -181,9 +184,25 @@ class Reader:
             if self._landing is not None:
                 self._landing.stop()
 
+    def halt(self) -> None:
+        """Stop, and do not start until `resume`."""
+        with self._turning:
+            self._halted = True
+            self.stop()
+
+    def resume(self) -> None:
+        """It may start again, unless it was closed."""
+        self._halted = False
+
+    def end(self) -> None:
+        """Stop, and never start again."""
+        with self._turning:
+            self._ended = True
+            self.stop()
+
     def close(self) -> None:
         """Stop for good. Its memory then goes with its last user, and does not wait for the collector."""
-        self.stop()
+        self.end()
         with self._lock:  # what refers back to this: what the threads tell, and the frames of an error that was raised
             self._fetchers = Fetchers(None, self.tally, _nobody)
             self._runs, self._error = {}, WdstrainError("the reader was stopped")
@@ -348,19 +367,24 @@ class Reader:
             unread = [run for run in runs if run.begun < run.plan.lane_places(run.lane)]
             if not unread or self._stopping:
                 return None
-            pausing = not self._room_for(unread, self._held)
+            pausing = not self._free(unread)
         if pausing:
             with suppress(Exception):  # it is tried again where it is due
                 following()
         with self._lock:
-            if pausing:
+            free = [] if pausing else self._free(unread)
+            while not free and not self._stopping:  # also where what made room is gone meanwhile, with an epoch that ended
                 self._resting = unread
                 self._changed.wait_for(lambda: self._stopping or self._goes_on())
                 self._resting = []
                 self._tell()
-            # a lane of a smaller source may have room where another has none, and would be read over what is not delivered
-            free = [run for run in unread if self._room_for([run], self._held)]
+                free = self._free(unread)
             return None if self._stopping else min(free, key=lambda run: run.begun - run.needed)
+
+    def _free(self, lanes: list[_Run]) -> list[_Run]:
+        """Those that may be read on: one of a smaller source may have room where another has none, and would be read over what is not
+        delivered."""
+        return [run for run in lanes if self._room_for([run], self._held)]
 
     def _goes_on(self) -> bool:
         """Whether lanes that wait for room are to be read on."""
@@ -372,8 +396,8 @@ class Reader:
         return any(run.begun < run.needed or self._held_of(run.lane) < most for run in lanes)
 
     def _held_of(self, lane: int) -> int:
-        """Places of a lane that were begun and not yet asked for."""
-        return sum(run.begun - run.delivered for runs in self._runs.values() for run in runs if run.lane == lane)
+        """Places of a lane that were begun and not yet asked for. Of an epoch that ends with padding more is asked for than there is."""
+        return sum(max(0, run.begun - run.delivered) for runs in self._runs.values() for run in runs if run.lane == lane)
 
     def _read_piece(self, run: _Run) -> None:
         """Read the next samples of a lane that lie together in one shard."""

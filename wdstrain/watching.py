@@ -186,7 +186,7 @@ class Watch:
         self._since = None
 
     def close(self) -> None:
-        if self._running.locked():
+        with suppress(RuntimeError):  # another thread closes it too
             self._running.release()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
