@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import ShardError, UsageError
+from wdstrain.index_files import save_index
 from wdstrain.opening import open_index
 from wdstrain.storage import expand
 
@@ -65,6 +67,17 @@ def test_what_is_remembered_is_believed_as_little_as_any_file(shards: Path) -> N
     for name, damage in (("index.bin", b"x" * 100), ("index.json", b"[]")):
         (shards / ".wdstrain" / name).write_bytes(damage)
         assert walked(shards) == 21
+
+
+@pytest.mark.parametrize("part", ["start", "stop"])
+def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> None:
+    """They are read one after another, into places of their own."""
+    made = wt.index(shards)
+    lying = getattr(made.table, part).copy()
+    lying[3] += 512 if part == "stop" else -512
+    save_index(replace(made, table=replace(made.table, **{part: lying})), str(shards))
+    with pytest.raises(ShardError, match="cannot be true"):
+        open_index(shards)
 
 
 def test_an_index_comes_back_from_the_disk_as_it_was(shards: Path) -> None:

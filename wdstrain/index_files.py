@@ -347,6 +347,8 @@ def _check_table(index: Index, path: str) -> None:
         members = np.diff(t.member_first)
         low, high = np.repeat(t.start, members), np.repeat(t.stop, members)
         sound = bool((t.start >= 0).all() and (t.start < t.stop).all() and (t.stop <= size).all())
+        follows = np.diff(np.repeat(np.arange(len(index.counts)), index.counts)) == 0  # one more of the same shard
+        sound = sound and bool((t.start[1:] >= t.stop[:-1])[follows].all())
         sound = sound and bool((t.member_size >= 0).all() and (t.member_offset >= low).all())
         sound = sound and bool((t.member_size <= high - t.member_offset).all())
         sound = sound and bool((t.member_field < len(index.fields)).all())
