@@ -97,7 +97,7 @@ def test_who_is_stuck_is_told_with_stage_shard_key_and_stack(
     )
     assert sum(len(batch["__key__"]) for batch in loader) == 21  # what was slow is not lost
     loader.close()
-    (told,) = [text for text in heard.said if waits(text)]
+    told, *_ = [text for text in heard.said if waits(text)]  # again after twice the time, where a machine is that slow
     assert f"part-001.tar: '{STUCK}' at offset 4096" in told
     assert ("worker process" if workers else "decoder thread") in told
     assert "test_watching.py" in told
