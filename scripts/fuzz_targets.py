@@ -837,6 +837,9 @@ def _image_seeds() -> list[bytes]:
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", exif=turned)
     found.append(buffer.getvalue())
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", xmp=b'<x:xmpmeta tiff:Orientation="8"/>')
+    found.append(buffer.getvalue())
     found.append(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
     return found
 
@@ -844,7 +847,7 @@ def _image_seeds() -> list[bytes]:
 _IMAGE_WORDS = (
     *(b"\xff\xd8", b"\xff\xd9", b"\xff\xda", b"\xff\xc0", b"\xff\xc2", b"\xff\xc4", b"\xff\xdb", b"\xff\xdd", b"\xff\xe1", b"\xff\xd0"),
     *(b"Exif\0\0", b"IHDR", b"IDAT", b"IEND", b"PLTE", b"tRNS", b"acTL", b"GIF89a", b"RIFF", b"WEBPVP8 ", b"VP8L", b"VP8X", b"II*\0"),
-    *(b"MM\0*", b"BM", b"P6\n", b"P5\n", b"%!PS", b"MPF\0"),
+    *(b"tiff:Orientation", b"http://ns.adobe.com/xap/1.0/\0", b"\x12\x01\x03\0\x01\0\0\0", b"\x01\x12\0\x03\0\0\0\x01", b"MM\0*", b"BM", b"P6\n", b"P5\n", b"%!PS", b"MPF\0"),
 )  # fmt: skip
 
 

@@ -499,10 +499,10 @@ def bytes_in(folder: Path) -> int:
 def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
     """What should not be there, or is not what it should be, when all have ended."""
     sums = {hashlib.sha256(path.read_bytes()).digest() for path in shards}
-    for path in (place / "cache").iterdir():
+    for path in (place / "cache").glob("*/*"):
         if path.suffix == ".tar" and hashlib.sha256(path.read_bytes()).digest() not in sums:
             yield f"{path.name} in the cache is not one of the shards"
-        elif path.name != ".lock" and not path.name.endswith((".tar", ".tar.part")):
+        elif path.name not in (".lock", "CACHEDIR.TAG") and not path.name.endswith((".tar", ".tar.part")):
             yield f"{path.name} was left in the cache"
 
 

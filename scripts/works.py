@@ -262,18 +262,18 @@ class Filling(Work):
                 raise Lie("other samples came")
 
     def look(self, place: Path) -> None:
-        for path in (place / "cache").glob("*.tar"):
+        for path in (place / "cache").rglob("*.tar"):
             if path.read_bytes() not in self.shards:
                 raise Lie(f"{path.name} in the cache is none of the shards")
 
     def end(self, place: Path) -> None:
         self.look(place)
-        found = sorted(os.listdir(place / "cache"))
+        found = sorted(path.name for path in (place / "cache").rglob("*"))
         if len([name for name in found if name.endswith(".tar")]) != len(self.shards) or any(".part" in name for name in found):
             raise Lie(f"the cache holds {found}")
 
     def reach(self, place: Path) -> str:
-        whole = len(list((place / "cache").glob("*.tar"))) if (place / "cache").exists() else 0
+        whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
         return "after" if whole == len(self.shards) else "within" if (place / "cache").exists() else "before"
 
     def reboot(self) -> None:

@@ -25,11 +25,15 @@ Fault = Callable[["Handler", Path, int, int], bool]
 
 @dataclass
 class Served:
-    """A running server. faults are asked before each answer, in turn; one that returns True has answered."""
+    """A running server. faults are asked before each answer, in turn; one that returns True has answered.
+
+    says: the header that names the version of a file: "strong" or "weak" ETag, "modified" (Last-Modified), or "nothing".
+    """
 
     root: Path
     url: str = ""
     ranges: bool = True
+    says: str = "strong"
     delay: float = 0.0  # seconds before each answer
     pages: bool = False  # answer what is not there with a page and status 200
     faults: list[Fault] = field(default_factory=list)
@@ -61,8 +65,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         size = path.stat().st_size
         tag = f'"{hashlib.sha1(f"{path.stat().st_mtime_ns}-{size}".encode()).hexdigest()[:12]}"'
-        if self.headers.get("If-Match") not in (None, tag):
-            self.answer(412, b"", {"ETag": tag})
+        modified = self.date_time_string(int(path.stat().st_mtime))
+        says = {"strong": {"ETag": tag}, "weak": {"ETag": f"W/{tag}"}, "modified": {"Last-Modified": modified}, "nothing": {}}
+        version = says[served.says]
+        if self.headers.get("If-Match") not in (None, version.get("ETag")):
+            self.answer(412, b"", version)
             return
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "") if served.ranges else None
         start, stop = (int(found[1]), min(size, int(found[2] or size - 1) + 1)) if found else (0, size)
@@ -70,7 +77,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault is not None and fault(self, path, start, stop):
             return
         data = path.read_bytes()[start:stop]
-        headers = {"ETag": tag, "Content-Type": "application/octet-stream"}
+        headers = {**version, "Content-Type": "application/octet-stream"}
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self.answer(206 if found else 200, data, headers)

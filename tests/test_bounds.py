@@ -448,7 +448,7 @@ def test_an_index_may_not_claim_a_shard_that_no_disk_holds(tmp_path: Path) -> No
         with pytest.raises(ShardError, match=r"its index says 4611686018427387903: it was cut or changed"):
             next(iter(loader))
         loader.close()
-    assert not list((tmp_path / "cache").glob("*.tar*"))
+    assert not list((tmp_path / "cache").rglob("*.tar*"))
 
 
 def test_reasons_are_short_whatever_a_transform_says(tmp_path: Path) -> None:

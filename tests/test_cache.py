@@ -12,7 +12,7 @@ import tarfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def asked(server: Served) -> list[tuple[str, str | None]]:
 
 
 def whole(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.tar"))
+    return sorted((folder / cache.FOLDER).glob("*.tar"))
 
 
 def check_content(folder: Path, made: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_first_epoch_fills_the_cache_and_the_next_needs_no_server(made: Path
         assert far.report()["fetched"] == 0 < far.report()["bytes"] <= far.report()["cached"]
     assert epoch(far, 1) == wanted[1]  # the server is gone
     assert sorted(path.read_bytes() for path in whole(tmp_path / "cache")) == sorted(p.read_bytes() for p in made.glob("*.tar"))
-    assert not list((tmp_path / "cache").glob("*.part"))
+    assert not list((tmp_path / "cache").rglob("*.part"))
     with tarfile.open(whole(tmp_path / "cache")[0]) as tar:
         assert tar.getnames()
 
@@ -358,7 +358,7 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, 
     for _ in range(2):
         assert epoch(loader) == wanted
         loader.close()
-        assert 0 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+        assert 0 < sum(path.stat().st_size for path in (tmp_path / cache.FOLDER).glob("*.tar*")) <= limit
     check_content(tmp_path, made)
     one, shards = Cache(str(tmp_path / "other"), limit), loader.index.shards
     for number in (0, 1, 0, 2):
@@ -369,6 +369,34 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, 
             os.utime(one.place_of(shards[number]), ns=(number, number))
         file.close()
     assert {path.name[:12] for path in whole(tmp_path / "other")} == {"train-000000", "train-000002"}
+
+
+def test_only_what_a_cache_wrote_is_ever_taken_out(made: Path, served: Served, tmp_path: Path) -> None:
+    for path in made.iterdir():
+        shutil.copy(path, tmp_path)
+    with closing(loader_of(served.url, tmp_path, cache_limit="10MB")) as loader:
+        wanted = epoch(loader)
+    for path in whole(tmp_path):  # of the names that a cache gives, beside its folder
+        shutil.copy(path, tmp_path)
+    (tmp_path / cache.FOLDER / "notes.tar").write_bytes(bytes(100_000))
+    mine = {path: path.read_bytes() for path in [*tmp_path.glob("*.*"), tmp_path / cache.FOLDER / "notes.tar"]}
+    limit = max(path.stat().st_size for path in made.glob("*.tar"))
+    there = [path for path in whole(tmp_path) if path.name != "notes.tar"]
+    for gone in there[:2]:  # which pushes others out when it is read again
+        gone.unlink(missing_ok=True)
+        with closing(loader_of(served.url, tmp_path, cache_limit=limit)) as loader:
+            assert sorted(epoch(loader)) == sorted(wanted)
+    assert {path: path.read_bytes() for path in mine} == mine
+    assert len(set(there) - set(whole(tmp_path))) > 2
+
+
+def test_a_folder_that_somebody_else_filled_is_no_cache(served: Served, tmp_path: Path) -> None:
+    (tmp_path / cache.FOLDER).mkdir()
+    (tmp_path / cache.FOLDER / "thesis.tar").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"wdstrain-cache holds thesis.tar, which no cache wrote"):
+        loader_of(served.url, tmp_path)
+    os.unlink(tmp_path / cache.FOLDER / "thesis.tar")
+    loader_of(served.url, tmp_path).close()  # an empty one, as a kill may leave it
 
 
 def test_what_is_being_read_is_never_taken_out(served: Served, tmp_path: Path) -> None:
@@ -389,7 +417,7 @@ def test_a_shard_above_the_limit_is_streamed(made: Path, served: Served, tmp_pat
     loader = loader_of(served.url, tmp_path, cache_limit="10KB")
     assert epoch(loader) == epoch(loader_of(str(made), None))
     loader.close()
-    assert list(tmp_path.glob("*.tar*")) == []
+    assert list(tmp_path.rglob("*.tar*")) == []
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -477,7 +505,7 @@ def test_what_cannot_be_a_cache_is_said_at_once(served: Served, tmp_path: Path) 
         ({"cache_dir": tmp_path / "file"}, "cannot be made"),
         ({"cache_limit": "1GB"}, "Give cache_dir too"),
         ({"cache_dir": tmp_path, "cache_limit": "many"}, "'many' is no size"),
-        ({"cache_dir": tmp_path, "cache_limit": 0}, "is below 1"),
+        ({"cache_dir": tmp_path, "cache_limit": 0}, "cache_limit=0"),
     ):
         with pytest.raises(UsageError, match=words):
             wt.Loader(served.url, **options)

@@ -188,14 +188,14 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
     wt.index(tmp_path)
     original, closers = Reader.start, list[threading.Thread]()
 
-    def start(self: Reader, epoch: int, step: int) -> None:
+    def start(self: Reader, *words: Any) -> None:
         if not closers:
             closers.append(threading.Thread(target=getattr(loader._pipeline, how)))
             closers[0].start()
             end = time.monotonic() + 20
             while not (self._ended or self._halted) and time.monotonic() < end:
                 time.sleep(0.001)
-        original(self, epoch, step)
+        original(self, *words)
 
     monkeypatch.setattr(Reader, "start", start)
     released = threading.Event()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,15 +17,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards
+from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.packing import catalog
-from wdstrain.packing.convert import convert
+from wdstrain.packing.convert import Step, convert
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.listing import Item, Listing
 from wdstrain.packing.options import Options, Packing
@@ -179,6 +183,62 @@ def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: 
     assert files(tmp_path / "out0.0") == files(tmp_path / "out1.0")
 
 
+def test_a_conversion_leaves_children_alone_that_are_not_its_own(photos: Path, tmp_path: Path) -> None:
+    """One that runs is not waited for; one that failed is no reason to end any other."""
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    others = [context.Process(target=ended.wait), context.Process(target=os._exit, args=(7,))]
+
+    def begin(step: Step) -> None:
+        if others[0].pid is None:
+            for one in others:
+                one.start()
+            others[1].join()
+
+    assert len(wt.pack_folder(str(photos), str(tmp_path / "out"), shard_samples=1, jobs=2, progress=begin)) == 40
+    assert others[0].is_alive()
+    ended.set()
+    others[0].join()
+    assert [one.exitcode for one in others] == [0, 7]
+
+
+def test_a_conversion_has_as_many_jobs_as_it_may_use_cores(photos: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from wdstrain.cli.main import main; main(sys.argv[1:])"
+    )
+    helped = subprocess.run([sys.executable, "-c", code, "convert", "folder", "--help"], capture_output=True, text=True)
+    assert "processes (default: 1, one per core)" in " ".join(helped.stdout.split())
+
+
+@pytest.mark.parametrize(("kind", "where"), [("tars", "/in/"), ("arrays", "/spill/"), ("folder", "/in/")])
+def test_a_disk_that_does_not_give_the_source_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
+) -> None:
+    """Not as one that cannot be written: freeing space would be no help."""
+    write_shards(tmp_path / "in", [20])
+    write_class_folder(tmp_path / "in", {"a": 3})
+
+    def failing(read: Callable[..., bytes]) -> Callable[..., bytes]:
+        def fail(fd: int, *words: int) -> bytes:
+            if where in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return read(fd, *words)
+
+        return fail
+
+    for name in ("read", "pread"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    pack: dict[str, Callable[[str], Any]] = {
+        "tars": lambda out: wt.pack_tars(str(tmp_path / "in"), out),
+        "arrays": lambda out: wt.pack_arrays({"x": np.arange(50)}, out),
+        "folder": lambda out: wt.pack_folder(str(tmp_path / "in"), out),
+    }
+    with pytest.raises((StorageError, SourceError), match=rf"{where}.* cannot be read.*Input/output error"):
+        pack[kind](str(tmp_path / "out"))
+
+
 # --- killed, and gone on with ----------------------------------------------------------------------------------------
 
 
@@ -253,16 +313,51 @@ def test_shards_made_from_other_input_are_written_anew(photos: Path, tmp_path: P
 
 
 def test_what_was_laid_down_of_another_stream_is_not_used(tmp_path: Path) -> None:
-    """The stream was read to its end, the shards were not written; then the input or an option changed."""
+    """The stream was read to its end, the shards were not written; then the input changed."""
     out = tmp_path / "out"
-    for number, (value, seed) in enumerate([(1, 0), (2, 0), (2, 3)]):
-        np.save(tmp_path / "x.npy", np.full((4000, 100), value))
-        line = command(f"arrays --field x={tmp_path / 'x.npy'}", out, "--seed", str(seed))
-        if number < 2:
-            killed_when([*line, "--resume"], lambda: count(out, "spill/spill.json") > 0 and count(out, "shards/*.part") > 1)
+    line = command(f"arrays --field x={tmp_path / 'x.npy'}", out)
+    np.save(tmp_path / "x.npy", np.full((4000, 100), 1))
+    killed_when([*line, "--resume"], lambda: count(out, "spill/spill.json") > 0 and count(out, "shards/*.part") > 1)
+    np.save(tmp_path / "x.npy", np.full((4000, 100), 2))
     assert main([*line[3:], "--resume"]) == 0
-    wt.pack_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "whole"), seed=3, shard_samples=40)
+    wt.pack_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "whole"), shard_samples=40)
     assert files(out) == files(tmp_path / "whole")
+
+
+class EnoughError(Exception):
+    """Ends a conversion from within."""
+
+
+def broken_off(step: Step) -> None:
+    if step.title == "packing" and step.done > 200:
+        raise EnoughError
+
+
+def test_an_unfinished_conversion_is_resumed_as_it_was_asked_for(tmp_path: Path) -> None:
+    array, out = np.arange(4000).reshape(400, 10), str(tmp_path / "out")
+    with pytest.raises(EnoughError):
+        wt.pack_arrays({"x": array}, out, shard_samples=40, progress=broken_off)
+    changes: list[tuple[str, dict[str, Any], str]] = [
+        ("x", {"seed": 3}, "seed was 0, is 3"),
+        ("x", {"shuffle": False, "limit": 9}, "shuffle was True, is False; limit was None, is 9"),
+        ("y", {}, "fields was ['x'], is ['y']"),
+    ]
+    for field, options, told in changes:
+        with pytest.raises(
+            UsageError, match=re.escape(f"an unfinished conversion of another source or with other options: {told}.")
+        ):
+            wt.pack_arrays({field: array}, out, **{"shard_samples": 40, "resume": True, **options})
+    assert len(wt.pack_arrays({"x": array}, out, shard_samples=40, resume=True, on_bad="quarantine")) == 400
+
+
+def test_counts_of_what_was_passed_over_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", [400])
+    options: dict[str, Any] = {"select": "cls != 3", "shard_samples": 40}
+    with pytest.raises(EnoughError):
+        wt.pack_tars(str(tmp_path / "in"), str(tmp_path / "out"), progress=broken_off, **options)
+    wt.pack_tars(str(tmp_path / "in"), str(tmp_path / "out"), resume=True, **options)
+    wt.pack_tars(str(tmp_path / "in"), str(tmp_path / "whole"), **options)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_resuming_an_iterable_reads_it_again(tmp_path: Path) -> None:
@@ -283,6 +378,138 @@ def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path)
     before = files(tmp_path / "out")
     done = convert(list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_bad="quarantine"))
     assert (done.listed, len(done.bad), len(done.index), done.limited) == (41, 1, 40, 0)
+    assert files(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("unsaid", [False, True])
+def test_fields_of_two_calls_never_lie_beside_each_other(tmp_path: Path, unsaid: bool) -> None:
+    """Output of an earlier call is not reused under other field names, also if that call was killed early."""
+    array, out = np.arange(4000).reshape(400, 10), tmp_path / "out"
+    with pytest.raises(EnoughError):
+        wt.pack_arrays({"old": array}, str(out), shard_samples=40, progress=broken_off)
+    if unsaid:
+        (out / ".unfinished" / "call.json").unlink()
+        wt.pack_arrays({"new": array}, str(out), shard_samples=40, resume=True)
+        assert {name for _, fields in read_with_webdataset(sorted(out.glob("*.tar"))) for name in fields} == {"new.npy"}
+    else:
+        with pytest.raises(UsageError, match="fields was"):
+            wt.pack_arrays({"new": array}, str(out), shard_samples=40, resume=True)
+
+
+class Sources:
+    """Sources of twelve samples each, and what changes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.array, self.samples = folder, np.arange(24.0).reshape(12, 2), [{"txt": f"old {i}"} for i in range(12)]
+        self.photos = write_class_folder(folder / "photos", {"cat": 6, "dog": 6})
+        np.save(folder / "x.npy", self.array)
+        write_shards(folder / "tars", [12])
+        self.table([0] * 6 + [1] * 6)
+        self.write_hdf5()
+
+    def table(self, labels: list[float]) -> None:
+        rows = [f"photos/{'cat' if n < 6 else 'dog'}/{n:03d}.png,{label}" for n, label in enumerate(labels)]
+        (self.folder / "t.csv").write_text("\n".join(["file,y", *rows]) + "\n")
+
+    def write_hdf5(self) -> None:
+        with h5py.File(self.folder / "x.h5", "w") as file:
+            file["x"] = self.array
+
+    def add(self, value: float) -> None:
+        self.array = self.array + value
+        np.save(self.folder / "x.npy", self.array)
+        self.write_hdf5()
+
+    def change_one(self) -> None:
+        """The same size and the same time, other bytes."""
+        path = self.photos / "cat" / "003.png"
+        before, data = path.stat(), bytearray(path.read_bytes())
+        data[60] ^= 1
+        path.write_bytes(data)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    def rename(self) -> None:
+        (self.photos / "dog").rename(self.photos / "eel")
+
+    def replace_one(self) -> None:
+        (self.photos / "cat" / "003.png").rename(self.photos / "cat" / "new.png")
+
+    def another_row(self) -> None:
+        self.array = np.concatenate([self.array, self.array[:1]])
+        np.save(self.folder / "x.npy", self.array)
+
+    def other_tars(self) -> None:
+        write_tar(self.folder / "tars" / "part-000.tar", [(f"s{n:06d}", {"txt": b"new", "cls": b"0"}) for n in range(12)])
+
+    def other_samples(self) -> None:
+        self.samples[5]["txt"] = "new 5"
+
+    def pack(self, kind: str, **options: Any) -> Any:
+        out = str(self.folder / "out")
+        if kind == "folder":
+            return wt.pack_folder(str(self.photos), out, **options)
+        if kind == "memory":
+            return wt.pack_arrays({"x": self.array}, out, **options)
+        if kind == "arrays":
+            return wt.pack_arrays({"x": str(self.folder / "x.npy")}, out, **options)
+        if kind == "hdf5":
+            return wt.pack_hdf5(str(self.folder / "x.h5"), out, {"x": "/x"}, **options)
+        if kind == "table":
+            return wt.pack_table(str(self.folder / "t.csv"), out, image="file", label="y:number", **options)
+        if kind == "tars":
+            return wt.pack_tars(str(self.folder / "tars"), out, **options)
+        return wt.pack(iter(self.samples), out, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("folder", Sources.change_one, "the sample 'cat/003' is another"),
+        ("folder", Sources.rename, "the label was class (class of 2: cat, dog), is class (class of 2: cat, eel)"),
+        ("folder", Sources.replace_one, "the sample 'cat/003' is not in the source"),
+        ("memory", lambda sources: sources.add(1), "is another, and 11 more"),
+        ("memory", Sources.another_row, "the sample '000000012' is new"),
+        ("arrays", lambda sources: sources.add(1), "is another, and 11 more"),
+        ("hdf5", lambda sources: sources.add(1), "is another, and 11 more"),
+        ("table", lambda sources: sources.table([7.5] * 12), "is another, and 11 more"),
+        ("tars", Sources.other_tars, "is another, and 11 more"),
+        ("samples", Sources.other_samples, "the sample '000000005' is another"),
+    ],
+)
+def test_a_finished_set_is_not_taken_for_that_of_another_source(
+    tmp_path: Path, kind: str, change: Callable[[Sources], None], told: str
+) -> None:
+    """Resume compares the finished set with the source as it is now, and names the difference."""
+    sources = Sources(tmp_path)
+    first = sources.pack(kind)
+    before = files(tmp_path / "out")
+    assert len(sources.pack(kind, resume=True)) == len(first) == 12
+    change(sources)
+    with pytest.raises(
+        UsageError, match=re.escape("a finished conversion of another source or with other options: ")
+    ) as raised:
+        sources.pack(kind, resume=True)
+    assert told in str(raised.value)
+    assert files(tmp_path / "out") == before
+    sources.pack(kind, overwrite=True)
+    sources.pack(kind, resume=True)
+    sources.samples.clear()
+    if kind == "samples":
+        with pytest.raises(UsageError, match="a finished conversion of another source.*: samples holds no samples"):
+            sources.pack(kind, resume=True)
+
+
+def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "zero.jpg").touch()
+    options = Packing(
+        resize=16, on_bad="quarantine", split={"a": 0.5, "b": 0.5}, stratify=True, limit=30, jobs=2, shard_samples=4
+    )
+    wt.pack_folder(str(photos), str(tmp_path / "out"), **options)
+    before = files(tmp_path / "out")
+    assert len(wt.pack_folder(str(photos), str(tmp_path / "out"), resume=True, **options)) == 30
+    (photos / "cat" / "zero.jpg").write_bytes(picture(777, kind="JPEG"))
+    with pytest.raises(UsageError, match="a finished conversion of another source"):
+        wt.pack_folder(str(photos), str(tmp_path / "out"), resume=True, **options)
     assert files(tmp_path / "out") == before
 
 
@@ -379,6 +606,28 @@ def test_bad_samples_are_quarantined_counted_and_listed(photos: Path, tmp_path: 
     assert again.info["quarantined"] == 3  # without a look inside, half a picture is a picture
 
 
+def test_a_video_or_heic_under_the_name_of_a_picture_is_bad(tmp_path: Path) -> None:
+    def boxes(*brands: bytes) -> bytes:
+        words = b"".join((brands[0], bytes(4), *brands[1:]))
+        return (8 + len(words)).to_bytes(4, "big") + b"ftyp" + words + b"avifavif" * 60
+
+    folder = tmp_path / "in" / "a"
+    folder.mkdir(parents=True)
+    (folder / "0.jpg").write_bytes(picture(1, kind="JPEG"))
+    good = {"1.avif": boxes(b"avif", b"mif1"), "2.avif": boxes(b"mif1", b"miaf", b"avif"), "3.avif": boxes(b"avis")}
+    bad = {
+        "clip.jpg": boxes(b"isom", b"isom", b"mp41"),
+        "phone.jpg": boxes(b"heic", b"mif1", b"heic"),
+        "x.jpg": b"\0\0\0\x08ftyp",
+    }
+    for name, data in (good | bad).items():
+        (folder / name).write_bytes(data)
+    index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), on_bad="quarantine")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
+    assert {row["path"] for row in rows} == {f"a/{name}" for name in bad}
+    assert len(index) == 1 + len(good)
+
+
 def test_when_all_of_a_shard_is_bad_there_is_no_empty_shard_and_no_gap(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 12}, "jpg")
     for number in range(4, 8):
@@ -442,6 +691,31 @@ def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: P
     split = {"train": 0.8, "val": 0.2}
     index = wt.pack_folder(str(photos), str(tmp_path / "out"), split=split, stratify=True)
     assert index.info["samples"] == {"train": {"cat": 9, "dog": 19, "eel": 4}, "val": {"cat": 2, "dog": 5, "eel": 1}}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ([5] * 40, [0.9, 0.1]),
+        ([4] * 40, [0.9, 0.1]),
+        ([3] * 40, [0.8, 0.2]),
+        ([1] * 40, [0.8, 0.1, 0.1]),
+        ([15] * 20, [0.7, 0.15, 0.1, 0.05]),
+        ([*range(1, 30)], [1 / 3, 1 / 3, 1 / 3]),
+        ([1, 1, 2, 7, 100], [0.5, 0.25, 0.15, 0.1]),
+    ],
+)
+def test_stratified_shares_are_right_in_each_class_and_over_all(tmp_path: Path, sizes: list[int], shares: list[float]) -> None:
+    """Each class and the whole have their exact share, rounded up or down; not every class rounded alike."""
+    samples = [{"__key__": f"{c}_{i}", "cls": c, "txt": ""} for c, size in enumerate(sizes) for i in range(size)]
+    split = {f"part{number}": share for number, share in enumerate(shares)}
+    index = wt.pack(samples, str(tmp_path / "out"), split=split, stratify=True)
+    found = index.info["samples"]
+    assert sum(sum(counts.values()) for counts in found.values()) == sum(sizes)
+    for name, share in split.items():
+        assert abs(sum(found[name].values()) - share * sum(sizes)) < 1 + 1e-9
+        for c, size in enumerate(sizes):
+            assert abs(found[name].get(str(c), 0) - share * size) < 1 + 1e-9
 
 
 def test_a_group_comes_to_one_side_and_stays_when_rows_are_added(tmp_path: Path) -> None:
@@ -530,8 +804,12 @@ def test_a_file_that_changed_without_changing_its_size_is_packed_anew(tmp_path: 
 def test_resuming_what_was_finished_with_another_source_or_options_is_refused(photos: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     wt.pack_folder(str(photos), out)
-    for options in ({"seed": 4}, {"resize": 50}, {"limit": 7}):
-        with pytest.raises(UsageError, match="a finished conversion of another source or with other options"):
+    for options, told in (
+        ({"seed": 4}, "seed was 0, is 4"),
+        ({"resize": 50}, "resize was None, is 50"),
+        ({"limit": 7}, "limit was None, is 7"),
+    ):
+        with pytest.raises(UsageError, match=f"a finished conversion of another source or with other options: {told}"):
             wt.pack_folder(str(photos), out, resume=True, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a finished conversion of another source"):
         wt.pack([{"txt": "x"}], out, resume=True)
@@ -587,6 +865,41 @@ def test_an_exchange_killed_in_its_last_moments_is_finished(photos: Path, tmp_pa
     assert len(wt.Loader(str(out), batch_size=1)) == 40
     assert len(wt.pack_folder(str(photos), str(out), resume=True)) == 40
     assert files(out) == before
+
+
+def replaced_in_place(folder: str, killed_at: int) -> None:
+    """Convert shards into their own folder; the power goes when so many files are in place."""
+    moved = itertools.count()
+    replace = os.replace
+
+    def dying(source: str, target: str) -> None:
+        if ".swapping" in source and next(moved) == killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = dying  # type: ignore[assignment]
+    wt.pack_tars(folder, folder, shard_samples=5, rename={"txt": "text"}, overwrite=True)
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 8, 9, None])
+def test_shards_that_replace_their_own_source_are_brought_to_their_end(tmp_path: Path, killed_at: int | None) -> None:
+    """Killed when 0, 1, 8 (all shards) or 9 of the 10 files are in place, or not at all. The source is gone then."""
+    folder, whole = str(tmp_path / "set"), tmp_path / "whole"
+    wt.pack([{"__key__": f"k{n:03d}", "txt": f"A{n}"} for n in range(40)], folder, shard_samples=4)
+    wt.pack_tars(folder, str(whole), shard_samples=5, rename={"txt": "text"})
+    process = multiprocessing.get_context("fork").Process(target=replaced_in_place, args=(folder, killed_at))
+    process.start()
+    process.join()
+    assert process.exitcode == (0 if killed_at is None else -signal.SIGKILL)
+    words = ["--shard-samples", "5", "--resume"]
+    assert main(["convert", "tars", folder, folder, "--rename", "txt=text", *words]) == 0
+    found = {key: fields for key, fields in read_with_webdataset(sorted(Path(folder).glob("*.tar")))}
+    assert found == {f"k{n:03d}": {"text": b"A%d" % n} for n in range(40)}
+    assert {p.name: p.read_bytes() for p in Path(folder).glob("*.tar")} == {p.name: p.read_bytes() for p in whole.glob("*.tar")}
+    assert len(wt.pack_tars(folder, folder, shard_samples=5, rename={"txt": "text"}, resume=True)) == 40
+    for options, told in (({"rename": {"txt": "other"}}, "rename was"), ({"shard_samples": 6}, "shard_samples was 5, is 6")):
+        with pytest.raises(UsageError, match=f"a finished conversion of another source or with other options: {told}"):
+            wt.pack_tars(folder, folder, **{"shard_samples": 5, "rename": {"txt": "text"}, "resume": True, **options})
 
 
 def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import torch
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
 from wdstrain.augmentation import DRAWS
+from wdstrain.indexing import Label
 from wdstrain.memory import Memory
 from wdstrain.pinned import Locked
+from wdstrain.training import tally
+from wdstrain.training.task import Head, Task, normalised
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -137,3 +140,20 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         _ = [1 // 0 for _ in wt.to_device(loader, "cuda")]
     loader.close()
+
+
+def test_what_a_step_of_training_computes_beside_the_model_does_not_wait_for_the_device() -> None:
+    label = Label(name="kind", field="cls", kind="class", classes=("a", "b", "c"))
+    task = Task((Head(label, "class"),))
+    pixels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
+    outputs, target = torch.randn(8, 3, device="cuda"), torch.arange(8, device="cuda") % 3
+    there, images = pixels.cuda(), normalised(pixels.cuda())  # the first call copies constants
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        images = normalised(there)
+        losses = task.losses(outputs, [target])
+        sums = torch.stack(tally.counted(task, outputs, [target], losses))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.allclose(images.cpu(), normalised(pixels), atol=1e-5)
+    assert sums.tolist()[:2] == [pytest.approx(float(losses.double().sum())), 8.0]

@@ -135,6 +135,29 @@ def test_columns_of_json_are_labels_and_numbers() -> None:
         value(wt.number("json", column="kind"), data)
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400, "1e39"], ids=["1e400", "-1e400", "400 digits", "1e39"])
+def test_a_number_beyond_the_largest_is_not_infinity(number: str) -> None:
+    for field, data in (
+        (wt.number("x"), number),
+        (wt.number("json", column="n"), f'{{"n": {number}}}'),
+        (wt.number("json", column="n"), f'{{"n": "{number}"}}'),
+    ):
+        with pytest.raises(SampleError, match=r"more than a float32 holds|is not a number"):
+            value(field, data.encode())
+
+
+def test_a_number_may_be_infinite_itself() -> None:
+    assert value(wt.number("x"), b"-inf") == -np.inf
+    assert value(wt.number("json", column="n"), b'{"n": Infinity}') == np.inf
+    assert value(wt.number("x"), npy_bytes(np.float64("inf"))) == np.inf
+
+
+def npy_bytes(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 def test_text_json_and_arrays() -> None:
     assert value(wt.text(), "grüß\n".encode()) == "grüß\n"
     assert value(wt.json(), b'{"a": [1, 2]}') == {"a": [1, 2]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 from html import unescape
@@ -453,6 +454,8 @@ def test_without_labels_nothing_of_the_shards_is_read(folder: Path, capsys: Any)
     before = capsys.readouterr().out
     for path in folder.glob("*.tar"):
         path.write_bytes(bytes(os.path.getsize(path)))
+    later = time.time() + 1
+    os.utime(folder / "index.json", (later, later))  # shards that changed after their index are walked over again
     assert main(["plan", str(folder), "--no-labels"]) == 0
     assert capsys.readouterr().out == before
     assert "not looked at: labels were not to be read" in before
@@ -487,8 +490,8 @@ def test_plan_helps_with_an_example(capsys: Any) -> None:
         (["--batch-size", "700"], "600 samples cannot give 1 rank(s) one batch of 700"),
         (["--world-size", "4", "--lanes", "6"], "6 lanes cannot be shared by 4 ranks"),
         (["--label", "colour"], "there is no label 'colour' in the index; it has: cls."),
-        (["--epoch", "-1"], "epoch=-1: epochs count from 0."),
-        (["--shuffle-buffer", "0"], "shuffle_buffer=0 is below 1"),
+        (["--epoch", "-1"], "epoch=-1: must be an integer >= 0."),
+        (["--shuffle-buffer", "0"], "shuffle_buffer=0: must be an integer >= 1"),
         (["-o", "plan.png"], "plan.png: the page is HTML."),
     ],
 )

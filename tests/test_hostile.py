@@ -7,6 +7,9 @@ import io
 import json
 import os
 import pickle
+import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from isal import isal_zlib
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_shards, write_tar
@@ -275,3 +279,150 @@ def test_pages_show_what_shards_say_and_do_not_become_it(tmp_path: Path) -> None
         if MARK in text:  # some are figures alone
             check_page(text, name)
     assert {"info", "peek"} <= {name for name, text in texts.items() if MARK in text}
+
+
+READS_PICTURES = """
+import sys
+sys.modules["turbojpeg"] = None  # as where the package is not installed
+import wdstrain as wt
+(batch,) = wt.Loader("set", {"image": wt.image(size=8, augment="rrc")}, batch_size=4)
+assert len(batch["__key__"]) == 4
+sys.stdout.write(open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the libraries of a process are listed in /proc")
+def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None:
+    write_tar(tmp_path / "set" / "a.tar", [(f"k{i}", {"jpg": picture(i, kind="JPEG")}) for i in range(4)])
+    library = tmp_path / "turbojpeg.libs" / "libturbojpeg-0.so"
+    library.parent.mkdir()
+    shutil.copy(isal_zlib.__file__, library)  # any library that can be loaded
+    ended = subprocess.run([sys.executable, "-c", READS_PICTURES], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert str(tmp_path) not in ended.stdout
+
+
+def npy_of(head: str) -> bytes:
+    """A .npy file with this head, and 12 bytes."""
+    raw = head.encode("latin-1") + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(raw).to_bytes(2, "little") + raw + bytes(12)
+
+
+def head_of(shape: str, descr: str = "'<f4'") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
+
+
+HOSTILE: dict[str, tuple[str, bytes]] = {
+    "shape of texts": ("npy", npy_of(head_of("('a', 'b')"))),
+    "shape below 0": ("npy", npy_of(head_of("(-1, 4)"))),
+    "shape beyond integers": ("npy", npy_of(head_of("(4000000000, 4000000000)"))),
+    "shape that is not closed": ("npy", npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (3")),
+    "shape with a gap": ("npy", npy_of(head_of("(3,,"))),
+    "braces": ("npy", npy_of("{" * 200)),
+    "a list as a key": ("npy", npy_of("{[]:1}")),
+    "minus signs": ("npy", npy_of("-" * 9000)),
+    "half a dtype": ("npy", npy_of(head_of("(3,)", "[('a',)]"))),
+    "a deep dtype": ("npy", npy_of(head_of("(3,)", "[" * 150 + "'<f4'" + "]" * 150))),
+    "objects": ("npy", npy_of(head_of("(3,)", "'|O'"))),
+    "version 9": ("npy", b"\x93NUMPY\x09\x00\x10\x00" + b" " * 100),
+    "a head of 2 GB": ("npy", b"\x93NUMPY\x02\x00\xff\xff\xff\x7f" + b"{" * 100),
+    "a zip": ("npy", b"PK\3\4" + bytes(100)),
+    "deep JSON": ("json", b"[" * 100_000),
+    "JSON that is deep and whole": ("json", b"[" * 900 + b"]" * 900),
+    "JSON with a long number": ("json", b"1" * 5000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_and_json_end_in_a_sentence(name: str, tmp_path: Path, capsys: Any) -> None:
+    field, data = HOSTILE[name]
+    field = f"x.{field}" if field == "npy" else field
+    write_tar(tmp_path / "s" / "t.tar", [(f"k{i}", {field: data, "png": picture(i), "cls": b"1"}) for i in range(3)])
+    for words in (
+        ["info", "--exact"],
+        ["info", "--json"],
+        ["show"],
+        ["show", "-o", tmp_path / "sheet.html"],
+        ["verify", "--decode"],
+    ):
+        run(words[0], tmp_path / "s", *words[1:])
+    shown = capsys.readouterr()
+    assert "k0" in shown.out
+    assert "Traceback" not in shown.err
+    if field == "x.npy":
+        assert not wt.verify(tmp_path / "s", decode=True).ok
+        loader = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy")}, batch_size=1)
+        with pytest.raises(SampleError, match="'k[0-2]', field 'x.npy'"):
+            next(iter(loader))
+    if field == "x.npy" and data[:2] != b"PK":  # numpy leaves a damaged archive open
+        (tmp_path / "x.npy").write_bytes(data)
+        with pytest.raises(WdstrainError, match="x.npy"):
+            wt.pack_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (":", "named as module:function"),
+        (".mine:net", "named as module:function"),
+        ("mine:", "named as module:function"),
+        ("broken_syntax:net", "importing broken_syntax failed .SyntaxError"),
+        ("broken_import:net", "importing broken_import failed .ValueError: boom"),
+        ("not_there:net", "No module named 'not_there'"),
+    ],
+)
+def test_an_odd_model_is_refused_with_a_sentence(
+    model: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
+    (tmp_path / "broken_import.py").write_text("raise ValueError('boom')\n")
+    monkeypatch.chdir(tmp_path)
+    wt.pack(({"__key__": f"k{i}", "png": picture(i), "cls": i % 2} for i in range(16)), "set", classes=["a", "b"])
+    assert main(["train", "set", "--out", "run", "--model", model]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+LOCKED = """
+import sys
+from wdstrain.cli import main
+folder = sys.argv[1]
+for verb in ("info", "verify", "show", "index", "repair -o {0}/out", "convert tars", "convert folder"):
+    for place in ("hidden", "indexed", "bare"):
+        words = verb.format(folder).split() + [f"{folder}/{place}"]
+        if verb == "repair -o {0}/out":
+            words = ["repair", f"{folder}/{place}", "-o", f"{folder}/out"]
+        if verb.startswith("convert"):
+            words.append(f"{folder}/out")
+        # a folder has no index to be asked, and repair goes without one that cannot be read, and says so
+        if (verb, place) not in (("convert folder", "indexed"), ("convert folder", "bare"), ("repair -o {0}/out", "indexed")):
+            print(verb, place, main(words), flush=True)
+"""
+
+
+def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) -> None:
+    """A folder, an index.json and a tar without the right to read them, for every verb."""
+    command = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root reads everything, and there is no setpriv")
+        rights = "-dac_override,-dac_read_search"
+        command = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", *command]
+    for name in ("hidden", "indexed", "bare"):
+        wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
+    for name in ("index.json", "index.bin"):
+        (tmp_path / "bare" / name).unlink()
+    locked = [tmp_path / "hidden", tmp_path / "indexed" / "index.json", tmp_path / "bare" / "train-000000.tar"]
+    for path in locked:
+        path.chmod(0)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        for path in locked:
+            path.chmod(0o755)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stdout.splitlines() if re.match(".* (hidden|indexed|bare) [0-9]$", line)]
+    assert len(lines) == 6 * 3
+    assert [line for line in lines if not line.endswith(" 1")] == []
+    assert (done.stderr + done.stdout).count("Permission denied") == len(lines)
+    assert not (tmp_path / "out").exists()

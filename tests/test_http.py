@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -239,6 +240,62 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
     assert sorted(set(ranges.tolist())) == [0, 3], ranges
     assert min(held) >= 3 * 85 // 4, min(held)
     assert max(held) <= 4 + 85 + 10, max(held)
+
+
+def spans(server: Served, name: str) -> list[tuple[int, int]]:
+    """The ranges of a file that were asked for, and are forgotten with that."""
+    with server.lock:
+        asked = [ranged for path, ranged in server.requests if path == f"/{name}"]
+        server.requests.clear()
+    return sorted(
+        (int(start), int(stop) + 1) for start, stop in (one.removeprefix("bytes=").split("-") for one in asked if one)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(tmp_path: Path, num_workers: int) -> None:
+    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
+    index = wt.pack(rows, str(tmp_path / "set"))
+    size, tar = index.shards[0].bytes, index.shards[0].name
+    options: dict[str, Any] = {"batch_size": 32, "tail": "keep", "shuffle_buffer": 50, "num_workers": num_workers}
+    here = wt.Loader(str(tmp_path / "set"), **options)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, **options)
+        for number in (0, 0, 1, 3, 0):
+            found = [batch["__key__"] for batch in loader.epoch(number, until=number + 1)]
+            assert found == [batch["__key__"] for batch in here.epoch(number)]
+            asked = spans(server, tar)
+            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(asked)), "a byte was asked for twice"
+            assert sum(stop - start for start, stop in asked) <= size
+        for number in (0, 1, 2):  # one after another, until the last
+            found = [batch["__key__"] for batch in loader.epoch(number, until=3)]
+            assert found == [batch["__key__"] for batch in here.epoch(number)]
+        assert sum(stop - start for start, stop in spans(server, tar)) <= 3 * size
+        for _ in range(4):  # the same epoch again and again, though nobody says that it will be
+            for _ in loader.epoch(0):
+                pass
+        assert sum(stop - start for start, stop in spans(server, tar)) <= 5 * size
+        with pytest.raises(UsageError, match="until=2: must be above the epoch, 2"):
+            loader.epoch(2, until=2)
+        loader.close()
+    here.close()
+
+
+def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "pictures", {"a": 60, "b": 60})
+    index = wt.pack_folder(str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4})
+    sizes = {shard.name: shard.bytes for shard in index.shards}
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "image_size": 8}
+    with serving(tmp_path / "set") as server:
+        urls = {split: f"{server.url}/{split}-000000.tar" for split in ("train", "val")}
+        wt.train(urls["train"], str(tmp_path / "run"), val=urls["val"], **options)
+        requests = list(server.requests)
+        for name, size in sizes.items():
+            server.requests[:] = requests
+            assert sum(stop - start for start, stop in spans(server, name)) <= 3 * size
+        server.requests.clear()
+        wt.evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), urls["val"])
+        assert sum(stop - start for start, stop in spans(server, "val-000000.tar")) <= sizes["val-000000.tar"]
 
 
 def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

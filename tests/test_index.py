@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import tarfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,19 @@ def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:
     assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
     assert len(told) == 1
     assert "part-000.tar: walked over the headers of 21 samples in" in told[0]
+
+
+def test_links_that_a_walk_passes_over_are_told(tmp_path: Path) -> None:
+    """GNU tar stores a file that it stored before under another name as a hard link, which has no bytes."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, kind in (("a.txt", tarfile.REGTYPE), ("b.txt", tarfile.LNKTYPE), ("folder", tarfile.DIRTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "a.txt" if kind == tarfile.LNKTYPE else ""
+            tar.addfile(member)
+    told: list[str] = []
+    assert len(open_index(tmp_path / "a.tar", note=told.append)) == 1
+    assert "Passed over, no part of any sample: 1 times a link or device" in told[0]
+    assert "directory" not in told[0]
 
 
 def walked(urls: Any) -> int:
@@ -308,3 +324,120 @@ def test_an_index_with_wrong_parts_is_refused_with_a_sentence(shards: Path, dama
 def test_a_shard_named_twice_is_refused(shards: Path) -> None:
     with pytest.raises(UsageError, match="part-000.tar is named twice"):
         open_index([shards, shards / "part-000.tar"])
+
+
+@pytest.mark.parametrize("spelling", ["absolute", "link to the folder", "link to the shard"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_shard_under_two_names_is_refused(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str, indexed: bool
+) -> None:
+    if indexed:
+        wt.index(shards)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").symlink_to(shards)
+    (tmp_path / "link.tar").symlink_to(shards / "part-000.tar")
+    other = {"absolute": shards, "link to the folder": "folder", "link to the shard": "link.tar"}[spelling]
+    with pytest.raises(UsageError, match="is named twice .also as shards/part-000.tar"):
+        wt.Loader(["shards", other], batch_size=1)
+
+
+# --- shards that were replaced after they were indexed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["written", "moved"])
+def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(tmp_path: Path, how: str) -> None:
+    """Its size is the same, and its samples lie elsewhere in it."""
+    samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
+    other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
+    shard = write_tar(tmp_path / "set" / "a.tar", samples)
+    wt.index(tmp_path / "set")
+    if how == "moved":
+        os.replace(other, shard)
+    else:
+        shard.write_bytes(other.read_bytes())
+    with pytest.raises(ShardError, match="a.tar holds other samples than its index says.*wdstrain index"):
+        wt.Loader(tmp_path / "set", batch_size=4)
+    wt.index(tmp_path / "set")
+    with closing(wt.Loader(tmp_path / "set", {"txt": wt.text()}, batch_size=4)) as loader:
+        assert all(key == f"s{text}" for batch in loader for key, text in zip(batch["__key__"], batch["txt"], strict=True))
+
+
+def test_a_set_that_was_copied_after_its_index_is_walked_over_once(shards: Path, tmp_path: Path) -> None:
+    wt.index(shards)
+    (tmp_path / "copy").mkdir()
+    for name in ("index.json", "index.bin", *(f"part-00{i}.tar" for i in range(3))):
+        (tmp_path / "copy" / name).write_bytes((shards / name).read_bytes())
+    assert [walked(tmp_path / "copy"), walked(tmp_path / "copy")] == [21, 0]
+
+
+def test_a_state_of_other_samples_in_shards_of_the_same_names_and_sizes_is_refused(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 50)):
+        write_tar(tmp_path / name / "x.tar", [(f"s{i:02d}", {"txt": b"x"}) for i in range(first, first + 20)])
+    with closing(wt.Loader(tmp_path / "a", batch_size=4)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    wt.Loader(tmp_path / "a", batch_size=4).load_state_dict(state)
+    with pytest.raises(UsageError, match="this state belongs to another order: data was"):
+        wt.Loader(tmp_path / "b", batch_size=4).load_state_dict(state)
+
+
+# --- checksums, shard by shard ----------------------------------------------------------------------------------------
+
+
+def npy(number: int) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.full((64, 64), number, np.uint8))
+    return buffer.getvalue()
+
+
+def damaged_set(folder: Path) -> tuple[Path, Path, str]:
+    """A packed set with one changed byte in an array, a foreign one of the same fields, and the key of the changed sample."""
+    wt.pack(({"__key__": f"p{i}", "npy": npy(i)} for i in range(12)), str(folder / "packed"), shard_samples=4)
+    write_tar(folder / "foreign" / "a.tar", [(f"f{i}", {"npy": npy(i)}) for i in range(4)])
+    index = open_index(folder / "packed")
+    ((_, offset, size),) = index.members(6)
+    with open(index.shards[1].path, "r+b") as file:
+        file.seek(offset + size - 9)
+        file.write(b"\xff")
+    return folder / "packed", folder / "foreign", index.key(6)
+
+
+FIELDS = {"none": None, "loose": {"x": wt.array("npy")}, "landing": {"x": wt.array("npy", shape=(64, 64), dtype="uint8")}}
+
+
+@pytest.mark.parametrize("fields", list(FIELDS))
+@pytest.mark.parametrize("how", ["packed first", "foreign first", "mixture", "indexed", "indexed twice"])
+def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(tmp_path: Path, how: str, fields: str) -> None:
+    packed, foreign, key = damaged_set(tmp_path)
+    if "indexed" in how:
+        os.rename(foreign / "a.tar", packed / "a.tar")
+        for _ in how.split()[:2]:
+            wt.index(str(packed))
+    urls = {"packed first": [packed, foreign], "foreign first": [foreign, packed]}.get(how)
+    urls = urls or sorted(packed.glob("*.tar"))
+
+    def loader(**options: Any) -> wt.Loader:
+        if how == "mixture":
+            return wt.mix({"a": packed, "b": foreign}, FIELDS[fields], weights={"a": 3, "b": 1}, batch_size=4, **options)
+        return wt.Loader(urls, FIELDS[fields], batch_size=4, **options)
+
+    with pytest.raises(wt.SampleError, match=f"'{key}'.*not those that were packed"):
+        list(loader())
+    with closing(loader(on_bad="replace", max_bad=1.0)) as replacing:
+        found = [one for batch in replacing for one in batch["__key__"]]
+        assert len(found) == 16
+        assert [one["key"] for one in replacing.report()["bad_samples"]] == [key]
+
+
+def test_an_index_that_is_made_again_counts_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "set"
+    rows = [{"__key__": f"s{i}", "cls": i % 2} for i in range(20)]
+    wt.pack(rows, str(folder), classes=["cat", "dog"], split={"train": 0.8, "val": 0.2}, shuffle=False)
+    before = open_index(folder).info["samples"]
+    assert wt.index(str(folder)).info["samples"] == before
+    write_tar(folder / "more.tar", [("x", {"cls": b"1"}), ("y", {"txt": b"no label"}), ("z", {"cls": b"1"})])
+    with caplog.at_level("WARNING", "wdstrain"):
+        assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, **before}
+    assert "more.tar. Numbers in their cls count as classes of this set: 0 cat, 1 dog" in caplog.text
+    os.unlink(folder / "val-000000.tar")
+    assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, "train": before["train"]}

@@ -305,10 +305,16 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     from wdstrain import landing as module
 
     folder = pack(tmp_path / "set", 40)
-    original = module.Landing._read
+    original, laid = module.Landing._read, module.Landing.places
+    arenas: list[Any] = []
 
-    def once(self: Any, source: Any, part: Any, places: Any, sums: Any, arena: Any) -> None:
-        original(self, source, part, places, sums, arena)
+    def known(self: Any, part: Any, arena: Any) -> Any:
+        arenas.append(arena)
+        return laid(self, part, arena)
+
+    def once(self: Any, source: Any, part: Any, places: Any, sums: Any) -> None:
+        original(self, source, part, places, sums)
+        arena = arenas[-1]
         ids, starts, stops = part.samples[:3]
         if 20 in ids and not damaged:
             damaged.append(True)
@@ -318,6 +324,7 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
 
     damaged: list[bool] = []
     monkeypatch.setattr(module.Landing, "_read", once)
+    monkeypatch.setattr(module.Landing, "places", known)
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace")
     found = epoch(loader)
     assert damaged

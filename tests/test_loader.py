@@ -572,7 +572,7 @@ def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
         ({"fields": {"image": wt.image}}, "is no field"),
         ({"fields": ["image"]}, "is no dict"),
         ({"multiprocessing_context": "x"}, "is not fork, forkserver or spawn"),
-        ({"on_bad": "skip"}, "on_bad is raise or replace"),
+        ({"on_bad": "skip"}, "on_bad is raise, replace or mark"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(shards: Path, options: dict[str, Any], words: str) -> None:
@@ -875,6 +875,35 @@ def test_workers_that_have_hardly_begun_end_where_the_first_read_fails(shards: P
     with run_python(HARDLY_BEGUN, str(tmp_path / "copy")) as process:
         said, _ = process.communicate(timeout=30)
     assert "cannot be opened: No such file" in said
+
+
+OTHERS_CHILD = """
+    import multiprocessing, os, signal, sys, time
+    import wdstrain as wt
+
+    others = []
+
+    def start_another():  # as a thread of the program might, while the loader starts its workers; then Ctrl-C comes
+        if not others:
+            others.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+            others[0].start()
+            signal.raise_signal(signal.SIGINT)
+
+    loader = wt.Loader(sys.argv[1], {"label": wt.label()}, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    os.register_at_fork(after_in_parent=start_another)
+    try:
+        next(iter(loader))
+    except KeyboardInterrupt:
+        print("interrupted")
+    print("alive" if others[0].is_alive() else "killed", len(multiprocessing.active_children()))
+    others[0].kill()
+"""
+
+
+def test_a_start_that_is_interrupted_ends_the_loaders_workers_and_no_other_child(shards: Path) -> None:
+    with run_python(OTHERS_CHILD, str(shards)) as process:
+        said, _ = process.communicate(timeout=30)
+    assert said.split("\n")[:2] == ["interrupted", "alive 1"]
 
 
 DYING = """

@@ -299,7 +299,7 @@ def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(pa
     )
     assert made[0].fields == {"x": "float32[3] 1 1 1"}
     assert made[0].labels["size"].isdecimal()
-    mixed = wt.peek(wt.mix({"a": packed, "b": foreign(tmp_path)}, fields(), batch_size=10), 20)
+    mixed = wt.peek(wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10), 20)
     assert {one.labels["source"] for one in mixed} == {"a", "b"}
 
 

@@ -19,7 +19,7 @@ from wdstrain.slots import Layout, Slots
 def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
     """Buckets filled in an interleaved order, released in turn: placed ranges never overlap while they are held."""
     rng = np.random.default_rng(0)
-    arena = Arena(live=8 << 20, largest=200_000, buckets=8)
+    arena = Arena(live=8 << 20, largest=200_000, near=8, farthest=4)
     held: dict[int, list[tuple[int, int]]] = {}
     most = 0
     for step in range(0, 4000, 20):
@@ -31,17 +31,39 @@ def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
                 assert all(offset + size <= a or b <= offset for a, b in others)
             held.setdefault(bucket, []).append((offset, offset + size))
         if step % 100 == 80:
-            arena.release(step // 100)
+            arena.release()
             held.pop(step // 100, None)
         most = max(most, arena.held)
     assert most < arena.memory.size
-    for bucket in list(held):
-        arena.release(bucket)
+    for _ in held:
+        arena.release()
+    assert arena.held == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_leaves_late_shares_wider_buckets_and_is_never_released_before(seed: int) -> None:
+    """Most samples leave soon, some much later: no held place is given twice, and memory sized for what waits is enough."""
+    rng = np.random.default_rng(seed)
+    near, farthest = int(rng.integers(2, 40)), int(rng.integers(1, 5000))
+    each, size = int(rng.integers(1, 4)), 1000
+    arena = Arena(live=(near + farthest) * 2 * (each + 1) * 1024 * 3 // 2, largest=size, near=near, farthest=farthest)
+    held: dict[int, set[int]] = {}
+    for bucket in range(2 * farthest):
+        late = [farthest] if rng.random() < 0.3 else list(rng.integers(0, farthest + 1, 1))
+        due = np.array([*(bucket + rng.integers(0, min(near, farthest + 1), each)), bucket + late[0]])
+        offsets = arena.place(due, np.full(len(due), size))
+        assert not set(offsets.tolist()) & set().union(*held.values())
+        for number, offset in zip(due.tolist(), offsets.tolist(), strict=True):
+            held.setdefault(number, set()).add(offset)
+        arena.release()
+        held.pop(bucket, None)
+    for _ in range(farthest * 17 + 17):
+        arena.release()
     assert arena.held == 0
 
 
 def test_an_arena_that_is_full_says_so() -> None:
-    arena = Arena(live=1000, largest=100, buckets=1)
+    arena = Arena(live=1000, largest=100, near=1, farthest=0)
     with pytest.raises(WdstrainError, match="all that was set aside"):
         arena.place(np.arange(1000), np.full(1000, 100))
 

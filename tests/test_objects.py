@@ -131,6 +131,48 @@ def test_putting_that_was_broken_off_goes_on_with_what_is_missing(
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
+THEIRS = json.dumps({"shards": [{"raw_data": {"basename": "shard.00000.mds"}}], "version": 2}).encode()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("index.json", THEIRS), ("train-000000.tar", b"mine"), ("train-000007.tar", b"mine"), ("bad.jsonl", b"mine")],
+)
+def test_what_others_have_in_a_bucket_is_not_replaced(
+    bucket: str, photos: Path, tmp_path: Path, name: str, data: bytes, overwrite: bool
+) -> None:
+    (tmp_path / "mine").write_bytes(data)
+    put(f"{bucket}/p/{name}", str(tmp_path / "mine"), "")
+    with pytest.raises(UsageError, match=f"{name}.* (is no index of this package|which no index lists)"):
+        wt.pack_folder(str(photos), f"{bucket}/p", overwrite=overwrite)
+    assert stored(f"{bucket}/p") == {name: data}
+
+
+def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
+    bucket: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken off when the former index is gone: what it listed is known still, and nothing of others is touched."""
+    from wdstrain.packing import bucket as module
+
+    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=5)
+    (tmp_path / "mine").write_bytes(b"mine")
+    put(f"{bucket}/p/extra-000000.tar", str(tmp_path / "mine"), "")
+
+    def failing(path: str, file: str, sha256: str) -> bool:
+        raise StorageError("the network went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "put", failing)
+        with pytest.raises(StorageError, match="went away"):
+            wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, overwrite=True)
+    with pytest.raises(UsageError, match="a finished conversion of another source or with other options: seed was 0, is 1"):
+        wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, seed=1, resume=True)
+    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, resume=True)
+    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=20)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here") | {"extra-000000.tar": b"mine"}
+
+
 def test_large_shards_are_put_in_parts_and_read_in_ranges(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "RANGE", 1 << 20)
     bits = np.random.default_rng(0)

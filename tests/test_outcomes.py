@@ -118,15 +118,16 @@ def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
 
 def test_what_stands_in_for_a_bad_sample_is_not_scored(bright: Path, run: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (bright / "log.jsonl").read_text().splitlines()]
+    labels = wt.Loader(f"{bright}/out/val-*.tar", batch_size=1).index.labels
     samples = [
-        (f"s{i}", {"png": (bright / row["file"]).read_bytes(), "json": json.dumps(row).encode()})
+        {"__key__": f"s{i}", "png": (bright / row["file"]).read_bytes(), "json": json.dumps(row).encode()}
         for i, row in enumerate(rows[:120])
     ]
-    samples[5][1]["png"] = b"\x89PNG nothing"
-    write_tar(tmp_path / "bad.tar", samples)
-    write_tar(tmp_path / "good.tar", samples[:5] + samples[6:])
+    wt.pack(samples[:5] + samples[6:], tmp_path / "good", labels=labels, shuffle=False)
+    samples[5]["png"] = b"\x89PNG\r\n\x1a\n nothing"
+    wt.pack(samples, tmp_path / "bad", labels=labels, shuffle=False)
     best = run / "checkpoints" / "best.pt"
-    bad, good = (wt.evaluate(best, tmp_path / name, on_bad="replace", batch_size=8)[1] for name in ("bad.tar", "good.tar"))
+    bad, good = (wt.evaluate(best, tmp_path / name, on_bad="replace", batch_size=8)[1] for name in ("bad", "good"))
     assert (bad.pop("bad"), good.pop("bad")) == (1, 0)
     assert bad == pytest.approx(good)
 
@@ -401,3 +402,24 @@ def test_ticks_are_round_and_span_what_is_shown() -> None:
         marks = charts.ticks(low, high)
         assert marks[0] <= low <= high <= marks[-1]
         assert 3 <= len(marks) <= 8
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(1e5, 2e5), (0, 1e-3), (2e-4, 9e-4), (1e10, 5e10), (5e4, 50001), (1e-15, 5e-15), (1.00001, 1.00005), (-0.3, 0.1)],
+)
+@pytest.mark.parametrize("share", [False, True])
+def test_no_two_marks_of_an_axis_read_the_same(low: float, high: float, share: bool) -> None:
+    drawn = charts.lines([charts.Line("loss", [low, high], [low, high])], across="step", share=share)
+    marks = re.findall(r'text-anchor="(end|middle)">([^<]+)<', drawn)
+    for side in ("end", "middle"):
+        texts = [text for place, text in marks if place == side and text != "step"]
+        values = [float(text.rstrip("%")) for text in texts]
+        assert len(texts) >= 3
+        assert values == sorted(set(values), reverse=values[0] > values[-1])
+        assert max(map(len, texts)) <= 10
+
+
+def test_bars_and_matrices_show_whole_counts() -> None:
+    assert ">1234567<" in charts.bars({"a": 1234567, "b": 3})
+    assert ">1234567<" in charts.matrix(["a", "b"], [[1234567, 2], [3, 4]])

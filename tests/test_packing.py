@@ -307,7 +307,11 @@ def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[P
         ("IMG/9.png,3", ["IMG/0.png,1"], "its first line looks like data"),
         ("file,n", ["", ""], "at least one row are needed"),
         ("file,n", ["IMG/0.png,0.5", "IMG/1.png,nan"], "row 3: the label column 'n' holds 'nan'"),
-        ("file,n", ["IMG/0.png,5", "IMG/1.png,40000000"], "too many to be classes"),
+        (
+            "file,n",
+            ["IMG/0.png,5", "IMG/1.png,40000000"],
+            "2 different whole numbers up to 40000000, which may be classes or a quantity. .*n:class or n:number",
+        ),
     ],
 )
 def test_a_table_that_is_no_source_is_refused(tmp_path: Path, header: str, rows: list[str], words: str) -> None:

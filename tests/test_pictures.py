@@ -49,15 +49,19 @@ def saved(width: int, height: int, kind: str = "JPEG", mode: str = "RGB", **opti
 
 
 def turned() -> bytes:
+    """By EXIF in two segments, which Pillow joins."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    return saved(90, 60, exif=exif)
+    data = exif.tobytes().removeprefix(b"Exif\0\0")
+    parts = [b"Exif\0\0" + one for one in (data[:20], data[20:])]
+    plain = saved(90, 60)
+    return plain[:2] + b"".join(b"\xff\xe1" + (len(one) + 2).to_bytes(2, "big") + one for one in parts) + plain[2:]
 
 
 ODD = {
     "PNG": saved(40, 40, "PNG"),
     "progressive": saved(90, 60, progressive=True),
-    "turned by EXIF": turned(),
+    "turned by EXIF in two segments": turned(),
     "CMYK": saved(90, 60, mode="CMYK"),
     "cut": jpeg(90, 60)[:1500],
     "cut, with an end": jpeg(90, 60)[:1500] + b"\xff\xd9",

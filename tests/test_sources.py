@@ -25,6 +25,7 @@ import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
 from wdstrain.cli import main
 from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.indexing import Label
 from wdstrain.packing.expression import Expression
 from wdstrain.packing.table import list_table
 
@@ -355,7 +356,7 @@ def test_an_iterable_of_dicts_is_packed_by_the_names_of_its_fields(tmp_path: Pat
     assert [(one["txt"], json.loads(one["json"]), one["cls"]) for one in found] == [
         (f"number {n}".encode(), {"n": n}, str(n).encode()) for n in range(5)
     ]
-    assert [label.name for label in index.labels] == ["n"]
+    assert [label.name for label in index.labels] == ["n", "class"]
 
 
 def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) -> None:
@@ -402,6 +403,11 @@ def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> N
     assert {row["key"]: row["name"] for row in renamed} == {"A-3": "A", "a-4": "a", "up": "../up", "x_y": "x.y"}
 
 
+def test_a_key_that_comes_five_thousand_times_is_numbered_without_looking_at_each_again(tmp_path: Path) -> None:
+    index = wt.pack(({"__key__": "a", "txt": "x"} for _ in range(5000)), str(tmp_path / "out"), shuffle=False)
+    assert index.keys(np.arange(5000)) == ["a", *(f"a-{number}" for number in range(2, 5001))]
+
+
 def test_an_endless_stream_is_read_as_far_as_the_limit_says(tmp_path: Path) -> None:
     index = wt.pack(({"txt": str(number)} for number in itertools.count()), str(tmp_path / "out"), limit=50)
     assert sorted(int(fields["txt"]) for fields in samples(tmp_path / "out").values()) == list(range(50))
@@ -419,6 +425,33 @@ def test_groups_and_splits_of_python_samples(tmp_path: Path) -> None:
     assert not sides[0] & sides[1]
     with pytest.raises(UsageError, match="groups come to one side"):
         wt.pack(rows, str(tmp_path / "o"), split={"a": 0.5, "b": 0.5}, stratify=True, group=lambda row: "x")
+
+
+@pytest.mark.parametrize("numbers", [[1, 2, 1_700_000_000], [1_000_000], [1, 2, 99_999]])
+@pytest.mark.parametrize("kind", ["samples", "arrays"])
+def test_ids_and_times_are_no_classes_counted_from_zero(tmp_path: Path, kind: str, numbers: list[int]) -> None:
+    out = str(tmp_path / "out")
+    words = "as classes counted from 0 they would make 100000" if numbers[-1] == 99_999 else f"its cls is {numbers[-1]}"
+    pack: dict[str, Callable[[], Any]] = {
+        "samples": lambda: wt.pack([{"txt": "a", "cls": number} for number in numbers], out),
+        "arrays": lambda: wt.pack_arrays({"x": np.zeros(len(numbers)), "cls": np.array(numbers)}, out),
+    }
+    with pytest.raises((UsageError, SourceError), match=words):
+        pack[kind]()
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_part_of_many_classes_and_numbers_that_are_said_to_be_classes_are_taken(tmp_path: Path) -> None:
+    some = [{"txt": "a", "cls": 97 * number} for number in range(300)]
+    assert len(wt.pack(some, str(tmp_path / "a")).labels[0].classes) == 97 * 299 + 1
+    arrays = {"x": np.zeros(3), "cls": np.array([1, 2, 99_999])}
+    assert len(wt.pack_arrays(arrays, str(tmp_path / "b"), label="cls:class").labels[0].classes) == 100_000
+    assert wt.pack_arrays(arrays, str(tmp_path / "c"), label="cls:number").labels[0].kind == "number"
+    names = [f"person {number}" for number in range(20_000)]
+    wt.pack([{"__key__": name, "cls": name} for name in names[::97]], str(tmp_path / "d"), classes=names)
+    assert {key: fields["cls"] for key, fields in samples(tmp_path / "d").items()} == {
+        name: str(number).encode() for number, name in enumerate(names) if number % 97 == 0
+    }
 
 
 def test_what_is_no_iterable_of_samples_is_refused(tmp_path: Path) -> None:
@@ -474,6 +507,23 @@ def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(old: Path
     (tmp_path / "keys.txt").write_text("cat/000\nnobody\n")
     with pytest.raises(SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"):
         wt.pack_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"))
+    with pytest.raises(SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"):  # before anything is read
+        wt.pack_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"), limit=1)
+    assert not (tmp_path / "d").exists()
+
+
+def test_keys_that_are_asked_for_are_there_also_where_a_sample_is_bad(tmp_path: Path) -> None:
+    index = wt.pack(({"__key__": f"k{n}", "bin": b"x" * 600, "cls": n} for n in range(4)), str(tmp_path / "set"), shuffle=False)
+    tar = Path(index.shards[0].path)
+    data = bytearray(tar.read_bytes())
+    data[index.members(1)[0][1]] ^= 1  # of k1
+    tar.write_bytes(data)
+    (tmp_path / "keys.txt").write_text("k0\nk3\n")
+    wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "good"), keys=str(tmp_path / "keys.txt"))
+    assert set(samples(tmp_path / "good")) == {"k0", "k3"}
+    (tmp_path / "keys.txt").write_text("k0\nk1\n")
+    made = wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "some"), keys=str(tmp_path / "keys.txt"), on_bad="quarantine")
+    assert (len(made), made.info["quarantined"]) == (1, 1)
 
 
 def test_sets_are_merged_and_keys_of_both_kept_apart(tmp_path: Path) -> None:
@@ -537,6 +587,40 @@ def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(old: Path, tm
 def test_conditions_say_which_samples_are_taken(text: str, holds: bool) -> None:
     fields = {"cls": b"2", "txt": b"two", "json": b'{"deep": {"x": 5}}'}
     assert Expression(text).holds(fields, key="abc", shard="s.tar", split="") is holds
+
+
+CAPTIONS = {"a": "12", "b": "a dog", "c": "1e5", "d": "nan", "e": "007", "f": "1_000", "g": "0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("txt == '12'", "a"),
+        ("txt != 'a dog'", "acdefg"),
+        ("txt == '007' or txt == 'nan'", "de"),
+        ("txt in ['12', '1_000', '7']", "af"),
+        ("txt in [12, 7]", "ae"),
+        ("'0' in txt", "efg"),
+        ("len(txt) < 3 and not txt.startswith('0')", "a"),
+        ("txt.lower() == '1e5'", "c"),
+        ("txt == 12.0 or txt == 100000", "ac"),
+        ("txt != 12", "bcdefg"),
+        ("not txt", "g"),
+        ("txt == copy", "abcdefg"),
+        ("txt == '1000' or '12' < txt < '13'", ""),
+    ],
+)
+def test_a_text_beside_a_text_is_a_text_whatever_it_looks_like(text: str, keys: str) -> None:
+    condition = Expression(text)
+    found = [key for key, caption in CAPTIONS.items() if condition.holds({"txt": caption.encode(), "copy": caption.encode()})]
+    assert "".join(found) == keys
+
+
+def test_captions_that_look_like_numbers_are_no_bad_samples(tmp_path: Path) -> None:
+    wt.pack(({"__key__": key, "txt": caption} for key, caption in CAPTIONS.items()), str(tmp_path / "old"))
+    done = wt.pack_tars(str(tmp_path / "old"), str(tmp_path / "new"), select="len(txt) < 4", on_bad="quarantine", shuffle=False)
+    assert sorted(done.key(i) for i in range(len(done))) == ["a", "c", "d", "e", "g"]
+    assert done.info["quarantined"] == 0
 
 
 @pytest.mark.parametrize(
@@ -603,6 +687,51 @@ def test_a_torchvision_name_or_folder_that_is_not_there_is_a_sentence(tmp_path: 
         wt.pack_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path), splits=["test"])
 
 
+def write_digits(folder: Path, name: str, count: int) -> None:
+    """A split of torchvision's MNIST, of one colour each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.repeat(np.arange(count, dtype=np.uint8), 28 * 28).tobytes()
+    head = b"\0\0\x08\x03" + count.to_bytes(4, "big") + 2 * (28).to_bytes(4, "big")
+    (folder / f"{name}-images-idx3-ubyte").write_bytes(head + pixels)
+    labels = b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(number % 10 for number in range(count))
+    (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+
+
+def test_a_split_that_torchvision_cannot_read_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    raw, out = tmp_path / "MNIST" / "raw", str(tmp_path / "out")
+    write_digits(raw, "train", 20)
+    write_digits(raw, "t10k", 10)
+    images = raw / "t10k-images-idx3-ubyte"
+    whole = images.read_bytes()
+    images.write_bytes(whole[:3000])
+    with pytest.raises(SourceError, match="the split 'test' is not there or cannot be read.*--splits train"):
+        wt.pack_torchvision("MNIST", out, str(tmp_path))
+    index = wt.pack_torchvision("MNIST", out, str(tmp_path), splits=["train"])
+    assert index.info["samples"].keys() == {"train"}
+    assert index.info["ignored"] == {"split test, which --splits did not name": 1}
+    images.write_bytes(whole)
+    index = wt.pack_torchvision("MNIST", out, str(tmp_path), overwrite=True)
+    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {"train": 20, "test": 10}
+    assert index.info["ignored"] == {}
+
+
+def test_all_splits_that_torchvision_knows_are_taken_or_told(tmp_path: Path) -> None:
+    """The pets have the splits trainval and test, and neither train nor val."""
+    folder = tmp_path / "oxford-iiit-pet"
+    (folder / "images").mkdir(parents=True)
+    (folder / "annotations").mkdir()
+    for split, numbers in (("trainval", range(4)), ("test", range(4, 7))):
+        lines = [f"Pug_{number} 1 2 3" for number in numbers]
+        (folder / "annotations" / f"{split}.txt").write_text("\n".join(lines) + "\n")
+        for number in numbers:
+            (folder / "images" / f"Pug_{number}.jpg").write_bytes(picture(number, kind="JPEG"))
+    index = wt.pack_torchvision("OxfordIIITPet", str(tmp_path / "out"), str(tmp_path))
+    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {"trainval": 4, "test": 3}
+    (folder / "annotations" / "test.txt").unlink()
+    with pytest.raises(SourceError, match="the split 'test' is not there or cannot be read.*--splits trainval"):
+        wt.pack_torchvision("OxfordIIITPet", str(tmp_path / "again"), str(tmp_path))
+
+
 # --- what a review found ---------------------------------------------------------------------------------------------
 
 
@@ -612,7 +741,7 @@ def test_class_names_that_look_like_numbers_are_read_as_the_table_said_them(pict
         + "".join(f"IMG/{n}.png,{['01', '05', '10'][n % 3]},{['2', '3a'][n % 2]},{n % 3 - 1}\n" for n in range(6))
     )
     index = wt.pack_table(
-        str(pictures / "t.csv"), str(pictures / "out"), image="file", label=["a", "b", "c:class"], shuffle=False
+        str(pictures / "t.csv"), str(pictures / "out"), image="file", label=["a", "b:class", "c:class"], shuffle=False
     )
     fields = {name: wt.label("json", column=name) for name in "abc"}
     batch = next(iter(wt.Loader(index, fields, batch_size=6, shuffle=False)))
@@ -642,11 +771,10 @@ def test_keys_do_not_depend_on_where_the_pictures_lie(pictures: Path, tmp_path_f
     found = []
     for number, root in enumerate((pictures, other / "data")):
         (pictures / "t.csv").write_text("file\n" + "".join(f"{root}/IMG/{n}.png\n" for n in range(6)))
-        for options in ({}, {"root": str(other / "data")}):
-            wt.pack_table(str(pictures / "t.csv"), str(pictures / f"out{number}{len(options)}"), image="file", **options)  # type: ignore[arg-type]
-            found.append(sorted(samples(pictures / f"out{number}{len(options)}")))
-            assert not (pictures / f"out{number}{len(options)}" / "renamed.jsonl").exists()
-    assert found == [[str(n) for n in range(6)], [f"IMG/{n}" for n in range(6)]] * 2
+        wt.pack_table(str(pictures / "t.csv"), str(pictures / f"out{number}"), image="file", root=str(root))
+        found.append(sorted(samples(pictures / f"out{number}")))
+        assert not (pictures / f"out{number}" / "renamed.jsonl").exists()
+    assert found == [[f"IMG/{n}" for n in range(6)]] * 2
 
 
 def test_semicolons_unknown_kinds_and_lists_beside_single_values(pictures: Path) -> None:
@@ -764,3 +892,99 @@ def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_a
     write_class_folder(tmp_path / "in" / "val", {"a": 2})
     with pytest.raises(SourceError, match="two mean one split"):
         wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out2"))
+
+
+# --- labels of samples and arrays ------------------------------------------------------------------------------------
+
+
+def test_a_class_given_as_bytes_is_the_class_of_that_name_or_number(tmp_path: Path) -> None:
+    given: list[Any] = [b"cat", b"dog", "cat", 1, b"0", b" dog\n", np.int64(1), b"7"]
+    index = wt.pack([{"txt": "x", "cls": one} for one in given], str(tmp_path / "out"), classes=["cat", "dog", "7"])
+    found = samples(tmp_path / "out")
+    assert [found[key]["cls"] for key in sorted(found)] == [b"0", b"1", b"0", b"1", b"0", b"1", b"1", b"2"]
+    assert [(label.name, label.classes) for label in index.labels] == [("class", ("cat", "dog", "7"))]
+    assert index.info["samples"] == {"train": {"cat": 3, "dog": 4, "7": 1}}
+
+
+def test_bytes_that_name_one_class_and_number_another_are_a_bad_sample(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"row 2: its cls b'1' is the name of class 0 and may also be the number of class 1"):
+        wt.pack([{"txt": "x", "cls": "1"}, {"txt": "y", "cls": b"1"}], str(tmp_path / "out"), classes=["1", "0"])
+    index = wt.pack([{"txt": "x", "cls": b"1"}], str(tmp_path / "same"), classes=["0", "1"])
+    assert index.info["samples"] == {"train": {"1": 1}}
+
+
+@pytest.mark.parametrize("cls", [b"bird", b"3", "bird", 3, -1, b"caf\xe9", b""])
+def test_a_class_that_is_none_of_the_names_is_a_bad_sample(tmp_path: Path, cls: Any) -> None:
+    given = [{"txt": "x", "cls": 0}, {"txt": "y", "cls": cls}]
+    with pytest.raises(SourceError, match="row 2: its cls is"):
+        wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"])
+    assert len(wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], on_bad="quarantine")) == 1
+
+
+def test_numbers_and_names_are_not_mixed_where_no_names_are_known(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="row 2: its cls is 'cat', and others are numbers"):
+        wt.pack([{"txt": "x", "cls": 1}, {"txt": "y", "cls": b"cat"}], str(tmp_path / "out"))
+    with pytest.raises(SourceError, match="row 2: its cls is '1', and others are names"):
+        wt.pack([{"txt": "x", "cls": b"cat"}, {"txt": "y", "cls": 1}], str(tmp_path / "out"))
+    wt.pack([{"txt": "x", "cls": b"cat"}, {"txt": "y", "cls": b"dog"}], str(tmp_path / "out"))
+    assert sorted(fields["cls"] for fields in samples(tmp_path / "out").values()) == [b"cat", b"dog"]
+
+
+def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
+    given = [{"txt": "x", "cls": n % 2, "json": {"y": n / 2}} for n in range(4)]
+    label = Label("y", "number", "json", "y")
+    index = wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], labels=[label])
+    assert index.labels == (label, Label("class", "class", "cls", classes=("cat", "dog")))
+    arrays = {"cls": np.arange(4) % 2, "y": np.arange(4) / 2}
+    index = wt.pack_arrays(arrays, str(tmp_path / "arrays"), label="y", classes=["cat", "dog"])
+    assert index.labels == (Label("y", "number", "y.npy"), Label("class", "class", "cls", classes=("cat", "dog")))
+    assert index.info["samples"] == {"train": {"cat": 2, "dog": 2}}
+
+
+class Named(list[Any]):
+    """Samples that name their classes, as data sets of torchvision do."""
+
+    classes = ("cat", "cat")
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda out: wt.pack([{"txt": "x", "cls": 0}], out, classes=["cat", "cat"]),
+        lambda out: wt.pack(Named([{"txt": "x", "cls": 0}]), out),
+        lambda out: wt.pack_arrays({"cls": np.arange(2)}, out, classes=["cat", "cat"]),
+    ],
+)
+def test_two_classes_of_one_name_are_refused(tmp_path: Path, pack: Callable[[str], wt.Index]) -> None:
+    with pytest.raises(UsageError, match="classes has 'cat' at 0 and again later"):
+        pack(str(tmp_path / "out"))
+    with pytest.raises(UsageError, match="must be a list of names"):
+        wt.pack([{"txt": "x", "cls": 0}], str(tmp_path / "out"), classes="ab")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bytes_of_arrays_are_kept_whether_they_are_text_or_not(tmp_path: Path) -> None:
+    given = [b"caf\xe9", b"\xff\xd8\x00abc", "plain é".encode()]
+    wt.pack_arrays({"caption": np.array(given)}, str(tmp_path / "out"), shuffle=False)
+    found = samples(tmp_path / "out")
+    assert [found[key]["caption.txt"] for key in sorted(found)] == given
+    assert len(wt.verify(tmp_path / "out", decode=True).findings) == 2
+
+
+def test_a_narrow_tensor_is_a_picture_of_channels_first(tmp_path: Path) -> None:
+    pixels = torch.arange(3 * 8 * 4, dtype=torch.uint8).reshape(3, 8, 4)
+    wt.pack([{"png": pixels}], str(tmp_path / "out"))
+    (fields,) = samples(tmp_path / "out").values()
+    read = np.asarray(Image.open(io.BytesIO(fields["png"])))
+    assert read.tolist() == pixels.permute(1, 2, 0).tolist()
+
+
+@pytest.mark.parametrize("name", ["x", "cls"])
+def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(tmp_path: Path, name: str) -> None:
+    masked = np.ma.array([1, 2, 3], mask=[False, True, False])
+    out = str(tmp_path / "out")
+    index = wt.pack_arrays({"n": np.arange(3), name: masked}, out, shuffle=False, on_bad="quarantine")
+    assert (len(index), index.info["quarantined"]) == (2, 1)
+    assert "masked" in (tmp_path / "out" / "bad.jsonl").read_text()
+    with pytest.raises(wt.SourceError, match="masked"):
+        wt.pack([{"__key__": "a", "x.npy": masked}], str(tmp_path / "packed"))

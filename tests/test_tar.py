@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import webdataset
 
+import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.storage import open_source
@@ -179,3 +180,55 @@ def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_pat
     for more in (0, 512, 9216):  # what tar adds to fill its last record
         path.write_bytes(whole + bytes(more))
         assert read(path) == ODD
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ["-b 1 -cf t.tar a.bin b.bin c.bin"],
+        ["-b 64 -cf t.tar a.bin b.bin c.bin"],
+        ["-b 2048 -cf t.tar a.bin b.bin c.bin"],
+        ["-cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-Af t.tar x.tar"],
+        ["-cf t.tar a.bin", "-cf x.tar b.bin", "-cf y.tar c.bin", "-Af t.tar x.tar", "-Af t.tar y.tar"],
+        ["-b 64 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 64 -Af t.tar x.tar"],
+        ["-cf t.tar a.bin", "-rf t.tar b.bin c.bin"],
+    ],
+    ids=lambda commands: "; ".join(commands),
+)
+def test_what_gnu_tar_pads_or_joins_is_whole(tmp_path: Path, commands: list[str]) -> None:
+    """And a cut anywhere is told, and zeros over its end unless they begin where a member ends."""
+    files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
+    for name, data in files.items():
+        (tmp_path / f"{name}.bin").write_bytes(data)
+    for command in commands:
+        subprocess.run(["tar", *command.split()], cwd=tmp_path, check=True)
+    tar = tmp_path / "t.tar"
+    expected = [(name, {"bin": data}) for name, data in files.items()]
+    assert read(tar) == expected
+    assert wt.verify(tar).ok
+    assert wt.info(tar).samples == 3
+    whole = tar.read_bytes()
+    ends = [512 * (end // 512) for end in (5632, 6656, 9216)]
+    for at in range(512, 9216, 512):
+        tar.write_bytes(whole[:at])
+        with pytest.raises(ShardError):
+            read(tar)
+        assert not wt.verify(tar).ok
+        if at not in ends and len(whole) - at > 10752:
+            tar.write_bytes(whole[:at] + bytes(len(whole) - at))
+            with pytest.raises(ShardError):
+                read(tar)
+            assert not wt.verify(tar).ok
+
+
+def test_tars_one_after_another_are_refused_with_zeros_between_them(tmp_path: Path) -> None:
+    """GNU tar itself leaves such zeros where one -A names several tars, and reads beyond them with -i only."""
+    for name in "abc":
+        (tmp_path / f"{name}.bin").write_bytes(b"x" * 3000)
+        subprocess.run(["tar", "-cf", f"{name}.tar", f"{name}.bin"], cwd=tmp_path, check=True)
+    (tmp_path / "joined.tar").write_bytes((tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes())
+    subprocess.run(["tar", "-Af", "a.tar", "b.tar", "c.tar"], cwd=tmp_path, check=True)
+    for name in ("joined.tar", "a.tar"):
+        with pytest.raises(ShardError, match="several tars in one.*wdstrain repair"):
+            read(tmp_path / name)
+    assert [wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples for name in ("joined.tar", "a.tar")] == [2, 3]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import resource
+import shutil
 import signal
 import tarfile
 import threading
@@ -339,6 +341,26 @@ def test_empty_pictures_and_labels_are_found(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None:
+    mask = picture(50)
+    names = {"train": [0, 1, 2, 2], "val": [3, 1, 4, 2], "test": [5, 6]}
+    for split, numbers in names.items():
+        samples = [(f"{split}{n}", {"png": picture(one), "mask.png": mask, "cls": b"0"}) for n, one in enumerate(numbers)]
+        write_tar(tmp_path / f"{split}-000000.tar", samples)  # type: ignore[arg-type]
+    if indexed:
+        wt.index(tmp_path)
+    found = wt.verify(tmp_path)
+    (one,) = found.findings
+    assert not found.ok
+    assert (one.shard, one.key) == (f"{tmp_path}/val-000000.tar", "val1")
+    assert one.reason == (
+        f"its picture (by size and crc32) is also in split 'train': key 'train1' in {tmp_path}/train-000000.tar; "
+        "so are 1 more pictures of 'val'"
+    )
+    assert wt.verify(tmp_path / "train-000000.tar").ok
+
+
 def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k0", {"txt": b"a", "cls": b"1"}), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})])
     write_tar(tmp_path / "b.tar", [("k1", {"txt": b"other"}), ("k0", {"cls": b"1", "txt": b"a"})])
@@ -582,3 +604,29 @@ def test_two_shards_of_one_name_are_not_repaired_into_one_folder(shards: Path, t
     write_shards(tmp_path / "other", [3])
     with pytest.raises(UsageError, match=r"two shards are named part-000.tar"):
         wt.repair([shards, tmp_path / "other"], tmp_path / "out")
+
+
+def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+
+    def failing(fd: int, length: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".tar"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(shard_of(packed), bare)
+    said = "cannot be read at offset [0-9]+: Input/output error"
+    for urls in (packed, bare):
+        with pytest.raises(wt.WdstrainError, match=said):
+            wt.pack_tars(str(urls), str(tmp_path / "again"))
+        with pytest.raises(wt.WdstrainError, match=said):
+            wt.repair(urls, tmp_path / "repaired")
+        (finding,) = wt.verify(urls).findings
+        assert re.search(said, finding.sentence)
+    with pytest.raises(StorageError, match=said):
+        wt.Loader(bare, batch_size=4)

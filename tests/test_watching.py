@@ -195,7 +195,7 @@ def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(shards: Path, 
     assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
     silent.close()
     assert heard.said == []
-    with pytest.raises(wt.UsageError, match="patience=-1 is no number of seconds to wait"):
+    with pytest.raises(wt.UsageError, match="patience=-1: must be a number of seconds >= 0"):
         wt.Loader(shards, patience=-1)
 
 

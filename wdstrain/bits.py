@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
+from operator import index as as_int
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +22,16 @@ U64 = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@lru_cache(maxsize=1024)
 def key(*words: int | str) -> int:
-    """A 64-bit key for the decision that `words` name; a string and a number never collide."""
+    """A 64-bit key for the decision that `words` name; a string and a number never collide.
+
+    Equal integers of any type give one key. Raises TypeError for other numbers.
+    """
+    return _key(*(str(word) if isinstance(word, str) else int(as_int(word)) for word in words))
+
+
+@lru_cache(maxsize=1024)
+def _key(*words: int | str) -> int:
     text = "\x1f".join(f"{type(word).__name__[0]}{word}" for word in words)
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
 

@@ -42,7 +42,7 @@ typedef struct {
     checksum of;
     const int64_t *start, *stop, *first;            /* of samples in their shards; and of their fields among all */
     const int64_t *offset, *size;                   /* of fields in their shards */
-    const uint32_t *crc;
+    const uint32_t *crc;                            /* 0: not known */
     const uint16_t *field;                          /* which it is, of `fields` */
     const uint8_t *compared;                        /* whether these are compared at all */
     int64_t fields, memory, room;                   /* where samples are put, and how many bytes there are */
@@ -70,7 +70,7 @@ static int is_sound(const packed *by, int64_t id, int64_t where) {
         int64_t within = by->offset[m] - start, size = by->size[m];
         if (by->field[m] >= by->fields || within < 0 || size < 0 || within > extent - size)
             return 0;
-        if (by->compared[by->field[m]] && by->of(0, (const unsigned char *)(uintptr_t)(by->memory + where + within), (uint64_t)size) != by->crc[m])
+        if (by->crc[m] && by->compared[by->field[m]] && by->of(0, (const unsigned char *)(uintptr_t)(by->memory + where + within), (uint64_t)size) != by->crc[m])
             return 0;
     }
     return 1;
@@ -183,23 +183,109 @@ enum { DECOMPRESS = 1, SUBSAMPLING = 4, WIDTH = 5, HEIGHT = 6, COLOURS = 8, PROG
 
 static const int blocks[KNOWN][2] = {{8, 8}, {16, 8}, {16, 16}, {8, 8}, {8, 16}, {32, 8}, {8, 32}}; /* width, height, by subsampling */
 
-/* Whether this is a whole JPEG without EXIF, which may say that it is to be turned. */
-static int is_upright(const unsigned char *data, int64_t size) {
-    if (size < 4 || memcmp(data, "\xff\xd8\xff", 3) || memcmp(data + size - 2, "\xff\xd9", 2))
-        return 0;
-    for (int64_t at = 2; at + 10 <= size && data[at] == 0xff && ((data[at + 1] & 0xf0) == 0xe0 || data[at + 1] == 0xfe);
-         at += 2 + (data[at + 2] << 8 | data[at + 3]))
-        if (data[at + 1] == 0xe1 && !memcmp(data + at + 4, "Exif\0", 6))
-            return 0;
-    return 1;
+/* Whether this is a JPEG with its end. */
+static int is_whole(const unsigned char *data, int64_t size) {
+    return size >= 4 && !memcmp(data, "\xff\xd8\xff", 3) && !memcmp(data + size - 2, "\xff\xd9", 2);
 }
 
-/* Height and width of each picture; 0 and 0 of one that is for others to decode. */
+/* --- orientation: as Pillow's ImageOps.exif_transpose sees it, wherever that is plain --- */
+
+enum { NONE = 0, UPRIGHT = 1, ODD = -1 }; /* beside 1 to 8, which EXIF has */
+
+static int64_t number(const unsigned char *at, int bytes, int big) {
+    uint32_t value = 0;
+    for (int i = 0; i < bytes; i++)
+        value = value << 8 | at[big ? i : bytes - 1 - i];
+    return value;
+}
+
+/* By the first directory of a TIFF. ODD where Pillow stops early, skips the tag or takes another type for it. */
+static int of_exif(const unsigned char *tiff, int64_t size) {
+    static const unsigned char bytes[14] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4}; /* of a value, by its type */
+    int big = size >= 8 && !memcmp(tiff, "MM\0*", 4);
+    if (size < 8 || (!big && memcmp(tiff, "II*\0", 4)))
+        return ODD;
+    int64_t at = number(tiff + 4, 4, big);
+    if (at > size - 2)
+        return ODD;
+    int64_t left = number(tiff + at, 2, big);
+    for (at += 2; left > 0; left--, at += 12) {
+        if (at > size - 12)
+            return ODD;
+        int64_t tag = number(tiff + at, 2, big), type = number(tiff + at + 2, 2, big), count = number(tiff + at + 4, 4, big);
+        if (tag == 274) {
+            if ((type != 3 && type != 4) || count != 1)
+                return ODD;
+            int64_t value = number(tiff + at + 8, bytes[type], big);
+            return value >= 1 && value <= 8 ? (int)value : UPRIGHT;
+        }
+        if (type < 1 || type > 13 || (count * bytes[type] > 4 && number(tiff + at + 8, 4, big) > size - count * bytes[type]))
+            return ODD;
+    }
+    return NONE;
+}
+
+/* By the first tiff:Orientation="6" or tiff:Orientation>6 of an XMP document. */
+static int of_xmp(const unsigned char *text, int64_t size) {
+    const unsigned char *end = text + size;
+    for (const unsigned char *at = text; at < end && (at = memchr(at, 'O', (size_t)(end - at))); at++) {
+        if (at - text < 5 || end - at < 13 || memcmp(at - 5, "tiff:Orientation", 16))
+            continue;
+        const unsigned char *value = at[11] == '>' ? at + 12 : at[11] == '=' && at[12] == '"' ? at + 13 : end;
+        if (value < end && *value >= '0' && *value <= '9')
+            return *value >= '1' && *value <= '8' ? *value - '0' : UPRIGHT;
+    }
+    return UPRIGHT;
+}
+
+/* How the picture of a JPEG lies: 1 to 8 as EXIF has it, from EXIF or else XMP before the first scan. 0 where Pillow is to be asked:
+ * for bytes between segments, segments that are rare or cut, EXIF in several of them. */
+int orientation(const unsigned char *data, int64_t size) {
+    static const char xap[] = "http://ns.adobe.com/xap/1.0/"; /* with the 0 at its end */
+    const unsigned char *exif = NULL, *xmp = NULL;
+    int64_t exif_size = 0, xmp_size = 0, at = 2, length;
+    if (size < 4 || memcmp(data, "\xff\xd8\xff", 3))
+        return 0;
+    for (; at + 4 <= size && data[at] == 0xff && data[at + 1] != 0xda; at += 2 + length) {
+        int marker = data[at + 1], known = (marker & 0xf0) == 0xe0 || (marker >= 0xc0 && marker <= 0xc2);
+        const unsigned char *body = data + at + 4;
+        length = number(data + at + 2, 2, 1);
+        if ((!known && marker != 0xc4 && marker != 0xdb && marker != 0xdd && marker != 0xfe) || length < 2 || length > size - at - 2)
+            return 0;
+        if (marker == 0xe1 && length >= 8 && !memcmp(body, "Exif\0", 6)) {
+            if (exif)
+                return 0;
+            exif = body + 6;
+            exif_size = length - 8;
+        } else if (marker == 0xe1 && length >= 2 + (int64_t)sizeof xap && !memcmp(body, xap, sizeof xap)) {
+            xmp = body + sizeof xap;
+            xmp_size = length - 2 - (int64_t)sizeof xap;
+        }
+    }
+    if (at + 4 > size || data[at] != 0xff)
+        return 0;
+    int found = exif ? of_exif(exif, exif_size) : NONE;
+    if (found == NONE)
+        return xmp ? of_xmp(xmp, xmp_size) : UPRIGHT;
+    return found == ODD ? 0 : found;
+}
+
+/* Pixels of three bytes, `down` and `across` bytes apart from those below and beside them, to rows x columns that follow one another.
+ * In stripes, whose lines stay in the processor's cache where `across` leads from row to row. */
+void place(unsigned char *to, const unsigned char *from, int64_t rows, int64_t columns, int64_t down, int64_t across) {
+    for (int64_t first = 0, stripe = 64; first < columns; first += stripe)
+        for (int64_t y = 0; y < rows; y++)
+            for (int64_t x = first; x < columns && x < first + stripe; x++)
+                memcpy(to + 3 * (y * columns + x), from + y * down + x * across, 3);
+}
+
+/* Height, width and orientation of each picture as it is stored; 0 and 0 of one that is for others to decode. */
 void heads(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, int32_t *shape) {
-    for (int64_t i = 0; i < count; i++, shape += 2) {
+    for (int64_t i = 0; i < count; i++, shape += 3) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         shape[0] = shape[1] = 0;
-        void *handle = is_upright(data, size[i]) ? by->begin(DECOMPRESS) : NULL;
+        shape[2] = is_whole(data, size[i]) ? orientation(data, size[i]) : 0;
+        void *handle = shape[2] ? by->begin(DECOMPRESS) : NULL;
         if (!handle)
             continue;
         if (!by->head(handle, data, (size_t)size[i])) {
@@ -217,8 +303,9 @@ void heads(const turbo *by, int64_t count, const uint64_t *address, const int64_
 enum { THERE, NOT, FULL };
 
 /* One picture of `parts`: `used` bytes of the room are taken, and become more. */
-static int part_of(const turbo *by, void *handle, const unsigned char *data, int64_t size, const int32_t *box, int mirrored,
-                   unsigned char *out, int64_t height, int64_t width, unsigned char *scratch, int64_t room, int64_t *used, int64_t *lies) {
+static int part_of(const turbo *by, void *handle, const unsigned char *data, int64_t size, const int32_t *box, int turned,
+                   int mirrored, unsigned char *out, int64_t height, int64_t width, unsigned char *scratch, int64_t room,
+                   int64_t *used, int64_t *lies) {
     if (by->head(handle, data, (size_t)size))
         return NOT;
     int sampling = by->get(handle, SUBSAMPLING), high = by->get(handle, HEIGHT), wide = by->get(handle, WIDTH);
@@ -232,7 +319,7 @@ static int part_of(const turbo *by, void *handle, const unsigned char *data, int
     part.width = (right < wide ? right : wide) - part.x;
     part.height = (bottom < high ? bottom : high) - part.y;
     int exact = part.y == top && part.x == left && part.height == box[2] && part.width == box[3];
-    int fits = exact && box[2] == height && box[3] == width, direct = fits && !mirrored;
+    int fits = exact && !turned && box[2] == height && box[3] == width, direct = fits && !mirrored;
     int64_t bytes = 3 * (int64_t)part.width * part.height;
     if (!direct && *used + bytes > room)
         return FULL;
@@ -250,15 +337,15 @@ static int part_of(const turbo *by, void *handle, const unsigned char *data, int
     return THERE;
 }
 
-/* Decode a part of each picture, which `heads` has seen: box[4 * i] on are its top, left, height and width. What has the size of `to`,
- * height x width, and begins and ends with blocks of the picture, goes there, turned around (`turn`) where mirrored[i]; of all else one
- * block more on each side to `scratch`, one after another. lies[5 * i] on are where it begins there, and top, left, height and width of
- * what is there; height 0 where it is in its place and -1 where the library could not, or there was too little room for this one alone.
- * Mirrored ones are BGR in scratch. Returns how many there are, without the first that has no room beside the others and what follows
- * it. *row is rows[i] meanwhile. */
-int64_t parts(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, const int32_t *box, const uint8_t *mirrored,
-              const uint64_t *to, int64_t height, int64_t width, unsigned char *scratch, int64_t room, int64_t *lies, int64_t *row,
-              const int64_t *rows) {
+/* Decode a part of each picture, which `heads` has seen: box[4 * i] on are its top, left, height and width, as the picture is stored.
+ * What has the size of `to`, height x width, and begins and ends with blocks of the picture, goes there, turned around (`turn`) where
+ * mirrored[i], but not where turned[i]; of all else one block more on each side to `scratch`, one after another. lies[5 * i] on are
+ * where it begins there, and top, left, height and width of what is there; height 0 where it is in its place and -1 where the library
+ * could not, or there was too little room for this one alone. Mirrored ones are BGR in scratch. Returns how many there are, without
+ * the first that has no room beside the others and what follows it. *row is rows[i] meanwhile. */
+int64_t parts(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, const int32_t *box, const uint8_t *turned,
+              const uint8_t *mirrored, const uint64_t *to, int64_t height, int64_t width, unsigned char *scratch, int64_t room,
+              int64_t *lies, int64_t *row, const int64_t *rows) {
     int64_t used = 0;
     for (int64_t i = 0; i < count; i++, box += 4, lies += 5) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
@@ -268,7 +355,7 @@ int64_t parts(const turbo *by, int64_t count, const uint64_t *address, const int
         void *handle = by->begin(DECOMPRESS);
         if (!handle)
             continue;
-        int came = part_of(by, handle, data, size[i], box, mirrored[i], out, height, width, scratch, room, &used, lies);
+        int came = part_of(by, handle, data, size[i], box, turned[i], mirrored[i], out, height, width, scratch, room, &used, lies);
         by->end(handle);
         if (came == FULL && used)
             return i;

@@ -6,6 +6,9 @@ the same one wait for it and read it; a process that is killed holds no lock any
 there. When all blocks are there the shard is compared with its sha256, flushed, cut to its length and given its final name:
 what has that name is whole, a plain tar.
 
+All of it lies in a folder of its own within the one that is named, which holds a CACHEDIR.TAG from its beginning: what a user keeps
+beside that folder is never looked at, whatever its name, and a folder that somebody else filled is refused.
+
 Roads not taken: fetching whole shards before they are read (the first batch would wait for a shard), a lock for each shard
 (of two ranks that share one, the second would wait for all of it), a database of what is there (it would have to be repaired
 after each kill; the folder itself cannot be wrong).
@@ -25,16 +28,23 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
 
+from wdstrain import locks
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.indexing import Shard
 from wdstrain.locks import available, try_lock, unlock
 from wdstrain.memory import own
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, open_remote
-from wdstrain.storage import sync_folder
+from wdstrain.storage import sync_folder, write_whole
 
 BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one
 PART = ".part"  # of the name of a shard that is not whole yet
+FOLDER = "wdstrain-cache"  # within the folder that is named
+_TAG = "CACHEDIR.TAG"  # programs that back up or clean folders know it
+_TAGGED = (
+    b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards of servers, kept by wdstrain. They are fetched again when needed.\n"
+)
+_OURS = re.compile(rf"-[0-9a-f]{{16}}\.tar({re.escape(PART)})?$")  # how the names end that `place_of` gives
 _PATIENCE = 300.0  # seconds for another process to fetch a block, before it is fetched a second time
 _LOOKED_AT = 1.0  # seconds for others to have looked at what is not sound
 _PAUSE = 0.01  # seconds between two looks at a lock
@@ -45,10 +55,10 @@ _log = logging.getLogger("wdstrain")
 
 
 class Cache:
-    """A folder of shards within a limit of bytes, shared by all processes of a machine that name it.
+    """A folder of shards within a limit of bytes, shared by all processes of a machine that name it: FOLDER in `folder`.
 
     limit: of the bytes of all shards in it, None for no limit; those not used for longest go first, and none that is being
-    read. Raises UsageError for a folder that cannot be made.
+    read. Raises UsageError for a folder that cannot be made, or that holds what no cache wrote.
     """
 
     def __init__(self, folder: str, limit: int | None = None) -> None:
@@ -56,14 +66,20 @@ class Cache:
             raise UsageError("a cache needs Linux (locks of open files). Leave cache_dir away, or copy the shards to a disk.")
         if limit is not None and limit < 1:
             raise UsageError(f"cache_limit={limit} is below 1. Leave it away for a cache without a limit.")
-        self.folder, self.limit = os.path.abspath(folder), limit
+        self.folder, self.limit = os.path.join(os.path.abspath(folder), FOLDER), limit
         self.full = False  # nothing more can be written; what is there is still read
         self._warning = threading.Lock()
         try:
-            os.makedirs(self.folder, exist_ok=True)
-            self._disk = shutil.disk_usage(self.folder).total  # an index may claim that a shard has any size
+            os.makedirs(folder, exist_ok=True)
+            self._disk = shutil.disk_usage(folder).total  # an index may claim that a shard has any size
         except OSError as error:
             raise UsageError(f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder.") from None
+        try:
+            self._make()
+        except OSError as error:
+            self.give_up(error)
+        except StorageError as error:
+            self.give_up(OSError(str(error)))
 
     def open(self, shard: Shard, stopping: threading.Event | None = None) -> CachedFile | None:
         """A shard to read through the cache, or None where it cannot be kept: it is then read from its server alone.
@@ -115,7 +131,7 @@ class Cache:
             raise
         file.close()
         with self._alone(stopping), suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = locks.opened(path, os.O_RDWR)
             with CachedFile(self, shard, fd, final, stopping) as again:  # it may have been just being made
                 if not self._is_sound(again, path) and not _removed(fd, path):
                     raise _InUseError
@@ -147,29 +163,39 @@ class Cache:
 
     def give_up(self, error: OSError) -> None:
         """Write nothing more, and say so once."""
-        with self._warning:
-            if not self.full:
-                self.full = True
-                _log.warning(
-                    "%s cannot be written: %s. Shards that are not in this cache are streamed without it from here on.",
-                    self.folder,
-                    error.strerror or error,
-                )
+        self.full = True
+        if self._warning.acquire(blocking=False):  # for good
+            _log.warning(
+                "%s cannot be written: %s. Shards that are not in this cache are streamed without it from here on.",
+                self.folder,
+                error.strerror or error,
+            )
 
     # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """Make the folder, and mark it as ours before anything lies in it."""
+        os.makedirs(self.folder, exist_ok=True)
+        tag = os.path.join(self.folder, _TAG)
+        others = [name for name in os.listdir(self.folder) if not name.startswith(".")]
+        if os.path.exists(tag):  # after the list: another process may have made it meanwhile, and filled it
+            return
+        if others:
+            raise UsageError(f"{self.folder} holds {others[0]}, which no cache wrote. Move it, or name another cache_dir.")
+        write_whole(tag, _TAGGED)
 
     def _opened(self, path: str, flags: int, stopping: threading.Event) -> int | None:
         """A file that is marked as in use, None if it is not there."""
         while True:
             try:
-                fd = os.open(path, flags | os.O_CLOEXEC)
+                fd = locks.opened(path, flags)
             except FileNotFoundError:
                 return None
             while not try_lock(fd, _IN_USE, shared=True) and not stopping.wait(_PAUSE):
                 pass  # somebody is about to take it out
             if os.fstat(fd).st_nlink or stopping.is_set():
                 return fd
-            os.close(fd)
+            locks.close(fd)
 
     def _begin(self, final: str, size: int, stopping: threading.Event) -> bool:
         """Make the file in which a shard will be filled. False where there is no room for it."""
@@ -193,7 +219,7 @@ class Cache:
             return True
         found = []
         for entry in os.scandir(self.folder):
-            if entry.name.endswith((".tar", ".tar" + PART)):
+            if _OURS.search(entry.name) and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
                     found.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         total = sum(one[1] for one in found)
@@ -207,14 +233,14 @@ class Cache:
     @contextmanager
     def _alone(self, stopping: threading.Event) -> Iterator[None]:
         """Nobody else adds a shard meanwhile."""
-        fd = os.open(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = locks.opened(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT)
         try:
             while not try_lock(fd, 0):
                 if stopping.wait(_PAUSE):
                     raise StorageError(f"{self.folder}: reading was stopped.")
             yield
         finally:
-            os.close(fd)
+            locks.close(fd)
 
 
 class CachedFile:
@@ -312,7 +338,7 @@ class CachedFile:
             self._remote = None
         self._block = None
         if self._fd >= 0:
-            os.close(self._fd)  # and its locks end
+            locks.close(self._fd)
             self._fd = -1
 
     def __enter__(self) -> CachedFile:
@@ -396,7 +422,7 @@ class _InUseError(Exception):
 def _take_out(path: str) -> bool:
     """Remove a shard if nobody reads it and it is ours to remove."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = locks.opened(path, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -404,7 +430,7 @@ def _take_out(path: str) -> bool:
     except OSError:
         return False
     finally:
-        os.close(fd)
+        locks.close(fd)
 
 
 def _removed(fd: int, path: str) -> bool:

@@ -58,7 +58,7 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-linejoin="round"/>')
         if one.dots or len(one.xs) == 1:
             for x, y in zip(one.xs, one.ys, strict=True):
-                said = f"{one.name}: {_number(y, share)} at {across} {_number(x, False)}"
+                said = f"{one.name}: {_number(float(f'{y:.4g}'), share)} at {across} {_number(x, False)}"
                 parts.append(
                     f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3" fill="{colour}"><title>{escape(said)}</title></circle>'
                 )
@@ -93,7 +93,7 @@ def bars(counts: Mapping[str, float]) -> str:
     """A bar for each name."""
     most = max(counts.values(), default=0) or 1
     rows = [
-        f'<tr><th>{escape(name)}</th><td class="bar"><span style="width:{100 * value / most:.1f}%"></span></td><td>{value:g}</td></tr>'
+        f'<tr><th>{escape(name)}</th><td class="bar"><span style="width:{100 * value / most:.1f}%"></span></td><td>{_count(value)}</td></tr>'
         for name, value in counts.items()
     ]
     return f'<table class="bars">{"".join(rows)}</table>'
@@ -109,8 +109,8 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
         for j, value in enumerate(row):
             part = value / whole if whole else 0.0
             colour = "59,125,216" if i == j else "208,80,50"
-            title = f"{name} taken for {names[j]}: {value:g} of {whole:g} ({part:.1%})"
-            cells.append(f'<td style="background:rgba({colour},{part:.3f})" title="{escape(title)}">{value:g}</td>')
+            title = f"{name} taken for {names[j]}: {_count(value)} of {_count(whole)} ({part:.1%})"
+            cells.append(f'<td style="background:rgba({colour},{part:.3f})" title="{escape(title)}">{_count(value)}</td>')
         rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
     return f'<table class="matrix"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
 
@@ -163,7 +163,7 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     first = math.floor(low / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, math.ceil(high / step - 1e-9) + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, math.ceil(high / step - 1e-9) + 1)]
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -213,11 +213,16 @@ def _figure(parts: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _number(value: float, share: bool) -> str:
-    if share:
-        return f"{value:.0%}" if abs(value * 100 - round(value * 100)) < 1e-6 else f"{value:.1%}"
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:.4g}"
+    """A number with all of its digits, 12 at most, so that neighboring ticks read differently."""
+    value = float(f"{value * 100 if share else value:.12g}")
+    text = np.format_float_positional(value, trim="-")
+    if value and not 1e-3 <= abs(value) < 1e5:
+        text = min(text, np.format_float_scientific(value, trim="-", exp_digits=1).replace("e+", "e"), key=len)
+    return f"{text}%" if share else text
+
+
+def _count(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 _STYLE = """

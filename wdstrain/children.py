@@ -12,7 +12,11 @@ import multiprocessing
 import os
 import signal
 import threading
+from copy import copy
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 
 def begin() -> None:
@@ -30,3 +34,18 @@ def begin() -> None:
 def _end_with(parent: int) -> None:
     wait([parent])
     os._exit(1)
+
+
+def recording(context: BaseContext, started: list[BaseProcess]) -> BaseContext:
+    """Return a copy of the context that appends each process it makes to `started`.
+
+    The children of this process may also belong to other threads, so `active_children` is no list of a caller's workers.
+    """
+    ours = copy(context)
+
+    def process(*arguments: Any, **options: Any) -> BaseProcess:
+        started.append(context.Process(*arguments, **options))  # type: ignore[attr-defined]
+        return started[-1]
+
+    ours.Process = process  # type: ignore[attr-defined]
+    return ours

@@ -52,7 +52,8 @@ class Packed:
             if not 0 <= within <= extent - size <= extent:  # an index may say anything
                 return False
             data = self.memory.view[where + within : where + within + size]
-            if self._compared[table.member_field[m]] and crc32(data) != table.member_crc[m]:
+            crc = int(table.member_crc[m])
+            if crc and self._compared[table.member_field[m]] and crc32(data) != crc:
                 return False
         return True
 

@@ -53,7 +53,8 @@ def _compiled() -> Any:
     with suppress(OSError, AttributeError, ValueError):
         library: Any = ctypes.CDLL(PATH)
         array, number = ctypes.c_void_p, ctypes.c_int64
-        library.queue_put = ctypes.PyDLL(PATH).queue_put  # too short to give Python's lock away, and wait for it
+        brief = ctypes.PyDLL(PATH)  # too short to give Python's lock away, and wait for it
+        library.queue_put, library.orientation = brief.queue_put, brief.orientation
         with open(SOURCE, "rb") as file:
             source = int.from_bytes(blake2b(file.read(), digest_size=8).digest(), "little")
         if ctypes.c_uint64.in_dll(library, "source").value != source:  # the clone was updated and not installed again
@@ -62,8 +63,10 @@ def _compiled() -> Any:
         library.compare.argtypes = (array, number, number)
         library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number, array)
         library.turn.argtypes = (array, array, number, number)
+        library.orientation.argtypes = (array, number)
+        library.place.argtypes = (array, array, *[number] * 4)
         library.heads.argtypes = (array, number, *[array] * 3)
-        library.parts.argtypes = (array, number, *[array] * 5, number, number, array, number, *[array] * 3)
+        library.parts.argtypes = (array, number, *[array] * 6, number, number, array, number, *[array] * 3)
         library.queue_size.argtypes = ()
         for function in (library.queue_begin, library.queue_work, library.queue_close):
             function.argtypes = (array,)
@@ -73,6 +76,7 @@ def _compiled() -> Any:
             library.sums,
             library.compare,
             library.turn,
+            library.place,
             library.heads,
             library.queue_begin,
             library.queue_work,
@@ -81,7 +85,7 @@ def _compiled() -> Any:
             function.restype = None
         for function in (library.fill, library.queue_size, library.queue_next, library.parts):
             function.restype = number
-        library.queue_put.restype = ctypes.c_int
+        library.queue_put.restype = library.orientation.restype = ctypes.c_int
         return library if checksum else None
     return None
 

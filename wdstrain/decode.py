@@ -1,6 +1,6 @@
 """Encoded images to pixels: the one place that knows image formats.
 
-`decode_image` gives uint8, upright (EXIF orientation applied), or raises SampleError; never a partial image. JPEGs go through
+`decode_image` gives uint8, upright (EXIF orientation applied as Pillow does), or raises SampleError; never a partial image. JPEGs go through
 simplejpeg (libjpeg-turbo, no GIL), where libjpeg-turbo 3 is there (`turbo`) only the part that is asked for; everything else and every JPEG they find fault with goes through Pillow, which is slower, decides what is whole,
 and does not crash: torchvision's PNG decoder dies with SIGSEGV on a damaged file. Alpha is dropped, as torchvision and
 ImageFolder do; 16-bit greys keep their high byte; of an animation the first picture is taken.
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from wdstrain import compiled
 from wdstrain.errors import SampleError
 from wdstrain.formats import MAX_PIXELS, open_picture
 from wdstrain.turbo import Box, decode_part
@@ -27,6 +28,7 @@ _WORK = 1 << 32  # pixels times scans of a JPEG: one as large as is allowed may 
 _SCAN = 10  # bytes of a scan, at least
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)  # of a segment of a JPEG, or of its end
 _STRIP = 1 << 18  # pixels that leave Pillow at a time
+_UPSIDE_DOWN, _REVERSED = (3, 4, 6, 7), (2, 3, 7, 8)  # orientations whose rows, and columns, are stored the last first
 
 
 def decode_image(
@@ -37,8 +39,8 @@ def decode_image(
     box_of: (height, width) of the upright image -> (top, left, height, width) of the part; default all of it. out: memory that
     the pixels may lie in, if they have its shape; they need not.
     """
-    if bytes(data[:3]) == b"\xff\xd8\xff" and not _has_exif(data):
-        found = _jpeg(data, box_of, out, blue_first)
+    if bytes(data[:3]) == b"\xff\xd8\xff" and (orientation := _orientation(data)):
+        found = _jpeg(data, orientation, box_of, out, blue_first)
         if found is not None:
             return found
     pixels = _pillow(data)
@@ -73,32 +75,62 @@ def _check_tiles(image: Image.Image) -> None:
         raise SampleError(f"tiles of {wide} x {high} pixels for a picture of {image.width} x {image.height}")
 
 
-def _has_exif(data: bytes | memoryview) -> bool:
-    """Whether a JPEG's leading application and comment segments hold EXIF, and so perhaps an orientation."""
-    at = 2
-    while at + 10 <= len(data) and data[at] == 0xFF and (0xE0 <= data[at + 1] <= 0xEF or data[at + 1] == 0xFE):
-        if data[at + 1] == 0xE1 and bytes(data[at + 4 : at + 10]) == b"Exif\0\0":
-            return True
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
-    return False
+def _orientation(data: bytes | memoryview) -> int:
+    """How the picture of a JPEG lies: 1 to 8 as EXIF has it; 0 where only Pillow can tell."""
+    if compiled.library is None:
+        raw = bytes(data)
+        return 0 if b"Exif\0\0" in raw or b"tiff:Orientation" in raw else 1
+    source = np.frombuffer(data, np.uint8)
+    return int(compiled.library.orientation(source.ctypes.data, len(source)))
 
 
-def _jpeg(data: bytes | memoryview, box_of: BoxOf | None, out: Pixels | None, blue_first: bool) -> Pixels | None:
+def stored_box(box: Box, height: int, width: int, orientation: int) -> Box:
+    """Where a part of the upright picture lies in the picture as it is stored, of height x width."""
+    top, left, h, w = box
+    if orientation >= 5:
+        top, left, h, w = left, top, w, h
+    top = height - top - h if orientation in _UPSIDE_DOWN else top
+    left = width - left - w if orientation in _REVERSED else left
+    return top, left, h, w
+
+
+def upright(pixels: Pixels, orientation: int) -> Pixels:
+    """The pixels of a picture, or a part of one, turned as its orientation says: these if it is 1, else a copy."""
+    if orientation == 1:
+        return pixels
+    pixels = pixels[::-1] if orientation in _UPSIDE_DOWN else pixels
+    pixels = pixels[:, ::-1] if orientation in _REVERSED else pixels
+    pixels = pixels.transpose(1, 0, 2) if orientation >= 5 else pixels
+    if compiled.library is None:
+        return np.ascontiguousarray(pixels)
+    turned = np.empty(pixels.shape, np.uint8)
+    compiled.library.place(turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2])
+    return turned
+
+
+def _jpeg(
+    data: bytes | memoryview, orientation: int, box_of: BoxOf | None, out: Pixels | None, blue_first: bool
+) -> Pixels | None:
     """None where libjpeg warns of something, or for colours it does not turn into RGB: then Pillow decides."""
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
         if colours not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
             return None
         check_scans(data, height * width)
-        top, left, high, wide = box = box_of(height, width) if box_of is not None else (0, 0, height, width)
+        box = 0, 0, height, width
+        if box_of is not None:
+            box = stored_box(box_of(*((width, height) if orientation >= 5 else (height, width))), height, width, orientation)
+        if orientation != 1:
+            out = None  # what is turned lies in a copy
+        top, left, high, wide = box
         if (high, wide) != (height, width):
             part = decode_part(data, box, MAX_PIXELS, out, blue_first=blue_first)
             if part is not None:
-                return part
+                return upright(part, orientation)
         whole = (high, wide) == (height, width)  # a part must not lie in what it will be resized into
         buffer = out if whole and out is not None and out.shape == (height, width, 3) else None
         pixels: Pixels = simplejpeg.decode_jpeg(data, "BGR" if blue_first else "RGB", buffer=buffer)
-        return pixels[top : top + high, left : left + wide]
+        return upright(pixels[top : top + high, left : left + wide], orientation)
     except (ValueError, KeyError):  # the second of a way to sample colours that simplejpeg does not know
         return None
 

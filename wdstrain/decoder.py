@@ -23,7 +23,8 @@ from torch.utils.data import default_collate
 from wdstrain.augment import DRAWS, Draws
 from wdstrain.bits import key, uniform
 from wdstrain.bulk import Sums
-from wdstrain.fields import Array, Field, Image
+from wdstrain.errors import SampleError
+from wdstrain.fields import Array, Field, Image, Label, read_field, torch_has
 from wdstrain.indexing import Ints
 from wdstrain.memory import Memory
 from wdstrain.pictures import Members
@@ -76,7 +77,7 @@ MISMATCH = "its bytes are not those that were packed (crc32)"
 class Bad(NamedTuple):
     """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why.
 
-    `donor` is the id of the sample that took its place, -1 if none did.
+    `donor` is the id of the sample that took its place, its own where its row was left empty, -1 if neither was done.
     """
 
     row: int
@@ -115,14 +116,15 @@ class Decoder:
         transform: Transform | None,
         takes_rng: bool,
         replace: bool,
+        marks: bool,
         seed: int,
         arena: Memory,
         slots: Memory,
         layout: Layout,
     ) -> None:
         self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
-        self._replace = replace
-        self._seed, self.arena, self._slots, self._layout = seed, arena, slots, layout
+        self._replace, self._marks = replace, marks
+        self._seed, self.arena, self.slots, self._layout = seed, arena, slots, layout
         self._idle = transform is None and fields is not None and not fields  # everything is read into its place
 
     def __call__(self, task: Task, desk: Desk, *, own_process: bool = False) -> Result:
@@ -132,7 +134,7 @@ class Decoder:
             return Result(task.clock, task.slot, {}, [], begun, begun, begun, 0.0)
         computed = time.thread_time()
         desk.begin(task.clock)
-        self._slots.touch(task.slot * self._layout.size, self._layout.size)
+        self.slots.touch(task.slot * self._layout.size, self._layout.size)
         if self._transform is not None:
             values, bad, read = self._transformed(task, own_process, desk)
         elif self._fields is None:
@@ -167,12 +169,14 @@ class Decoder:
     def _read_fields(self, task: Task, desk: Desk) -> Read:
         assert self._fields is not None
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
-        columns = self._layout.arrays(self._slots.view, task.slot * self._layout.size, len(task.ids))
+        draws.flags.writeable = False  # all fields of a sample have the same
+        columns = self._layout.arrays(self.slots.view, task.slot * self._layout.size, len(task.ids))
         loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
         data, bad = self._members(task), self._damaged(task)
         for name, field in self._fields.items():  # one after another: a label between two pictures takes five times as long
             column = columns.get(name)
             done = self._at_once(field, column, task, bad, draws, desk)
+            by_row = field.of(task.ids) if isinstance(field, Label) and field.parts else None
             for row, (found, one) in enumerate(self._found(field.names, task, data)):
                 if row in done or row in bad:
                     continue
@@ -180,9 +184,10 @@ class Decoder:
                 try:
                     if one is None:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
-                    value = field.read(found, one, None if column is None else column[row, ...], draws[row])
+                    reader = field if by_row is None else by_row[row]
+                    value = read_field(reader, found, one, None if column is None else column[row, ...], draws[row])
                     if column is None:
-                        loose[name][row] = value
+                        loose[name][row] = _for_torch(value)
                 except Exception as error:  # whatever a field of the user raises is a reason, not a crash
                     bad[row] = Bad(row, found or name, _reason(error))
         read = time.perf_counter()
@@ -244,8 +249,14 @@ class Decoder:
         """Put good samples of the batch in the places of bad ones, if that is asked for and there is a good one.
 
         The one before takes the place, around the end: a function of the batch alone, so that it does not depend on who
-        decodes or where a run was resumed. columns: sequences with a value for each row.
+        decodes or where a run was resumed. Where bad samples are marked, their rows are made empty. columns: sequences with a
+        value for each row.
         """
+        if self._marks:
+            for column in columns:
+                for one in bad:
+                    column[one.row] = 0 if isinstance(column, np.ndarray) else None
+            return [one._replace(donor=int(ids[one.row])) for one in bad]
         good = sorted(set(range(len(ids))) - {one.row for one in bad})
         if not self._replace or not good:
             return bad
@@ -310,14 +321,28 @@ def _fails(bad: list[Bad]) -> bool:
     return any(one.donor < 0 for one in bad)
 
 
+def _for_torch(value: Any) -> Any:
+    """The value of a field as `_gather` takes it. Raises SampleError for an array of numbers that torch cannot hold."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":  # text and times stay arrays of numpy
+        return value
+    if not torch_has(value.dtype):
+        raise SampleError(f"it is an array of {value.dtype}, which torch does not have; store it as float64 or complex128")
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
 def _gather(values: list[Any]) -> Any:
-    """A tensor where all values are arrays of one shape and kind, else the list."""
+    """A tensor where all values are arrays of one shape and dtype, else the list."""
     first = values[0]
-    if isinstance(first, np.ndarray) and all(v.shape == first.shape and v.dtype == first.dtype for v in values):
+    if isinstance(first, np.ndarray) and all(
+        isinstance(one, np.ndarray) and one.shape == first.shape and one.dtype == first.dtype for one in values
+    ):
         return _tensor(np.stack(values))
     return [_tensor(value) for value in values]
 
 
 def _tensor(value: Any) -> Any:
     """Arrays as tensors, but for those of a kind that torch has not (text, times)."""
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" else value
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
+        return value
+    # torch takes no strides below 0, and warns of memory that is read-only
+    return torch.from_numpy(np.require(value, requirements=["C", "W"]))

@@ -23,6 +23,7 @@ from wdstrain.augmentation import DRAWS, Augmentation, Draws
 from wdstrain.batches import Batches, Taken
 from wdstrain.errors import UsageError
 from wdstrain.interrupts import Held
+from wdstrain.processes import DeathsTold
 
 Batch = dict[str, Any]
 
@@ -149,6 +150,11 @@ def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
 
 def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     """A loader's batches, one of them ahead."""
+    with DeathsTold():  # a signal tells this thread of a death, also while the courier waits for the batch
+        yield from _ahead(batches, sender)
+
+
+def _ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     asked, courier = batches.asked(), None
     try:
         first = batches.take()

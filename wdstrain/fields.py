@@ -11,9 +11,10 @@ from __future__ import annotations
 import io
 import json as json_module
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,12 +26,24 @@ from wdstrain.decode import decode_image
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.fitting import fit
 from wdstrain.formats import EXTENSIONS
+from wdstrain.indexing import Index, Ints
 from wdstrain.indexing import Label as IndexLabel
 from wdstrain.pictures import Members
 
 Array = npt.NDArray[Any]
 
+# as numpy writes it for arrays of plain numbers. numpy reads it with Python's own parser, which some releases of Python 3.11 and
+# 3.12 do not let several threads use at once: a good array would be a bad sample, now and then
+_PLAIN_HEAD = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<>|=]?[biufcSU]\d{1,6})', 'fortran_order': (True|False), "
+    rb"'shape': \(((?:\d{1,18}(?:, \d{1,18})*,?)?)\), \}\s*",
+    re.DOTALL,
+)
 _LARGEST = float(np.finfo(np.float32).max)
+_OF_TORCH = frozenset(
+    ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
+    + ["float16", "float32", "float64", "complex64", "complex128"]
+)
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,11 @@ class Example:
 class Field(Protocol):
     """A part of an example.
 
-    names: tar fields to look for, in order of preference. example: what `read` writes into `out`, or None if values differ
-    in shape; then `out` is None and `read` returns the value. draws: float64[27] in [0, 1), this sample's own random
-    numbers in this epoch. Raise any exception for data that cannot be used; its text becomes the reason.
+    names: tar fields to look for, in order of preference. example: shape and dtype of the value, which `read` writes into
+    `out`; `out` is all zeros before. None if values differ in shape: then `out` is None and `read` returns the value.
+    data: the bytes, read-only. A value that `read` returns may share their memory. draws: float64[27] in [0, 1), this
+    sample's own random numbers in this epoch, read-only. Raise any exception for data that cannot be used; its text becomes
+    the reason.
     """
 
     @property
@@ -90,25 +105,58 @@ class Image:
 
 @dataclass(frozen=True)
 class Label:
+    """numbers: what is delivered for each of `classes`; empty: its place among them.
+
+    parts: (id of the first sample, how the label is read from there on), where sets that were joined number their classes
+    differently; `classes` are then those that are delivered. by_name: a text that is the name of a class is that class, also
+    where it could be the number of another.
+    """
+
     names: tuple[str, ...]
     column: str | None
     classes: tuple[str, ...]
+    numbers: tuple[int, ...] = ()
+    parts: tuple[tuple[int, Label], ...] = ()
+    by_name: bool = False
 
     @property
     def example(self) -> Example:
         return Example((), "int64")
 
+    def of(self, ids: Ints) -> list[Label]:
+        """How the label of each of these samples is read."""
+        if not self.parts:
+            return [self] * len(ids)
+        firsts = np.array([first for first, _ in self.parts], np.int64)
+        return [self.parts[number][1] for number in (np.searchsorted(firsts, ids, side="right") - 1).tolist()]
+
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
         assert out is not None
+        number = self._number(data)
+        out[()] = self.numbers[number] if self.numbers else number
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """Whether a text may be the name of one class and the number of another."""
+        return self.column is None and any(
+            name.isdecimal() and int(name) != place and int(name) < len(self.classes) for place, name in enumerate(self.classes)
+        )
+
+    def _number(self, data: memoryview) -> int:
+        if self.by_name and (place := self._places.get(str(scalar(data, self.column)))) is not None:
+            return place
         if self.column is None and (digits := bytes(data)).isdigit() and (not self.classes or int(digits) < len(self.classes)):
-            out[()] = int(digits)  # as nearly always
-            return
+            return int(digits)  # as nearly always
         value = scalar(data, self.column)
         # a text of its own is the class's number, also where classes have numbers for names; an entry of a table is what
         # the table said, so there the name comes first
         number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes))
-        named = str(value) in self.classes and (self.column is not None or not number)
-        out[()] = self.classes.index(str(value)) if named else _whole(value, self.classes)
+        place = self._places.get(str(value)) if self.column is not None or not number else None
+        return _whole(value, self.classes) if place is None else place
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return _places(self.classes)
 
 
 @dataclass(frozen=True)
@@ -128,15 +176,26 @@ class Labels:
         assert out is not None
         out[()] = 0
         for one in value:
-            if str(one) not in self.classes:
+            place = self._places.get(str(one))
+            if place is None:
                 raise SampleError(f"{str(one)[:80]!r} is none of the {len(self.classes)} classes")
-            out[self.classes.index(str(one))] = 1
+            out[place] = 1
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return _places(self.classes)
+
+
+def _places(classes: tuple[str, ...]) -> dict[str, int]:
+    """The number of each class by its name; of a name that comes twice, the first."""
+    return {name: number for number, name in reversed(list(enumerate(classes)))}
 
 
 @dataclass(frozen=True)
 class Number:
     names: tuple[str, ...]
     column: str | None
+    is_finite: bool = False  # what is infinite or NaN is a bad sample
 
     @property
     def example(self) -> Example:
@@ -149,8 +208,10 @@ class Number:
             found = float(_plain(value))
         except (TypeError, ValueError, OverflowError):
             raise SampleError(f"{str(value)[:80]!r} is not a number") from None
-        if _LARGEST < abs(found) < math.inf:
-            raise SampleError(f"{found!r} is more than a float32 holds")
+        if self.is_finite and not math.isfinite(found):
+            raise SampleError(f"{str(value)[:80]!r} is no number that can be learnt")
+        if _LARGEST < abs(found) < math.inf or (math.isinf(found) and not _says_infinity(data, self.column)):
+            raise SampleError(f"{str(value)[:80]} is more than a float32 holds")
         out[()] = found
 
 
@@ -169,7 +230,7 @@ class Json:
     example: None = None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        return json_module.loads(bytes(data))
+        return parsed_json(bytes(data))
 
 
 @dataclass(frozen=True)
@@ -192,8 +253,8 @@ class NumpyArray:
         if self.example is None or head[:8] != b"\x93NUMPY\x01\x00" or int.from_bytes(head[8:10], "little") + 10 != len(head):
             return False
         try:
-            dtype, fortran, shape = _npy_head(head)
-        except Exception:  # numpy's parser of heads raises whatever it meets
+            dtype, fortran, shape = npy_head(head)
+        except ValueError:
             return False
         return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
 
@@ -208,7 +269,8 @@ def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | No
     shape), or some of them as in "rrc+flip+trivialaugment"; without rrc the largest
     region in the middle with the asked shape is resized. EXIF orientation is applied.
     """
-    sides = (size, size) if isinstance(size, int) else size
+    given: Any = (size, size) if isinstance(size, (int, np.integer)) else size
+    sides: Any = tuple(int(one) if isinstance(one, np.integer) else one for one in given) if isinstance(given, tuple) else given
     if sides is not None and not (
         isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
     ):
@@ -222,28 +284,108 @@ def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | No
 def label(
     names: str = "cls", *, column: str | None = None, classes: tuple[str, ...] | list[str] = (), multi: bool = False
 ) -> Label | Labels:
-    """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there.
+    """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there, and of shards whose
+    index knows the label a number as the number of its class.
 
-    classes: default those that the index of the shards names. column: for a JSON field, the entry to read. multi: a list of classes, as a float32 tensor [b, classes] of ones and zeros.
+    classes: default those that the index of the shards names, of several sets together. Where the index names classes too, each
+    counts by its name, whatever its number in the shards. column: for a JSON field, the entry to read. multi: a list of classes, as a float32 tensor [b, classes] of ones and zeros.
     """
     if multi and column is None:
         raise UsageError("a label of several classes is an entry of a JSON field: give column=.")
     return (Labels if multi else Label)(_names(names), column, tuple(classes))
 
 
-def with_classes(field: Field, labels: Sequence[IndexLabel]) -> Field:
-    """A label without classes with those that an index names for what it reads; any other field as it is.
+def with_classes(field: Field, index: Index | None) -> Field:
+    """A label that delivers one numbering of classes for all samples of an index; any other field as it is.
 
-    Raises UsageError for a label of several classes that nobody names.
+    Without classes of its own it has those of the index. A class that the index names is found by its name among the classes
+    of the field, whatever its number in the shards. Raises UsageError where the sets of the index cannot be joined so, and for
+    a label of several classes that nobody names.
     """
-    if not isinstance(field, (Label, Labels)) or field.classes:
+    if not isinstance(field, (Label, Labels)):
         return field
+    if index is None and isinstance(field, Label) and field.is_ambiguous:
+        raise UsageError(
+            f"classes={list(field.classes)[:10]} has numbers for names, so a text may be the name of one class and the number of "
+            f"another. Use wt.label() without classes, which delivers the number, or wt.Loader, which knows the index."
+        )
+    own = [_label_of(field, labels) for labels in (index.own or (index.labels,))] if index is not None else []
+    if index is not None and not field.classes:
+        joined = _label_of(field, index.labels)
+        if joined is None and any(own):
+            why = next(filter(None, (index.disagreement(name, field.column) for name in field.names)), "")
+            raise UsageError(
+                f"{why}. Pack them together, or give wt.label(classes=[...]) with all names and numbers that count."
+            )
+        field = replace(field, classes=joined.classes) if joined is not None else field
+    if isinstance(field, Labels):
+        if not field.classes:
+            raise UsageError(f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...].")
+        return field
+    if not any(own):
+        return _unknown(field)
+    read = [_numbered(field, label, is_alone=len(set(own)) == 1) for label in own]
+    if all(one == field for one in read):
+        return field
+    firsts = index.first.tolist() if index is not None and index.own else [0]
+    return replace(field, parts=tuple(zip(firsts, read, strict=False)))
+
+
+def _numbered(field: Label, label: IndexLabel | None, *, is_alone: bool) -> Label:
+    """How a label is read from shards whose index has it as `label`. is_alone: no other shards number their classes otherwise."""
+    if label is None:
+        return _unknown(field)
+    if not label.has_names or label.classes == field.classes:
+        return field
+    numbers = {name: number for number, name in enumerate(field.classes)}
+    missing = [name for name in label.classes if name not in numbers]
+    if is_alone and len(missing) == len(label.classes):  # other names for the same numbers
+        return field
+    if missing:
+        raise UsageError(
+            f"classes={list(field.classes)[:10]} lacks {missing[0]!r}, which the index of these shards names: {label.numbering}. "
+            f"Name all of its classes, in any order."
+        )
+    return replace(field, classes=label.classes, numbers=tuple(numbers[name] for name in label.classes))
+
+
+OwnLabels = tuple[tuple[tuple[str, str | None], IndexLabel | None], ...]  # (place, label) where a set has another than others
+
+
+def differing_labels(index: Index) -> list[OwnLabels]:
+    """For each shard its own labels at the places where joined sets differ in theirs; nothing if none do."""
+    own = [{label.place: label for label in labels} for labels in index.own]
+    places = [
+        place for place in dict.fromkeys(place for one in own for place in one) if len({one.get(place) for one in own}) > 1
+    ]
+    return [tuple((place, one.get(place)) for place in places) for one in own] if places else []
+
+
+@lru_cache(maxsize=256)
+def label_of_set(field: Label, labels: OwnLabels) -> Label:
+    """How a label is read from samples of a set with these labels of its own. Raises UsageError where that takes its classes."""
+    for (name, column), label in labels:
+        if name in field.names and column == field.column:
+            if not field.classes:
+                raise UsageError(
+                    f"{name} has another label in each of the joined sets ({label.numbering if label else 'no label'} in one). "
+                    f"Give wt.label(classes=[...]) with all names, whose places are then the numbers."
+                )
+            return _numbered(field, label, is_alone=False)
+    return field
+
+
+def _unknown(field: Label) -> Label:
+    """How a label is read of which no index tells that its texts are numbers."""
+    return replace(field, by_name=True) if field.is_ambiguous else field
+
+
+def _label_of(field: Label | Labels, labels: Sequence[IndexLabel]) -> IndexLabel | None:
+    """The label among these that a field reads."""
     for one in labels:
         if one.field in field.names and one.column == field.column and (one.kind == "multi") == isinstance(field, Labels):
-            return replace(field, classes=one.classes)
-    if isinstance(field, Labels):
-        raise UsageError(f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...].")
-    return field
+            return one
+    return None
 
 
 def is_light(field: Field) -> bool:
@@ -295,9 +437,52 @@ def array(names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: st
         kind = np.dtype(dtype)
     except TypeError:
         raise UsageError(f'dtype={dtype!r} is no kind of number. Give for example "uint8".') from None
-    if kind.kind not in "biufc" or any(not isinstance(side, int) or side < 0 for side in shape):
-        raise UsageError(f"shape={shape}, dtype={dtype!r}: batch memory holds numbers in a shape such as (3, 224, 224).")
+    if not torch_has(kind) or any(not isinstance(side, int) or side < 0 for side in shape):
+        raise UsageError(
+            f"shape={shape}, dtype={dtype!r}: batch memory holds numbers of a dtype that torch has, such as float32, "
+            "in a shape such as (3, 224, 224)."
+        )
     return NumpyArray(_names(names), Example(tuple(shape), kind.name))
+
+
+def read_field(field: Field, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+    """The value that a field has for one sample; None where it was written to `out`.
+
+    A field of the user's own gets bytes that it can neither change nor see change, and an `out` of zeros.
+    """
+    if _is_ours(type(field)):
+        return field.read(name, data, out, draws)
+    if out is None:
+        value = field.read(name, memoryview(bytes(data)), None, draws)
+        return bytes(value) if isinstance(value, memoryview) else value  # a view cannot be sent from a worker process
+    out[...] = 0
+    value = field.read(name, data.toreadonly(), out, draws)
+    if value is not None and not (isinstance(value, np.ndarray) and np.may_share_memory(value, out)):
+        raise SampleError(
+            f"read() returned {type(value).__name__}, and a field with an example writes its value to out. "
+            "Write to out[...], or set example = None"
+        )
+    return None
+
+
+@lru_cache(maxsize=256)
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+@lru_cache(maxsize=256)
+def torch_has(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has tensors of this dtype, in this machine's byte order."""
+    return dtype.kind in "biufc" and dtype.newbyteorder("=").name in _OF_TORCH
+
+
+def lies_in_batches(example: Example) -> bool:
+    """Whether a tensor can lie over values like this one."""
+    try:
+        dtype = np.dtype(example.dtype)
+    except TypeError:
+        return False
+    return torch_has(dtype) and dtype.isnative
 
 
 def _names(names: str) -> tuple[str, ...]:
@@ -311,36 +496,64 @@ def _names(names: str) -> tuple[str, ...]:
 
 def _npy(data: memoryview) -> Array:
     """The array of a .npy file, over the same bytes."""
-    length = int.from_bytes(data[8:10], "little") + 10
-    if bytes(data[:8]) != b"\x93NUMPY\x01\x00":
-        found: Array = np.load(io.BytesIO(data), allow_pickle=False)
-        return found
-    dtype, fortran, shape = _npy_head(bytes(data[:length]))
+    if bytes(data[:6]) != b"\x93NUMPY":
+        raise ValueError(f"it is no .npy array: it begins with {bytes(data[:8])!r}")
+    wide = 2 if bytes(data[6:7]) == b"\x01" else 4  # bytes in which the length of the head is
+    length = int.from_bytes(data[8 : 8 + wide], "little") + 8 + wide
+    dtype, fortran, shape = npy_head(bytes(data[:length]))
     if dtype.hasobject:
         raise ValueError("it holds Python objects, which are not loaded (allow_pickle=False)")
-    if min(shape, default=0) < 0:  # -1 is all that is there, to frombuffer and to reshape
-        raise ValueError(f"it claims the shape {shape}")
-    flat = np.frombuffer(data, dtype, math.prod(shape), length)
+    count = math.prod(shape)
+    if count * dtype.itemsize > len(data) - length:
+        raise ValueError(f"it claims the shape {shape} of {dtype}, and {len(data) - length} bytes follow its header")
+    flat = np.frombuffer(data, dtype, count, length)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
 
 @lru_cache(maxsize=256)
-def _npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    """(dtype, whether the first axis runs fastest, shape); reading it takes longer than copying 48 KB."""
+def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
+    """(dtype, whether the first axis runs fastest, shape); reading it takes longer than copying 48 KB.
+
+    Raises ValueError for a head that cannot be read.
+    """
+    if (plain := _PLAIN_HEAD.fullmatch(head)) is not None:
+        descr, fortran, sides = plain.groups()
+        return np.dtype(descr.decode()), fortran == b"True", tuple(int(side) for side in sides.split(b",") if side.strip())
     stream = io.BytesIO(head)
     npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
-    npy.read_magic(stream)
-    shape, fortran, dtype = npy.read_array_header_1_0(stream)
+    try:
+        version = npy.read_magic(stream)
+        shape, fortran, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+    except ValueError:
+        raise
+    except Exception as error:  # numpy lets through what Python's parsers raise
+        raise ValueError(f"its .npy header cannot be read ({type(error).__name__})") from error
+    if min(shape, default=0) < 0:  # -1 is all that is there, to frombuffer and to reshape
+        raise ValueError(f"it claims the shape {shape}")
     return dtype, fortran, shape
 
 
-def scalar(data: memoryview, column: str | None) -> Any:
+def parsed_json(text: str | bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
+    """A JSON document. Raises ValueError for what is none, and for one that is nested too deeply."""
+    try:
+        return json_module.loads(text, parse_float=parse_float)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _says_infinity(data: memoryview, column: str | None) -> bool:
+    """Whether a value that is infinite to Python is so itself, not a number beyond the largest such as 1e400."""
+    value = scalar(data, column, parse_float=str)
+    return not isinstance(value, str) or "inf" in value.lower()
+
+
+def scalar(data: memoryview, column: str | None, parse_float: Callable[[str], Any] | None = None) -> Any:
     if column is None and bytes(data[:6]) == b"\x93NUMPY":  # a number of an HDF5 or array source
         return _npy(data).item()
     text = bytes(data).decode("utf-8-sig").strip()
     if column is None:
         return text
-    document = json_module.loads(text)
+    document = parsed_json(text, parse_float)
     if not isinstance(document, dict) or column not in document:
         has = ", ".join(list(document)[:20]) if isinstance(document, dict) else type(document).__name__
         raise SampleError(f"it has no entry {column!r}, but {has}")

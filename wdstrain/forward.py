@@ -43,12 +43,24 @@ class Tally:
     retries: int = 0
 
 
+class Stopped(WdstrainError):
+    """The reading was ended by another thread."""
+
+    def __init__(self, message: str = "the reader was stopped") -> None:
+        super().__init__(message)
+
+
 @dataclass(eq=False)
 class Reading:
-    """A run of bytes on its way. missing: parts of it that are not there yet; error: why it will not come whole."""
+    """A run of bytes on its way. missing: parts of it that are not there yet; error: why it will not come whole.
+
+    failed: samples of it that cannot be read, by their place in it, where the others can. again: samples that were read once more.
+    """
 
     missing: int = 0
     error: WdstrainError | None = None
+    failed: dict[int, WdstrainError] = field(default_factory=dict)
+    again: int = 0
 
 
 @dataclass(eq=False)

@@ -46,6 +46,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get over
 _OVER = 256 << 10  # bytes that are read over at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
+_MODIFIED = "Last-Modified: "  # how a version begins that is no ETag
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
 
 _NUMBER = re.compile(r"[0-9]{1,18}")  # no more digits than any object's size has, and none of those that only Python knows
@@ -67,12 +68,16 @@ def redacted(address: str) -> str:
 
 @dataclass
 class Answer:
-    """A response that is being read: `at` is the byte of the object that comes next."""
+    """A response that is being read: `at` is the byte of the object that comes next.
+
+    process: which reads it. What a forked child took from its connection would be missing in its parent.
+    """
 
     response: urllib3.BaseHTTPResponse
     body: Body
     at: int
     total: int | None = None
+    process: int = field(default_factory=os.getpid)
 
     def read_into(self, pieces: Pieces | Places) -> int:
         """Fill what comes, one byte at least; 0 where the answer ends."""
@@ -94,13 +99,14 @@ class HttpFile:
 
     path: str
     known_size: int | None = None
-    tag: str | None = None  # of the object as it was first seen
+    tag: str | None = None  # of the object as it was first seen: a strong ETag, or a version that was given
     stopping: threading.Event = field(default_factory=threading.Event, repr=False)
     ranged: bool = True  # False: the server answers a range with the whole object
     retries: int = 0
     fetched: int = 0  # bytes that were asked for and came
     cached: int = 0
     first: int | None = None
+    version: str | None = None  # what the first answer says: an ETag, a weak one too, or when it was modified
     _answer: Answer | None = field(default=None, repr=False)
     _stop: int = 0  # where the response in hand ends
 
@@ -180,7 +186,8 @@ class HttpFile:
         if self.stopping.is_set():
             raise StorageError(f"{redacted(self.path)}: reading was stopped.")
         answer = self._answer
-        if answer is None or not answer.at <= offset < self._stop or offset - answer.at > _GAP:
+        follows = answer is not None and answer.at <= offset < self._stop and offset - answer.at <= _GAP
+        if answer is None or not follows or answer.process != os.getpid():
             self.close()
             answer = self._ask(offset, stop)
         while answer.at < offset:  # a gap, or a server that knows no ranges
@@ -196,7 +203,7 @@ class HttpFile:
         headers = {"Accept-Encoding": "identity", **_sent(self.path)}
         if offset or stop is not None:
             headers["Range"] = f"bytes={offset}-{'' if stop is None else stop - 1}"
-        if self.tag is not None:
+        if self.tag is not None and _strong(self.tag) is not None:
             headers["If-Match"] = self.tag
         try:
             response = _get(self.path, headers)
@@ -249,12 +256,13 @@ class HttpFile:
                 f"make its index anew."
             )
         tag = response.headers.get("ETag")
-        if self.tag is not None and tag not in (None, self.tag):
+        if self.tag is not None and not _is_still(self.tag, response.headers):
             raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
         if (self.known_size is None or self.tag is None) and not begins(response):  # before anything of it is believed
             raise HTTPException("the connection ended within the head of the answer")
         self._stop, self.ranged = stop, self.ranged and (response.status == 206 or "Range" not in sent)
         self.known_size = answer.total if self.known_size is None else self.known_size
+        self.version = version_of(response.headers) if self.version is None else self.version
         self.tag = _strong(tag) if self.tag is None else self.tag
 
     def _pause(self, error: Exception, offset: int, tries: int, begun: float) -> None:
@@ -326,7 +334,30 @@ def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
 
 def _strong(tag: str | None) -> str | None:
     """An ETag that If-Match may be given; weak ones say less than byte for byte."""
-    return tag if tag and not tag.startswith("W/") else None
+    return tag if tag and not tag.startswith(("W/", _MODIFIED)) else None
+
+
+def version_of(headers: Mapping[str, str]) -> str | None:
+    """What tells an object from a later one of the same size: its ETag, else when it was modified last; None if nothing does.
+
+    The time has a resolution of one second, so one that is not older than the answer by more than that is no version.
+    """
+    tag, modified = headers.get("ETag"), headers.get("Last-Modified")
+    if tag or not modified:
+        return tag or None
+    try:
+        age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(modified)
+    except (TypeError, ValueError, IndexError, OverflowError):  # the parser's own, of what is no date
+        return None
+    return _MODIFIED + modified if age.total_seconds() > 1 else None
+
+
+def _is_still(version: str, headers: Mapping[str, str]) -> bool:
+    """Whether an answer is of the object of this version, as far as it says."""
+    if version.startswith(_MODIFIED):
+        return headers.get("Last-Modified") in (None, version.removeprefix(_MODIFIED))
+    tag = headers.get("ETag")
+    return tag in (None, version) or (version.startswith("W/") and tag == version.removeprefix("W/"))
 
 
 def _words(error: Exception, address: str) -> str:

@@ -156,7 +156,7 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
             with open_source(path) as source:
                 found = list(samples(source.read, source.size, _shown(path), walk))
                 tables.append(Table.of(found, fields))
-                shards.append(Shard(path, len(found), source.size, tag=source.tag or ""))
+                shards.append(Shard(path, len(found), source.size, tag=source.version or ""))
         except WdstrainError as error:
             if failed is None:
                 raise

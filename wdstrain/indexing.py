@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain import charts
+from wdstrain.cached import cached_property
 from wdstrain.errors import ShardError
 from wdstrain.printing import printable
 from wdstrain.remote import is_remote, name_of, redacted
@@ -76,14 +76,34 @@ class Label:
     column: str | None = None
     classes: tuple[str, ...] = ()
 
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """Where its value lies."""
+        return self.field, self.column
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the classes have names, and not only their numbers for names."""
+        return self.classes != tuple(map(str, range(len(self.classes))))
+
+    @property
+    def numbering(self) -> str:
+        """The classes with their numbers, as an error shows them."""
+        if self.kind == "number":
+            return "numbers, no classes"
+        if not self.has_names:
+            return f"{len(self.classes)} classes without names"
+        some = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
+        return some + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
+
 
 @dataclass(frozen=True)
 class Table:
     """Offsets of the samples of some shards. For n samples with m members in all:
 
     start, stop: int64[n], extent in the shard, headers included; key_first: int64[n + 1] into keys: uint8[...];
-    member_first: int64[n + 1] into member_field: uint16[m], member_offset, member_size: int64[m]; member_crc: uint32[m],
-    or of length 0 where the data was never read.
+    member_first: int64[n + 1] into member_field: uint16[m], member_offset, member_size: int64[m]; member_crc: uint32[m], 0 for
+    members of shards whose data was never read, and of length 0 where none was. A member whose crc32 is 0 is not compared either.
     """
 
     start: Ints
@@ -135,20 +155,22 @@ class Table:
 
     @classmethod
     def join(cls, tables: Sequence[Table]) -> Table:
-        """Tables one after another. Checksums are kept only if all have them."""
+        """Tables one after another. Each keeps its checksums."""
         if len(tables) == 1:
             return tables[0]
+        if any(len(t.member_crc) for t in tables):
+            blank = [np.zeros(len(t.member_field), np.uint32) for t in tables]
+            tables = [t if len(t.member_crc) else replace(t, member_crc=no) for t, no in zip(tables, blank, strict=True)]
         parts = {name: np.concatenate([getattr(t, name) for t in tables]) for name in ARRAYS if "first" not in name}
         for name in ("key_first", "member_first"):
             parts[name] = firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
-        if not all(len(t.member_crc) == len(t.member_field) for t in tables):
-            parts["member_crc"] = np.zeros(0, np.uint32)
         return cls(**parts)
 
     def cut(self, start: int, stop: int) -> Table:
         """The rows of samples [start, stop)."""
         k0, k1 = int(self.key_first[start]), int(self.key_first[stop])
         m0, m1 = int(self.member_first[start]), int(self.member_first[stop])
+        crcs = self.member_crc[m0:m1]
         return Table(
             start=self.start[start:stop],
             stop=self.stop[start:stop],
@@ -157,20 +179,25 @@ class Table:
             member_field=self.member_field[m0:m1],
             member_offset=self.member_offset[m0:m1],
             member_size=self.member_size[m0:m1],
-            member_crc=self.member_crc[m0:m1],
+            member_crc=crcs if crcs.any() else crcs[:0],
             keys=self.keys[k0:k1],
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A set of shards in order. Sample ids are counted through them from 0."""
+    """A set of shards in order. Sample ids are counted through them from 0.
+
+    own: for each shard the labels of its own index, where joined indexes have different labels; else empty. A class number in a
+    shard counts in the classes of its own label. `labels` are then those that could be joined by the names of their classes.
+    """
 
     shards: tuple[Shard, ...]
     fields: tuple[str, ...]
     table: Table
     labels: tuple[Label, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
+    own: tuple[tuple[Label, ...], ...] = ()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -196,8 +223,21 @@ class Index:
         return charts.part("Index", charts.table(rows))
 
     def state(self, shard: Shard) -> str:
-        """The state in which a shard on a disk here has to be; "" where checksums tell of each sample whether it is what it was."""
-        return "" if len(self.table.member_crc) or is_remote(shard.path) else shard.tag
+        """The state in which a shard has to be; "" where checksums tell of each sample whether it is what it was."""
+        return "" if shard.path in self._with_checksums else shard.tag
+
+    def needs_headers(self, shard: Shard) -> bool:
+        """Whether nothing but the headers of its samples tells a shard of a server for sure from another of the same size."""
+        return is_remote(shard.path) and shard.path not in self._with_checksums and not shard.tag.startswith('"')
+
+    @cached_property
+    def _with_checksums(self) -> frozenset[str]:
+        """Paths of the shards whose samples have checksums."""
+        if not len(self.table.member_crc):
+            return frozenset()
+        edges = self.table.member_first[self.first].tolist()
+        parts = zip(self.shards, pairwise(edges), strict=True)
+        return frozenset(shard.path for shard, edge in parts if self.table.member_crc[slice(*edge)].any())
 
     @cached_property
     def counts(self) -> Ints:
@@ -214,15 +254,48 @@ class Index:
         """The place of each shard, by name."""
         return {shard.name: i for i, shard in enumerate(self.shards)}
 
+    def own_label(self, label: Label, number: int) -> Label:
+        """A label with its classes in the order in which the shard of a sample numbers them."""
+        if not self.own:
+            return label
+        shard = int(np.searchsorted(self.first, number, side="right") - 1)
+        return next((one for one in self.own[shard] if one.place == label.place), label)
+
+    def disagreement(self, field: str, column: str | None) -> str:
+        """Why the labels of one place in the samples cannot be joined, with their numberings; "" where they can."""
+        if not self.own or any(label.place == (field, column) for label in self.labels):
+            return ""
+        found: dict[str, str] = {}
+        for shard, labels in zip(self.shards, self.own, strict=True):
+            mine = next((label.numbering for label in labels if label.place == (field, column)), "no label")
+            found.setdefault(mine, shard.shown)
+        if set(found) == {"no label"}:
+            return ""
+        parts = "; ".join(f"{numbering} ({shown})" for numbering, shown in found.items())
+        return (
+            f"the label in {field}{f', column {column!r},' if column is not None else ''} differs between these sets: {parts}"
+        )
+
     @property
     def splits(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(shard.split for shard in self.shards))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of the shards in order: what the order of an epoch depends on."""
-        rows = [(shard.name, shard.samples, shard.bytes, shard.sha256) for shard in self.shards]
+        """Short hash of the shards in order: what the order of an epoch depends on. Of shards whose bytes nobody read, their keys
+        and sizes count."""
+        rows = [
+            (shard.name, shard.samples, shard.bytes, shard.sha256 or self._headers(number))
+            for number, shard in enumerate(self.shards)
+        ]
         return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+
+    def _headers(self, number: int) -> str:
+        """Short hash of what the headers of a shard say."""
+        table, found = self.table.cut(int(self.first[number]), int(self.first[number + 1])), blake2b(digest_size=8)
+        for array in (table.key_first, table.keys, table.member_offset, table.member_size):
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     def key(self, number: int) -> str:
         """The key of a sample."""
@@ -261,15 +334,18 @@ class Index:
         wanted = list(numbers)
         if wanted == list(range(len(self.shards))):
             return self
+        own = tuple(self.own[i] for i in wanted) if self.own else ()
+        labels, own = _joined_labels(own) if own else (self.labels, own)
         if wanted == list(range(wanted[0], wanted[-1] + 1)) if wanted else False:  # a run is a view, not a copy
-            tables = [self.table.cut(int(self.first[wanted[0]]), int(self.first[wanted[-1] + 1]))]
-            return replace(self, shards=tuple(self.shards[i] for i in wanted), table=tables[0])
-        tables = [self.table.cut(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
-        return replace(self, shards=tuple(self.shards[i] for i in wanted), table=Table.join(tables or [self.table.cut(0, 0)]))
+            table = self.table.cut(int(self.first[wanted[0]]), int(self.first[wanted[-1] + 1]))
+        else:
+            tables = [self.table.cut(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
+            table = Table.join(tables or [self.table.cut(0, 0)])
+        return replace(self, shards=tuple(self.shards[i] for i in wanted), table=table, labels=labels, own=own)
 
 
 def join(parts: Sequence[Index]) -> Index:
-    """Several indexes as one, in order. Labels are kept if all agree on them."""
+    """Several indexes as one, in order. Labels are joined by the names of their classes; see `Index.own`."""
     if len(parts) == 1:
         return parts[0]
     fields = list(dict.fromkeys(name for part in parts for name in part.fields))
@@ -277,13 +353,33 @@ def join(parts: Sequence[Index]) -> Index:
     for part in parts:
         numbers = np.array([fields.index(name) for name in part.fields] or [0], np.uint16)
         tables.append(replace(part.table, member_field=numbers[part.table.member_field]))
+    own = tuple(labels for part in parts for labels in part.own or [part.labels] * len(part.shards))
+    labels, own = _joined_labels(own or (parts[0].labels,))
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
         fields=tuple(fields),
         table=Table.join(tables),
-        labels=parts[0].labels if all(part.labels == parts[0].labels for part in parts) else (),
+        labels=labels,
         info=parts[0].info,
+        own=own,
     )
+
+
+def _joined_labels(own: tuple[tuple[Label, ...], ...]) -> tuple[tuple[Label, ...], tuple[tuple[Label, ...], ...]]:
+    """(labels of shards together, their own labels where these differ). own: labels of each shard, one at least"""
+    different = list(dict.fromkeys(own))
+    if len(different) == 1:
+        return different[0], ()
+    found = []
+    for place in dict.fromkeys(label.place for labels in different for label in labels):
+        mine = [next((label for label in labels if label.place == place), None) for labels in different]
+        there = [label for label in mine if label is not None]
+        # without names, 0 of one set and 0 of another may be two classes; a list of classes has names for values
+        apart = there[0].kind == "class" and len({label.has_names for label in there}) > 1
+        if len(there) == len(mine) and len({label.kind for label in there}) == 1 and not apart:
+            classes = dict.fromkeys(name for label in there for name in label.classes)
+            found.append(replace(there[0], classes=tuple(classes)))
+    return tuple(found), own
 
 
 def firsts(counts: Sequence[int] | Ints) -> Ints:

@@ -23,7 +23,7 @@ from wdstrain.bulk import Places, Sums
 from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import Field, NumpyArray
-from wdstrain.forward import Reading
+from wdstrain.forward import Reading, Stopped
 from wdstrain.hands import Hands
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.machine import cores
@@ -55,7 +55,7 @@ def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, pla
     sizes, made = table.member_size.reshape(-1, count), dict[str, Landed]()
     for name, field in fields.items():
         present = [one for one in field.names if one in index.fields]
-        if not isinstance(field, NumpyArray) or field.example is None or len(present) != 1:
+        if type(field) is not NumpyArray or field.example is None or len(present) != 1:
             continue
         members = np.flatnonzero(kinds[0] == index.fields.index(present[0])).tolist()
         row = int(np.prod(field.example.shape, dtype=np.int64)) * np.dtype(field.example.dtype).itemsize
@@ -153,7 +153,7 @@ class Landing:
                     lost[row] = why
         # last: another thread may have ended the reading since the batch was there, and what was known of it is gone after that
         if self._slot_at.pop(clock, None) is None:
-            raise WdstrainError("the reader was stopped")
+            raise Stopped
         return slot, lost, count
 
     def places(self, placed: Placed, arena: Memory) -> tuple[Places, Sums]:
@@ -161,9 +161,19 @@ class Landing:
         return placed.samples.places(placed.offsets, placed.homes, (arena, self._slots.memory, self._scratch))
 
     def read(
-        self, shard: Shard, placed: Placed, places: Places, sums: Sums, arena: Memory, told: Callable[[], None]
+        self,
+        shard: Shard,
+        placed: Placed,
+        clocks: Ints,
+        places: Places,
+        sums: Sums,
+        arena: Memory,
+        told: Callable[[], None],
     ) -> Reading:
-        """Begin to read samples that follow one another in a shard. told: called, from any thread, when they are there."""
+        """Begin to read samples that follow one another in a shard. clocks: when they are due, int64[n].
+
+        told: called, from any thread, when they are there.
+        """
         try:
             source = LocalFile(shard.path, self._index.state(shard))
         except WdstrainError as error:
@@ -174,9 +184,11 @@ class Landing:
 
         def done() -> None:
             try:
-                self._read(source, placed, places, sums, arena)
-            except WdstrainError as problem:
-                reading.error = problem
+                try:
+                    self._read(source, placed, places, sums)
+                except WdstrainError:
+                    reading.again = len(clocks)
+                    self._read_singly(reading, source, placed, clocks, arena)
             except BaseException as problem:  # handed to the reader, which raises it
                 reading.error = WdstrainError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
             finally:
@@ -218,7 +230,8 @@ class Landing:
             member = int(table.member_first[number]) + one.member
             at = int(table.member_offset[member]) - start
             data = memory[at : at + one.head + one.row]
-            if len(table.member_crc) and crc32(data) != int(table.member_crc[member]):
+            crc = int(table.member_crc[member]) if len(table.member_crc) else 0
+            if crc and crc32(data) != crc:
                 return f"the bytes of {one.found} are not those that were packed (crc32), also when they are read again"
             try:
                 one.field.read(one.found, data, columns[by_offset[one.column]][row, ...], np.zeros(0))
@@ -237,21 +250,22 @@ class Landing:
 
     # --- the thread that tells what the hands did ----------------------------------------------------------------------
 
-    def _read(self, source: LocalFile, placed: Placed, places: Places, sums: Sums, arena: Memory) -> None:
-        """What the hands left is read, or why it cannot be is told; and all of it is compared."""
-        try:
-            source.read_into(places, int(placed.samples.starts[0]) + places.filled)
-            self._compare(placed, sums)
-        except WdstrainError as error:
-            if not self._salvage:
-                raise
-            count = len(placed.homes)
-            if count == 1:
-                self._lose(placed, error)
-                return
-            for i in range(count):
-                single = placed.part(i, i + 1)
-                self._read(source, single, *self.places(single, arena), arena)
+    def _read(self, source: LocalFile, placed: Placed, places: Places, sums: Sums) -> None:
+        """Read what the hands left, and compare all of it."""
+        source.read_into(places, int(placed.samples.starts[0]) + places.filled)
+        self._compare(placed, sums)
+
+    def _read_singly(self, reading: Reading, source: LocalFile, placed: Placed, clocks: Ints, arena: Memory) -> None:
+        """Read samples of a damaged shard one by one. Those that fail are lost, or the first of them that is due is an error."""
+        for i in np.argsort(clocks, kind="stable").tolist():
+            single = placed.part(i, i + 1)
+            try:
+                self._read(source, single, *self.places(single, arena))
+            except WdstrainError as error:
+                if not self._salvage:
+                    reading.failed[i] = error
+                    return
+                self._lose(single, error)
 
     def _lose(self, placed: Placed, error: WdstrainError) -> None:
         for home, row in zip(placed.homes.tolist(), placed.samples.rows.tolist(), strict=True):
@@ -267,6 +281,6 @@ class Landing:
                 if one.field.lies_as(bytes(sums.run((i * len(self._what) + k) * found.shape[2]))):
                     self._heads[one.member], odd[i] = int(head[i]), False
             if samples.crc.size:
-                odd |= found[:, k, 1] != samples.crc[:, k]
+                odd |= (found[:, k, 1] != samples.crc[:, k]) & (samples.crc[:, k] != 0)
             for i in np.flatnonzero(odd).tolist():
                 self._odd.add((int(placed.homes[i]), int(samples.rows[i])))

@@ -25,7 +25,7 @@ import torch
 from wdstrain.augment import Draws
 from wdstrain.decoder import Decoder, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
-from wdstrain.fields import Array, Example, Field
+from wdstrain.fields import Array, Example, Field, read_field
 from wdstrain.index_files import scan
 from wdstrain.indexing import Index
 from wdstrain.machine import cores
@@ -166,6 +166,7 @@ class Bare:
             fields=fields,
             transform=transform,
             takes_rng=takes_rng,
+            marks=False,
             replace=True,  # a bad sample is for the loader to tell
             seed=0,
             arena=arena,
@@ -257,7 +258,7 @@ class Idle:
                     if name in field.names:
                         with suppress(Exception):  # whatever a field of the user raises: the next sample may be better
                             data = memoryview(bytearray(source.read(offset, size)))
-                            return cls(tuple(field.names), None, field.read(name, data, None, np.full(64, 0.5)))
+                            return cls(tuple(field.names), None, read_field(field, name, data, None, np.full(64, 0.5)))
         return cls(tuple(field.names), None)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:

@@ -8,13 +8,15 @@ worker by fork or, under spawn and forkserver, as a duplicated descriptor.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import sys
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -57,8 +59,76 @@ class Memory:
             with suppress(OSError):  # Linux before 5.14, or larger pages: they are mapped one by one
                 self.map.madvise(_POPULATE_READ, start, size)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process or thread is in here meanwhile. A process that is killed is in here no more."""
+        with _turns[os.getpid()]:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def share(self) -> None:
+        """In a forked worker process: have all of it in common with the parent, also what was a `Snapshot` at the fork."""
+        if _system is not None:
+            _system.mmap(self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0)
+
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)
+
+
+class Snapshot:
+    """Bytes of a memory as they are now, which a forked child has in their place, as its own. Only on Linux; else there are none."""
+
+    def __init__(self, memory: Memory, start: int, size: int) -> None:
+        """Raises MemoryError."""
+        before = start % mmap.PAGESIZE
+        self._address, self._size = memory.address + start - before, -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._copy: int | None = None
+        if _system is not None:
+            copy = _system.mmap(None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            if copy == _FAILED:
+                raise MemoryError
+            ctypes.memmove(copy, self._address, self._size)
+            self._copy = copy
+
+    def put(self) -> None:
+        """In the child: put it there."""
+        if _system is not None and self._copy is not None:
+            _system.mremap(self._copy, self._size, self._size, _MOVE, self._address)
+
+    def drop(self) -> None:
+        """In the parent: it is not needed any more."""
+        if _system is not None and self._copy is not None:
+            _system.munmap(self._copy, self._size)
+
+
+def _linux() -> Any:
+    """What maps memory at a given place."""
+    if sys.platform != "linux":
+        return None
+    system = ctypes.CDLL(None)
+    number, place = ctypes.c_size_t, ctypes.c_void_p
+    system.mmap.argtypes, system.mmap.restype = (place, number, *[ctypes.c_int] * 3, ctypes.c_long), place
+    system.mremap.argtypes, system.mremap.restype = (place, number, number, ctypes.c_int, place), place
+    system.munmap.argtypes = (place, number)
+    return system
+
+
+_READ_WRITE, _FIXED, _MOVE = 3, 0x10, 3  # PROT_READ | PROT_WRITE, MAP_FIXED, MREMAP_MAYMOVE | MREMAP_FIXED
+_FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+_system = _linux()
+
+
+class _Turns(dict[int, threading.Lock]):
+    """By process: a lock for its threads. A forked child may have inherited that of its parent locked."""
+
+    def __missing__(self, process: int) -> threading.Lock:
+        return self.setdefault(process, threading.Lock())
+
+
+_turns = _Turns()
 
 
 def own(size: int) -> memoryview:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
+from math import inf
+from numbers import Integral
 from typing import Any
 
 from wdstrain.decoder import Transform
@@ -14,7 +16,7 @@ from wdstrain.fields import Field
 from wdstrain.indexing import Index, join
 from wdstrain.loader import Loader, open_shards
 from wdstrain.mixing import TURNS, Mixture
-from wdstrain.plan import Order
+from wdstrain.plan import Order, is_number
 from wdstrain.storage import Urls
 
 
@@ -34,13 +36,17 @@ class MixedLoader(Loader):
         counts = [index.counts for index in self._indexes.values()]
         return partial(Mixture, counts=counts, names=list(self._indexes), shares=self._shares, **sizes)
 
+    @property
+    def _sets(self) -> tuple[Any, ...]:
+        return self._indexes, self._shares
+
     def _identity(self) -> dict[str, Any]:
         shares = {name: str(share) for name, share in zip(self._indexes, self._shares, strict=True)}
         return {**super()._identity(), "shares": shares, "turns": TURNS}
 
 
 def mix(
-    sources: Mapping[str, Urls],
+    sources: Mapping[str, Urls | Index],
     fields: Mapping[str, Field] | None = None,
     transform: Transform | None = None,
     *,
@@ -56,11 +62,20 @@ def mix(
     """
     if not sources:
         raise UsageError("there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}.")
-    indexes = {name: open_shards(urls, cut=options.get("on_bad") == "replace") for name, urls in sources.items()}
-    given = weights if weights is not None else {name: len(index) for name, index in indexes.items()}
-    if set(given) != set(indexes) or min(given.values()) <= 0:
-        raise UsageError(f"weights={dict(given)}: each of the sources {', '.join(indexes)} needs one above 0, and no other.")
-    return MixedLoader(indexes, _shares([given[name] for name in indexes]), fields, transform, **options)
+    cut = options.get("on_bad", "raise") != "raise"
+    indexes = {name: urls if isinstance(urls, Index) else open_shards(urls, cut=cut) for name, urls in sources.items()}
+    given = {name: len(index) for name, index in indexes.items()} if weights is None else weights
+    numbers = isinstance(given, Mapping) and all(is_number(one) and 0 < one < inf for one in given.values())
+    if not numbers or set(given) != set(indexes):
+        raise UsageError(
+            f"weights={given!r}: each of the sources {', '.join(indexes)} needs one above 0, below infinity, and no other."
+        )
+    return MixedLoader(indexes, _shares([_number(given[name]) for name in indexes]), fields, transform, **options)
+
+
+def _number(weight: Any) -> int | float:
+    """Return a weight of any type of numbers as Python's own: others overflow."""
+    return int(weight) if isinstance(weight, Integral) else float(weight)
 
 
 def _shares(weights: list[float]) -> tuple[Fraction, ...]:

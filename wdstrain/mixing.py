@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import lcm
@@ -24,6 +24,7 @@ from math import lcm
 import numpy as np
 
 from wdstrain.bits import key
+from wdstrain.cached import cached_property
 from wdstrain.errors import PlanError
 from wdstrain.plan import Ints, Plan, Tail
 

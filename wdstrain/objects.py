@@ -47,6 +47,11 @@ class ObjectFile:
             self.known_size, self.tag = found
 
     @property
+    def version(self) -> str | None:
+        """What tells the object from a later one."""
+        return self.tag
+
+    @property
     def size(self) -> int:
         assert self.known_size is not None
         return self.known_size

@@ -8,6 +8,7 @@ folder where that cannot be written, and used for as long as a shard stays in th
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 import time
@@ -25,6 +26,7 @@ import numpy as np
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.index_files import check_sizes, info_of, is_ours, labels_of, load, read_document, save_index, scan, splits_of
 from wdstrain.indexing import Index, Shard, join
+from wdstrain.labels import classes_in, label_bytes
 from wdstrain.remote import is_remote, name_of, open_remote, redacted
 from wdstrain.storage import (
     INDEX_NAME,
@@ -38,9 +40,12 @@ from wdstrain.storage import (
     read_whole,
     user_cache,
 )
+from wdstrain.tar import other_kind
 
 _ASKING = 8  # servers are asked for so many shards at once
 _HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
+
+_log = logging.getLogger("wdstrain")
 
 Note = Callable[[str], None]
 
@@ -51,7 +56,7 @@ def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> In
     Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
     what their index says. `note` is told what a walk costs. cut: shards may be shorter than their index says.
     """
-    return gather(urls, partial(_checked, cut=cut), partial(walked, note=note))
+    return gather(urls, partial(_checked, note=note, cut=cut), partial(walked, note=note))
 
 
 def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]) -> Index:
@@ -79,10 +84,14 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
             run = list(group)
             parts.append(check(_picked(run, known)) if known_to_us else walk(run))
     index = join(parts)
-    twice = [name for name, count in Counter(shard.path for shard in index.shards).items() if count > 1]
-    if twice:
-        shown = redacted(twice[0]) if is_remote(twice[0]) else twice[0]
-        raise UsageError(f"{shown} is named twice, so its samples would come twice. Name each shard once.")
+    named: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    for shard in index.shards:
+        real = _real(shard.path, folders)
+        if real in named:
+            also = f" (also as {named[real]})" if named[real] != shard.shown else ""
+            raise UsageError(f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once.")
+        named[real] = shard.shown
     return index
 
 
@@ -99,8 +108,8 @@ def one_of(path: str, known: dict[str, Index | None]) -> Index | None:
 def make_index(urls: Urls) -> Index:
     """Index all shards of the folder that `urls` lie in as they are now, and write the index beside them.
 
-    Only headers are read. Splits, labels and provenance of an index that lies there are kept, and the checksums of shards
-    whose samples lie where they lay. Raises UsageError for shards of several folders or a folder without shards, ShardError
+    Only headers are read, and after a change the labels of classes, which are counted anew. Splits, labels and provenance of an
+    index that lies there are kept, and the checksums of shards whose samples lie where they lay. Raises UsageError for shards of several folders or a folder without shards, ShardError
     for a shard that is cut or damaged.
     """
     listed = expand(urls)
@@ -181,8 +190,57 @@ def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
     return index.pick(index.numbers[name_of(path)] for path in paths)
 
 
-def _checked(index: Index, *, cut: bool) -> Index:
-    return check_sizes(index, cut=cut)
+def _real(path: str, folders: dict[str, str]) -> str:
+    """The path of a shard without links. folders: those of its folders so far."""
+    if is_remote(path):
+        return path
+    if os.path.islink(path):
+        return os.path.realpath(path)
+    folder, name = os.path.split(path)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    return os.path.join(folders[folder], name)
+
+
+def _checked(index: Index, *, note: Note | None, cut: bool) -> Index:
+    """A part of a set as it is found now. Raises ShardError for a shard that is not what its index says."""
+    return _checked_headers(check_sizes(index, cut=cut), note, cut=cut)
+
+
+def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
+    """Walk over shards that were changed or copied after their index was made and have no checksums. Raises ShardError where a
+    shard has other samples than its index says.
+
+    A walk is remembered, so a shard is walked over once. cut: shards that are cut or damaged are left as they are.
+    """
+    doubtful = [n for n, shard in enumerate(index.shards) if index.state(shard) and _is_newer(shard.path)]
+    if not doubtful:
+        return index
+    failed: list[WdstrainError] | None = [] if cut else None
+    whole = [
+        index.shards[n].path for n in doubtful if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
+    ]
+    found = walked(whole, note, failed) if whole else index.pick([])
+    for n in doubtful:
+        shard = index.shards[n]
+        if shard.name in found.numbers and not _same_samples(index.pick([n]), found.pick([found.numbers[shard.name]])):
+            folder = os.path.dirname(shard.path) or "."
+            raise ShardError(
+                f"{shard.path} holds other samples than its index says: it was replaced after it was indexed. Accept it as it is: "
+                f"wdstrain index {folder}"
+            )
+    return index
+
+
+def _is_newer(path: str) -> bool:
+    """Whether a shard here was changed, or put where it is, after the index beside it."""
+    if is_remote(path):
+        return False
+    try:
+        shard, index = os.stat(path), os.stat(beside(path, INDEX_NAME))
+    except OSError:
+        return False
+    return max(shard.st_mtime_ns, shard.st_ctime_ns) >= index.st_mtime_ns
 
 
 def _kept(index: Index, beside: str) -> Index:
@@ -192,14 +250,43 @@ def _kept(index: Index, beside: str) -> Index:
     former: Index | None = None
     with suppress(ShardError):
         former = load(beside)
-    parts = []
+    parts, new = [], []
     for number, shard in enumerate(index.shards):
         one, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
         was = former.pick([former.numbers[shard.name]]) if former is not None and shard.name in former.numbers else None
         if was is not None and was.shards[0].bytes == shard.bytes and _same_samples(one, was):
             one, shard = replace(was, labels=()), replace(shard, sha256=was.shards[0].sha256)
+        else:
+            new.append(shard.name)
         parts.append(replace(one, shards=(shard,)))
-    return replace(join(parts), labels=labels, info=info)
+    found = replace(join(parts), labels=labels, info=info)
+    if "samples" in info and (new or set(splits) - set(index.numbers)):
+        found.info["samples"] = _counted(found)
+    for label in labels if new else ():
+        if label.kind == "class" and label.column is None:
+            _log.warning(
+                "new in this set: %s. Numbers in their %s count as classes of this set: %s",
+                ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
+                label.field,
+                label.numbering,
+            )
+    return found
+
+
+def _counted(index: Index) -> dict[str, dict[str, int]]:
+    """Samples of each split by class, from the labels themselves; those without a label that can be read count as ""."""
+    label = next((one for one in index.labels if one.kind == "class"), None)
+    names = dict.fromkeys(range(len(index)), "")
+    if label is not None:
+        for i, data in label_bytes(index, label.field, np.arange(len(index))):
+            names[i] = next(iter(classes_in(data, label.column, label.classes)), "")
+    found: dict[str, dict[str, int]] = {}
+    for number, shard in enumerate(index.shards):
+        ids = range(int(index.first[number]), int(index.first[number + 1]))
+        counts = Counter(names[i] for i in ids) + Counter(found.get(shard.split, {}))
+        order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
+        found[shard.split] = dict(sorted(counts.items(), key=lambda one: (order.get(one[0], len(order)), one[0])))
+    return found
 
 
 def _same_samples(a: Index, b: Index) -> bool:
@@ -231,9 +318,16 @@ def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | No
             kept = f"remembered in {place}" if place else "not remembered: neither the folder nor the cache can be written"
             note(
                 f"no index beside {found.shards[0].shown}: walked over the headers of {len(found)} samples in {seconds:.2f} s "
-                f"({len(found) / max(seconds, 1e-9):.0f}/s); {kept}"
+                f"({len(found) / max(seconds, 1e-9):.0f}/s); {kept}{_passed_over(found)}"
             )
     return index.pick(index.numbers[name] for name in map(name_of, paths) if name in index.numbers)
+
+
+def _passed_over(found: Index) -> str:
+    """What a walk passed over that may have been part of a sample, as one clause; "" if nothing."""
+    ignored = found.info.get("ignored", {})
+    some = [f"{count} times {reason}" for reason, count in ignored.items() if reason != other_kind(b"5", "")]
+    return f". Passed over, no part of any sample: {', '.join(some)}" if some else ""
 
 
 def recall(paths: list[str]) -> Index:
@@ -292,7 +386,8 @@ def _is_as_found(shard: Shard) -> bool:
     if is_remote(shard.path):
         try:
             with open_remote(shard.path) as source:
-                return (source.size, source.tag) == (shard.bytes, shard.tag or None)
+                # one of which its server says nothing may be any other of the same size
+                return source.size == shard.bytes and source.version is not None and source.version == shard.tag
         except StorageError:
             return False
     try:

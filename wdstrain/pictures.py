@@ -1,8 +1,8 @@
 """The pictures of a batch at once: those that are plain JPEGs, by one call in C (`bulk.c`) for as many as stay in the processor's cache.
 
 Picture by picture the interpreter's lock is given away at each and waited for again, and threads that decode small ones
-spend more time on that than on decoding; and each takes some 20 us of Python. What is not plain (progressive, turned by
-EXIF, in other colours, larger than a photograph, damaged) is left to the decoder of single pictures, and comes out as it does there.
+spend more time on that than on decoding; and each takes some 20 us of Python. What is not plain (progressive, with EXIF that only
+Pillow reads, in other colours, larger than a photograph, damaged) is left to the decoder of single pictures, and comes out as it does there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from wdstrain import compiled, turbo
 from wdstrain.augment import Augment, Draws, region
-from wdstrain.decode import is_little_work
+from wdstrain.decode import is_little_work, stored_box, upright
 from wdstrain.fitting import fit
 from wdstrain.formats import MAX_PIXELS
 
@@ -42,13 +42,14 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     library, functions = compiled.library, turbo.functions()
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
-    rows, boxes = _plain(library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws)
+    rows, boxes, orientations = _plain(library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws)
+    turned = orientations != 1  # bool[n]
     mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
     address, size, to = members.address[rows], members.size[rows], out.ctypes.data + np.array(rows, np.int64) * out.strides[0]
     ids, done, first = np.array(rows, np.int64), set[int](), 0
     lies, scratch = np.zeros((len(rows), 5), np.int64), _scratch()
     while first < len(rows):
-        arrays = (one[first:].ctypes.data for one in (address, size, boxes, mirrored, to))
+        arrays = (one[first:].ctypes.data for one in (address, size, boxes, turned, mirrored, to))
         count = library.parts(
             functions,
             len(rows) - first,
@@ -66,7 +67,8 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
             if height:
                 y, x, h, w = boxes[i].tolist()
                 part = scratch[begin : begin + height * width * 3].reshape(height, width, 3)
-                fit(part[y - top : y - top + h, x - left : x - left + w], out[rows[i]], mirrored=bool(mirrored[i]))
+                part = upright(part[y - top : y - top + h, x - left : x - left + w], int(orientations[i]))
+                fit(part, out[rows[i]], mirrored=bool(mirrored[i]))
             augment.change(out[rows[i]], draws[rows[i]])
             done.add(rows[i])
         first += count
@@ -83,14 +85,17 @@ def _scratch() -> Pixels:
 
 def _plain(
     library: Any, functions: Any, members: Members, rows: Sequence[int], size: tuple[int, int], augment: Augment, draws: Draws
-) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """Those rows that are plain JPEGs, and the part of each: top, left, height, width, int32[n, 4]."""
+) -> tuple[list[int], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Those rows that are plain JPEGs; the part of each as it is stored: top, left, height, width, int32[n, 4]; and its orientation,
+    int32[n]."""
     address, length = members.address[rows], members.size[rows]
-    shapes = np.zeros((len(rows), 2), np.int32)
+    shapes = np.zeros((len(rows), 3), np.int32)
     library.heads(functions, len(rows), *(one.ctypes.data for one in (address, length, shapes)))
-    found = [
-        (row, region(height, width, size, augment, draws[row]))
-        for row, bytes_, (height, width) in zip(rows, length.tolist(), shapes.tolist(), strict=True)
-        if height > 0 and width > 0 and height * width <= MAX_PIXELS and is_little_work(bytes_, height * width)
-    ]
-    return [row for row, _ in found], np.array([box for _, box in found], np.int32).reshape(-1, 4)
+    found, boxes, orientations = list[int](), [], []
+    for row, bytes_, (height, width, orientation) in zip(rows, length.tolist(), shapes.tolist(), strict=True):
+        if height > 0 and width > 0 and height * width <= MAX_PIXELS and is_little_work(bytes_, height * width):
+            sides = (width, height) if orientation >= 5 else (height, width)
+            found.append(row)
+            boxes.append(stored_box(region(*sides, size, augment, draws[row]), height, width, orientation))
+            orientations.append(orientation)
+    return found, np.array(boxes, np.int32).reshape(-1, 4), np.array(orientations, np.int32)

@@ -23,6 +23,7 @@ from wdstrain.cache import Cache
 from wdstrain.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.fields import Field, is_light
+from wdstrain.forward import Stopped
 from wdstrain.indexing import Index, Ints
 from wdstrain.interrupts import Held
 from wdstrain.landing import Landing, landed
@@ -83,7 +84,7 @@ class Pipeline:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         takes_rng: bool,
-        replace: bool,
+        on_bad: str,
         num_workers: int,
         context: str | None,
         cache: Cache | None = None,
@@ -94,7 +95,8 @@ class Pipeline:
 
         patience: seconds without a batch until it is told who is stuck; 0: never.
         """
-        self._owner = os.getpid()
+        self.process = os.getpid()  # which started it; what a forked child inherits of it does not work there
+        replace, self._marks = on_bad != "raise", on_bad == "mark"
         self._using = threading.RLock()  # a batch is taken in one thread, and all may be closed in another
         self._index, self._plans, self._rank = index, plans, rank
         self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
@@ -130,6 +132,7 @@ class Pipeline:
             transform=transform,
             takes_rng=takes_rng,
             replace=replace,
+            marks=self._marks,
             seed=plan.seed,
             arena=self._reader.memory,
             slots=self._slots.memory,
@@ -145,6 +148,9 @@ class Pipeline:
         self._seeded = isinstance(self._workers, Processes)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
+        self._epoch = -1  # of the last seek
+        self._until: int | None = None  # the epoch before which the tasks end
+        self._broken: WdstrainError | None = None  # why they ended before
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
         self._pending: dict[int, tuple[Batch, list[str]]] = {}  # clock -> what was asked of the decoders, and its keys
         self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
@@ -160,8 +166,11 @@ class Pipeline:
     def decoders(self) -> int:
         return self._workers.count
 
-    def seek(self, epoch: int, step: int) -> None:
-        """The next batch is this one. Raises WdstrainError after the end."""
+    def seek(self, epoch: int, step: int, until: int | None = None) -> None:
+        """The next batch is this one. Raises WdstrainError after the end.
+
+        until: the epoch of which nothing is read ahead; by default none is read ahead of an epoch that is asked for again.
+        """
         with self._using:
             if self.closed:  # by another thread, since it was asked for; nobody would close it any more
                 raise WdstrainError(OVER)
@@ -170,8 +179,11 @@ class Pipeline:
             if not self._whole:  # a worker may have half a message
                 self._workers.close()
             if self._results is None or self._at != (epoch, step) or not self._whole:
-                self._results, self._at, self._awaited = self._workers.run(self._tasks(epoch, step)), (epoch, step), 0
+                self._until = epoch + 1 if until is None and epoch == self._epoch else until
+                tasks = self._tasks(epoch, step, self._until)
+                self._results, self._at, self._awaited = self._workers.run(tasks), (epoch, step), 0
                 self._whole = True
+            self._epoch = epoch
 
     def next(self) -> tuple[dict[str, Any], Counts]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
@@ -187,10 +199,11 @@ class Pipeline:
         batch, keys = self._pending.pop(result.clock)
         epoch, step = self._at
         given, found, plan = batch.ids.copy(), list[Finding](), self._plans(epoch)
+        own = np.ones(len(given), bool)
         if result.bad:
             result = self._good(result, batch, epoch)
             for one in result.bad:
-                given[one.row] = one.donor
+                given[one.row], own[one.row] = one.donor, False
             found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         valid = len(given) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if plan.tail == "keep" else len(given)
@@ -206,9 +219,10 @@ class Pipeline:
         self._seconds["decode_seconds"] += result.read - result.begun
         self._seconds["compute_seconds"] += result.computed
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
-        self._at = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
+        after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
+        self._at = after if after[0] != self._until else None
         self._whole = True
-        return made, Counts(given[:rows], (given == batch.ids)[:rows], rows - valid, found)
+        return made, Counts(given[:rows], own[:rows], rows - valid, found)
 
     def costs(self) -> Costs:
         """What the stages took since the pipeline was made."""
@@ -236,11 +250,11 @@ class Pipeline:
             self._at = None
 
     def close(self) -> None:
-        """End the reader's thread and the decoders. In a forked child, which has neither, nothing is done.
+        """End the reader's thread and the decoders. A forked child has neither, and leaves those of its parent alone.
 
         A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again, by several threads at once.
         """
-        if os.getpid() != self._owner:
+        if os.getpid() != self.process:
             return
         self.closed = True
         self._reader.end()  # whoever waits for a batch in another thread waits no more, and who is about to wait does not begin
@@ -259,13 +273,19 @@ class Pipeline:
         self._waiter = threading.get_ident()
         self._watch.waiting()
         try:
-            result = next(results)
+            result = next(results, None)
         except MemoryError as error:  # of the batch as a whole; of a sample it is a reason
             raise WdstrainError(
                 "there was no memory to make a batch. Lower batch_size, num_workers or shuffle_buffer, or give it more memory."
             ) from error
         finally:
             self._watch.done()
+        if result is None:  # all that came before what cannot be read was delivered
+            broken, self._broken = self._broken, None
+            try:
+                raise broken or WdstrainError(OVER)
+            finally:
+                del broken  # which refers to this frame
         others = self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others  # which were done meanwhile
         self._seconds["handoff_seconds"] += max(0.0, time.perf_counter() - max(asked, result.ended) - others)
         self._awaited = result.clock + 1
@@ -303,25 +323,32 @@ class Pipeline:
         offset = int(self._index.table.start[first])
         return f"{name} is at {shard.shown}: '{self._index.key(first)}' at offset {offset} (row {row} of its batch):\n{stack}"
 
-    def _tasks(self, epoch: int, step: int) -> Iterator[Task]:
-        """Tasks from this step on, without end. Runs in the training process, as the DataLoader's sampler or for threads."""
+    def _tasks(self, epoch: int, step: int, until: int | None) -> Iterator[Task]:
+        """Tasks from this step on, up to an epoch or without end. Runs in the training process, as the DataLoader's sampler or for threads."""
         self._pending.clear()
+        self._broken = None
         self._reader.stop()
         self._slots.reset()
-        self._reader.start(epoch, step)
+        self._reader.start(epoch, step, until)
         if self._patience and not self._watch.runs:
             with Held():
                 self._watch = Watch(self._patience, self._tell)
             self._watch.waiting()
         clock = 0
-        while True:
+        while epoch != until:
             begun, waited = time.perf_counter(), self._reader.shuffle_seconds
             for stretch in stretches(self._plans(epoch), self._rank, step):
                 laid = self._to_do.lay(epoch, stretch.ids, stretch.firsts)
                 for number in range(len(stretch)):
-                    batch = self._reader.collect(stretch, number)
+                    try:
+                        batch = self._reader.collect(stretch, number)
+                        slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
+                    except Stopped:
+                        raise
+                    except WdstrainError as error:  # the loop is given what came before it, and then raises it
+                        self._broken = error
+                        return
                     self._pending[clock] = batch, laid.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
-                    slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
                     task = laid.task(number, clock, slot, batch.offset, batch.lost, batch.doubtful)
                     waited = self._reader.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
@@ -354,7 +381,7 @@ class Pipeline:
         """A batch of which samples are bad, once others stand in for them. Raises SampleError where none does."""
         if any(one.reason == MISMATCH for one in result.bad):
             result = self._again(result, batch, epoch)
-        if self._replace and len(result.bad) == len(batch.ids):
+        if self._replace and not self._marks and len(result.bad) == len(batch.ids):
             result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
         lost = [one for one in result.bad if one.donor < 0]
         if lost:

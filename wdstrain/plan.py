@@ -26,14 +26,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, Protocol, get_args
+from numbers import Real
+from operator import index
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from wdstrain.bits import below, bits
-from wdstrain.errors import PlanError
+from wdstrain.cached import cached_property
+from wdstrain.errors import PlanError, UsageError
 
 ORDER = 1  # version of the order: same inputs and same ORDER, same epoch
 
@@ -41,6 +43,26 @@ Ints = npt.NDArray[np.int64]
 Tail = Literal["drop", "pad", "keep"]
 
 _BLOCK = 4096  # positions computed at a time, at least; the cost per sample is that of sorting three windows
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """Return an argument as a Python int: ints and numpy's integers are taken, bools, floats and text refused.
+
+    Raises UsageError, also for a value below `least`.
+    """
+    rule = "must be an integer" + (f" >= {least}" if least is not None else "")
+    try:
+        number = int(index(value))
+    except TypeError:
+        raise UsageError(f"{name}={value!r}: {rule}.") from None
+    if isinstance(value, bool) or (least is not None and number < least):
+        raise UsageError(f"{name}={value!r}: {rule}.")
+    return number
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a real number, Python's or numpy's."""
+    return isinstance(value, Real)
 
 
 class Order(Protocol):
@@ -86,7 +108,8 @@ class Plan:
 
     counts: samples of each shard, in index order. window: 1 delivers in reading order. tail: what is done with samples
     that fill no whole step: "drop" leaves them out, "pad" repeats samples that are marked invalid, "keep" gives a short
-    last batch, empty on a rank for which there is no sample left. Raises PlanError, with the numbers that would do, when the sizes do not fit.
+    last batch, empty on a rank for which there is no sample left. A lane with no sample for the last batch takes one from its part
+    of the batch before, which is then shorter as well. Raises PlanError, with the numbers that would do, when the sizes do not fit.
     """
 
     counts: Ints
@@ -102,11 +125,15 @@ class Plan:
     _blocks: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("seed", "epoch", "batch_size", "world_size", "window"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
         for name in ("batch_size", "world_size", "window"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} is below 1.")
         if self.tail not in get_args(Tail):
             raise PlanError(f"tail={self.tail!r} is not one of {', '.join(get_args(Tail))}.")
+        if self.lanes is not None:
+            object.__setattr__(self, "lanes", integer("lanes", self.lanes))
         if self.lanes is not None and (self.lanes < 1 or self.lanes % self.world_size):
             fits = [w for w in range(1, max(1, self.lanes) + 1) if self.lanes % w == 0]
             raise PlanError(f"{self.lanes} lanes cannot be shared by {self.world_size} ranks; world sizes that fit: {fits}.")

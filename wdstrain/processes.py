@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import pickle
+import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
 from functools import partial
 from itertools import count as upwards
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -27,6 +30,7 @@ from wdstrain.channels import careful
 from wdstrain.decoder import Bad, Decoder, Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.interrupts import DEATH, Held
+from wdstrain.memory import Memory
 from wdstrain.watching import Desks, Stacks
 
 _PREFETCH = 2  # messages that a worker has at one time
@@ -74,6 +78,8 @@ class Processes:
     def __init__(self, decoder: Decoder, count: int, batch_size: int, batch_bytes: int, context: str | None) -> None:
         self.count, self.desks, self._stacks = count, Desks(count), Stacks()
         self._stream = _Stream(count, _together(batch_size, batch_bytes))
+        self._made: list[BaseProcess] = []  # by a start that is under way
+        own_context = careful(multiprocessing.get_context(context), (_PREFETCH + 1) * count + 1)
         self._loader: DataLoader[Any] = DataLoader(
             _Remote(decoder, self.desks),
             batch_size=None,  # a task is a batch already, or some
@@ -83,11 +89,12 @@ class Processes:
             persistent_workers=True,
             in_order=torch.__version__ < "2.7",  # which gives to whoever is next in turn, whatever he has
             collate_fn=_as_it_is,
-            worker_init_fn=partial(_begin_worker, self._stacks, self.desks),
-            multiprocessing_context=careful(multiprocessing.get_context(context), (_PREFETCH + 1) * count + 1),
+            worker_init_fn=partial(_begin_worker, self._stacks, self.desks, decoder.slots),
+            multiprocessing_context=children.recording(own_context, self._made),
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
         self._iterator: Any = None
+        _living.add(self)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
@@ -96,25 +103,29 @@ class Processes:
             early: dict[int, list[bytes]] = {}
             for turn in upwards():
                 while turn not in early:
-                    number, results = next(iterator)
-                    early[number] = results
+                    answer = next(iterator, None)
+                    if answer is None:  # the tasks are at their end
+                        return
+                    early[answer[0]] = answer[1]
                 if self._stream.take():
                     iterator._try_put_index()
                 yield from map(pickle.loads, early.pop(turn))
 
     def _start(self, tasks: Iterator[Task]) -> Any:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
-        others = set(multiprocessing.active_children())
         try:
             with Held() as held:  # Ctrl-C would be swallowed by Python's own hooks around a fork
                 self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
             with Held(DEATH):  # of these, nobody needs to hear
-                for worker in set(multiprocessing.active_children()) - others:
-                    worker.kill()  # a program's own answer to SIGTERM is theirs too
-                    worker.join()
+                for worker in self._made:
+                    if worker.pid is not None:  # it was started
+                        worker.kill()  # a program's own answer to SIGTERM is theirs too
+                        worker.join()
             raise
+        finally:
+            self._made.clear()
 
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a worker process."""
@@ -122,6 +133,16 @@ class Processes:
         if process is None or process.pid is None or self.desks[number].state[0] == -2:  # a signal would end it
             return f"worker process {number}", "  (it has not begun yet)"
         return f"worker process {number} (pid {process.pid})", self._stacks.ask(process.pid)
+
+    def leave(self) -> None:
+        """In a forked child: the workers are the parent's, and go on.
+
+        Torch would end them when its iterator is dropped here, multiprocessing when this process ends.
+        """
+        iterator: Any = self._loader._iterator
+        if hasattr(iterator, "_shutdown"):
+            iterator._shutdown = True
+            multiprocessing.process._children.difference_update(iterator._workers)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         iterator, self._iterator, self._loader._iterator = self._iterator, None, None
@@ -132,6 +153,18 @@ class Processes:
                     worker.kill()
                     worker.join()
         self._stream.tasks = iter(())  # they refer to whoever uses these workers
+
+
+_living: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for processes in list(_living):
+        processes.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
@@ -173,7 +206,8 @@ class _Stream(Iterator[Message]):
     Before all each worker has a message without a task. With its answer it starts the thread that sends answers, while there is memory:
     where there is none, Python waits for ever for a thread that could not begin, and the loop for the worker.
 
-    It may seem to be at its end, where as many messages are under way as may be: the DataLoader then sends nothing, and may ask again.
+    It ends with the tasks. It also raises StopIteration where as many messages are under way as may be: the DataLoader then sends
+    nothing, and may ask again.
     """
 
     tasks: Iterator[Task]
@@ -190,10 +224,13 @@ class _Stream(Iterator[Message]):
         if number - self._taken == _most(self._workers):
             self._refused += 1
             raise StopIteration
+        tasks = tuple[Task, ...]()
+        if number >= self._workers:
+            tasks = tuple(islice(self.tasks, 1 if number < (1 + _PREFETCH) * self._workers else self._together))
+            if not tasks:
+                raise StopIteration
         self._sent += 1
-        if number < self._workers:
-            return number, ()
-        return number, tuple(islice(self.tasks, 1 if number < (1 + _PREFETCH) * self._workers else self._together))
+        return number, tasks
 
     def take(self) -> bool:
         """The answer to the next message has been taken. Whether one that was refused can be sent now."""
@@ -251,7 +288,8 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _begin_worker(stacks: Stacks, desks: Desks, worker: int) -> None:
+def _begin_worker(stacks: Stacks, desks: Desks, slots: Memory, worker: int) -> None:
     children.begin()
+    slots.share()
     stacks.answer()
     desks[worker].leave()

@@ -30,7 +30,7 @@ from wdstrain.cache import Cache
 from wdstrain.comparing import Comparison, Found, Packed
 from wdstrain.course import GAP, READ_SAMPLES, Course, read_bytes
 from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.forward import Fetchers, Forward, Reading, Tally
+from wdstrain.forward import Fetchers, Forward, Reading, Stopped, Tally
 from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.interrupts import Held
 from wdstrain.landing import READ_TOGETHER, Landing, Placed
@@ -40,6 +40,7 @@ from wdstrain.plan import Order
 from wdstrain.remote import is_remote
 from wdstrain.storage import LocalFile
 from wdstrain.stretches import Stretch
+from wdstrain.tar import is_sample
 from wdstrain.watching import stack_of
 
 _BUCKETS = 16  # slabs of a window leave in so many groups
@@ -60,14 +61,19 @@ class Batch(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin."""
+    """Places that are being read. last: the lane ends with them; place: shard and offset at which they begin.
+
+    clocks: when the samples that are read are due. int64[n]
+    """
 
     reading: Reading
+    clocks: Ints
     places: int
     size: int
     last: bool
     place: tuple[Shard, int] | None
     comparison: Comparison | None
+    unsure: tuple[Ints, Ints] | None  # ids of samples whose headers are compared with the index, and their places in the ring
 
 
 @dataclass
@@ -126,9 +132,12 @@ class Reader:
         self._refilled = self._held - ahead // 4
         self._ring = window + ahead + 2 * READ_SAMPLES + plan.quota
         self._bucket = max(1, (window + ahead) // (plan.quota * _BUCKETS))
-        buckets = 2 * _BUCKETS + in_flight // self._bucket + 4
-        live = min(self._ring * lanes * largest, 2 * total) + (in_flight + 1) * plan.quota * lanes * largest
-        self._arena = Arena(live=live, largest=largest, buckets=buckets)
+        near = 2 * _BUCKETS + in_flight // self._bucket + 4
+        # of a lane that gives little, a window is many steps
+        least = max(1, min(plan.lane_samples(lane) for lane in plan.lanes_of(rank)))
+        farthest = (int(plan.steps * min(2.0, self._ring / least)) + in_flight + 2) // self._bucket + 1
+        live = min(self._ring * lanes * largest, 2 * total) * 3 // 2 + (in_flight + 1) * plan.quota * lanes * largest
+        self._arena = Arena(live=live, largest=largest, near=near, farthest=farthest)
         self._scratch = Memory(GAP)
         # the loop's own thread takes the lock itself and waits for news: an interrupt within a Condition would keep it locked
         self._lock = threading.RLock()
@@ -142,6 +151,8 @@ class Reader:
         self._fetchers = Fetchers(cache, Tally(), self._settle_all)
         self._far = any(is_remote(shard.path) for shard in index.shards)
         self._error: WdstrainError | None = None
+        # the first batch that cannot be read, and why; those before it are delivered, nothing after it is read
+        self._broken: tuple[int, WdstrainError] | None = None
         self._stopping = False
         self._released = 0
         self._most = read_bytes(index) if landing is None else READ_TOGETHER
@@ -158,16 +169,20 @@ class Reader:
     def memory(self) -> Memory:
         return self._arena.memory
 
-    def start(self, epoch: int, step: int) -> None:
-        """Begin to read from this step on; whatever was read before is forgotten. Raises WdstrainError once it is halted or closed."""
+    def start(self, epoch: int, step: int, until: int | None = None) -> None:
+        """Begin to read from this step on; whatever was read before is forgotten. Raises WdstrainError once it is halted or closed.
+
+        until: the epoch of which nothing is read any more; None: read on without end.
+        """
         with self._turning:
             if self._halted or self._ended:  # by another thread, which waits for this one to give up
-                raise WdstrainError("the reader was stopped")
+                raise Stopped
             self.stop()
             self._arena.reset()
             self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
+            self._broken = None
             self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
-            thread = threading.Thread(target=self._read_epochs, args=(epoch, step), name="wdstrain-reader", daemon=True)
+            thread = threading.Thread(target=self._read_epochs, args=(epoch, step, until), name="wdstrain-reader", daemon=True)
             with Held():
                 thread.start()  # which may fail: then there is none to wait for
                 self._thread = thread
@@ -177,7 +192,7 @@ class Reader:
         with self._turning:
             if (thread := self._thread) is not None:
                 with Held():
-                    self._fail(WdstrainError("the reader was stopped"))
+                    self._fail(Stopped())
                 thread.join()
                 self._thread = None
             self._fetchers.stop()
@@ -205,12 +220,12 @@ class Reader:
         self.end()
         with self._lock:  # what refers back to this: what the threads tell, and the frames of an error that was raised
             self._fetchers = Fetchers(None, self.tally, _nobody)
-            self._runs, self._error = {}, WdstrainError("the reader was stopped")
+            self._runs, self._error, self._broken = {}, Stopped(), None
 
     def collect(self, stretch: Stretch, number: int) -> Batch:
         """The samples of the `number`th step of a stretch, once they are read. Steps are asked for in order.
 
-        Raises what the reading raised.
+        Raises what the reading raised, of what cannot be read when its step is asked for.
         """
         epoch = stretch.epoch
         if epoch not in self._runs:
@@ -219,6 +234,7 @@ class Reader:
             if epoch not in self._runs:
                 raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
+            clock = runs[0].epoch_clock + stretch.first + number
             for run, lane in zip(runs, stretch.lanes, strict=True):
                 run.delivered += lane.firsts[number + 1] - lane.firsts[number]
                 run.needed = max(run.needed, lane.needed[number])
@@ -230,10 +246,15 @@ class Reader:
             self._wait(lambda: not self._goes_on())
         if not there:
             before = self.shuffle_seconds
-            self._wait(lambda: all(run.read >= run.needed for run in runs))
+            self._wait(lambda: self._breaks(clock) is not None or all(run.read >= run.needed for run in runs))
             self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
         offset = []
         with self._lock:
+            if (error := self._breaks(clock)) is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # which refers to this frame
             if any(run.read < run.needed for run in runs):
                 raise self._error or WdstrainError("it was not read")
             for run, lane in zip(runs, stretch.lanes, strict=True):
@@ -247,6 +268,10 @@ class Reader:
         ids, where = stretch.ids[rows], _joined(offset)
         lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
         return Batch(ids, where, stretch.valid[rows], doubtful, lost)
+
+    def _breaks(self, clock: int) -> WdstrainError | None:
+        """Why the batch of this clock cannot be read, or one before it."""
+        return self._broken[1] if self._broken is not None and self._broken[0] <= clock else None
 
     def _doubtful(self, runs: list[_Run], stretch: Stretch, number: int) -> Truths | None:
         """Of each sample of a step, whether it is not known to be as it was packed; None if all are."""
@@ -291,23 +316,23 @@ class Reader:
         """The batches up to this clock are decoded; clocks come in order."""
         with self._lock:
             while (self._released + 1) * self._bucket <= clock + 1:
-                self._arena.release(self._released)
+                self._arena.release()
                 self._released += 1
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _read_epochs(self, epoch: int, step: int) -> None:
+    def _read_epochs(self, epoch: int, step: int, until: int | None) -> None:
         clock = -step
         following: Callable[[], list[_Run]] = partial(self._entered, epoch, clock, step)
         try:
-            while not self._stopping:
+            while not self._stopping and epoch != until and self._broken is None:
                 runs = following()
                 with self._lock:  # one epoch ahead at most, however small the epochs are
                     self._changed.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
                     self._tell()
                 clock, epoch = clock + runs[0].plan.steps, epoch + 1
-                following = cache(partial(self._entered, epoch, clock, 0))
+                following = cache(partial(self._entered, epoch, clock, 0)) if epoch != until else list
                 self._read_epoch(runs, following)
         except BaseException as error:  # handed to the loop, which raises it
             self._fail(error if isinstance(error, WdstrainError) else WdstrainError(f"reading failed: {error!r}"))
@@ -411,13 +436,15 @@ class Reader:
         """What reads the next samples, which may take long, once they have their places. The lock is held."""
         due, ids, starts, stops = course.at(run.begun)
         wanted = due >= run.first_step
+        if self._broken is not None:
+            wanted &= run.epoch_clock + due < self._broken[0]
         if not wanted.any():
-            return partial(self._begin, run, Reading(), len(due), 0)
+            return partial(self._begin, run, Reading(), due[:0], len(due), 0)
         first = int(np.argmax(wanted))
         count = min(len(ids), course.apart_after(run.begun + first) + 1 - run.begun)
         fitting = int(np.searchsorted(stops[first:count], starts[first] + self._most, side="right"))
         count = first + max(1, fitting)
-        some = not wanted[first:count].all()  # the others were delivered before the step at which reading began
+        some = not wanted[first:count].all()  # the others were delivered before the step at which reading began, or never are
         rows: Ints | slice = first + np.flatnonzero(wanted[first:count]) if some else slice(first, count)
         clocks, sizes, ids, starts, stops = (
             run.epoch_clock + due[rows],
@@ -438,7 +465,7 @@ class Reader:
             before = run.begun - course.start
             whole = course.spread.part(slice(before, before + count))
             placed = Placed(whole.part(rows), offsets, self._landing.homes(clocks))
-            return partial(self._land, run, shard, placed, self._landing.places(placed, memory), count)
+            return partial(self._land, run, shard, placed, clocks, self._landing.places(placed, memory), count)
         comparison = None
         if run.found is not None and some:
             run.found.not_compared(run.begun, count)
@@ -448,20 +475,22 @@ class Reader:
         pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison)
         leaving = next_ == course.end or int(self._index.shard_of(np.array([course.id(next_)]))[0]) != number
         begin = partial(run.forward.begin, shard, pieces, int(starts[0]), leaving=leaving)
-        return partial(self._gather, run, shard, ids, places, begin, count, int(stops[-1] - starts[0]), comparison)
+        size = int(stops[-1] - starts[0])
+        return partial(self._gather, run, shard, ids, clocks, places, begin, count, size, comparison)
 
-    def _land(self, run: _Run, shard: Shard, placed: Placed, places: tuple[Places, Sums], count: int) -> None:
+    def _land(self, run: _Run, shard: Shard, placed: Placed, clocks: Ints, places: tuple[Places, Sums], count: int) -> None:
         """Begin to read samples whose arrays land."""
         assert self._landing is not None
         size = int(placed.samples.stops[-1] - placed.samples.starts[0])
-        reading = self._landing.read(shard, placed, *places, self._arena.memory, self._settle_all)
-        self._begin(run, reading, count, size)
+        reading = self._landing.read(shard, placed, clocks, *places, self._arena.memory, self._settle_all)
+        self._begin(run, reading, clocks, count, size)
 
     def _gather(
         self,
         run: _Run,
         shard: Shard,
         ids: Ints,
+        clocks: Ints,
         places: Ints,
         begin: Callable[[], Reading],
         count: int,
@@ -471,38 +500,48 @@ class Reader:
         """Read samples into the arena, or begin to."""
         begun = time.perf_counter()
         reading = begin()
-        if reading.error is not None and self._salvage and not is_remote(shard.path):
-            self._read_singly(run.forward, shard, ids, run.where, places)
-            reading, comparison = Reading(), None
+        if reading.error is not None and not is_remote(shard.path):
+            reading, comparison = self._read_singly(run.forward, shard, ids, clocks, run.where, places), None
             if run.found is not None:
                 run.found.not_compared(run.begun, count)
         self.read_seconds += time.perf_counter() - begun
-        self._begin(run, reading, count, size, comparison)
+        unsure = (ids, places) if self._index.needs_headers(shard) else None
+        self._begin(run, reading, clocks, count, size, comparison, unsure)
 
-    def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, where: Ints, rows: Ints) -> None:
-        """Read samples of a damaged shard one by one into the places that were made for them; those that fail are lost."""
-        view, table = self._arena.memory.view, self._index.table
-        for number, row in zip(ids.tolist(), rows.tolist(), strict=True):
+    def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, clocks: Ints, where: Ints, rows: Ints) -> Reading:
+        """Read samples of a damaged shard one by one into the places that were made for them.
+
+        Those that fail are lost, or the first of them that is due is an error.
+        """
+        view, table, reading = self._arena.memory.view, self._index.table, Reading(again=len(ids))
+        for i in np.argsort(clocks, kind="stable").tolist():
+            number, row = int(ids[i]), int(rows[i])
             start, offset = int(table.start[number]), int(where[row])
             place = view[offset : offset + int(table.stop[number]) - start]
             error = forward.begin(shard, [place], start, leaving=False).error
+            if error is not None and not self._salvage:
+                reading.failed[i] = error
+                break
             if error is not None:
                 self._lost[number] = f"it cannot be read ({str(error).rstrip('.')})"
                 where[row] = -1
+        return reading
 
     def _begin(
         self,
         run: _Run,
         reading: Reading,
+        clocks: Ints,
         places: int,
         size: int,
         comparison: Comparison | None = None,
+        unsure: tuple[Ints, Ints] | None = None,
     ) -> None:
         """These places are on their way."""
         with self._lock:
             run.begun += places
             last = run.begun == run.plan.lane_places(run.lane)
-            run.on_the_way.append(_Begun(reading, places, size, last, self._place, comparison))
+            run.on_the_way.append(_Begun(reading, clocks, places, size, last, self._place, comparison, unsure))
         self._settle(run)
 
     def _settle_all(self) -> None:
@@ -520,15 +559,17 @@ class Reader:
         with self._lock:
             before = run.read
             while run.on_the_way:
-                reading, places, size, last, _, comparison = run.on_the_way[0]
-                if reading.error is not None:
-                    self._fail(reading.error)
-                    break
+                reading, clocks, places, size, last, place, comparison, unsure = run.on_the_way[0]
                 # whoever has the last byte of a lane may end this process: the cache is complete by then
-                if reading.missing or (last and run.forward.filling):
+                if reading.error is None and (reading.missing or (last and run.forward.filling)):
                     break
+                if unsure is not None and place is not None and reading.error is None:
+                    reading.error = self._replaced(run, place[0], *unsure)
                 run.on_the_way.popleft()
-                if comparison is not None:
+                self.tally.retries += reading.again
+                if reading.error is not None or reading.failed:
+                    self._break_off(reading, clocks)
+                elif comparison is not None:
                     comparison.settle()
                 run.read += places
                 self.read_bytes += size
@@ -536,6 +577,27 @@ class Reader:
                 self._tell()
                 if not run.on_the_way:
                     self._changed.notify_all()
+
+    def _replaced(self, run: _Run, shard: Shard, ids: Ints, places: Ints) -> ShardError | None:
+        """An error if the headers of these samples are not as the index says. places: in the ring"""
+        table, view = self._index.table, self._arena.memory.view
+        for number, offset in zip(ids.tolist(), run.where[places].tolist(), strict=True):
+            start, stop = int(table.start[number]), int(table.stop[number])
+            fields = [(name, at - start, size) for name, at, size in self._index.members(number)]
+            if not is_sample(view[offset : offset + stop - start], key := self._index.key(number), fields):
+                return ShardError(
+                    f"{shard.shown} was replaced since it was opened: its headers at offset {start} are not those of '{key}'. "
+                    f"Start again with it as it is."
+                )
+        return None
+
+    def _break_off(self, reading: Reading, clocks: Ints) -> None:
+        """Samples of this reading cannot be read: the epoch ends before the batch that needs the first of them."""
+        failed = reading.failed if reading.error is None else {int(np.argmin(clocks)): reading.error}
+        first = min(failed, key=lambda i: int(clocks[i]))
+        if self._breaks(int(clocks[first])) is None:
+            self._broken = int(clocks[first]), failed[first]
+        self._tell()
 
     def _course(self, run: _Run) -> Course:
         """What comes next in a lane: more than one read takes, or all of the rest."""

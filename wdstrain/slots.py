@@ -3,12 +3,16 @@
 One allocation for all slots, shared with the workers. A slot goes back when nobody holds any tensor of its batch any more:
 the tensors of a hand-out rest on one small object whose end is watched. The user may therefore keep a batch as long as he
 likes; once he holds more than the spare slots, further batches are copies, so that decoding never waits for him.
+
+A child that he forks has the batches that he holds as they are then, in memory of its own: its parent uses the slots again, and sees
+nothing of what the child writes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -23,7 +27,7 @@ import torch
 
 from wdstrain.errors import WdstrainError
 from wdstrain.fields import Example
-from wdstrain.memory import Memory
+from wdstrain.memory import Memory, Snapshot
 from wdstrain.pinned import Locked
 
 _log = logging.getLogger("wdstrain")
@@ -71,6 +75,7 @@ class Slots:
         self._ended: deque[_Ground] = deque()
         self._lock_tried = not layout.columns
         self._locked: Locked | None = None
+        _living.add(self)
 
     def lock_pages(self) -> None:
         """Page-lock the memory for copies to a CUDA device, once. Where the system refuses, it is told, and copies take longer."""
@@ -116,6 +121,19 @@ class Slots:
         arrays = self.layout.arrays(ground, 0, rows)
         return {name: _tensor(array, self.layout.columns[name][0]) for name, array in arrays.items()}
 
+    def stop(self) -> None:
+        """Hand nothing out until `go_on`: a process is about to be forked."""
+        self._lock.acquire()
+
+    def go_on(self) -> None:
+        """It was."""
+        self._lock.release()
+
+    def held(self) -> list[Snapshot]:
+        """The batches in the user's hands, while it is stopped."""
+        self._collect()
+        return [Snapshot(self.memory, slot * self.layout.size, self.layout.size) for slot in self._held]
+
     def _collect(self) -> None:
         while self._ended:
             slot = self._ended.popleft().slot
@@ -133,3 +151,40 @@ class _Ground(weakref.ref[Any]):
 def _tensor(array: npt.NDArray[Any], example: Example) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.permute(0, 3, 1, 2) if example.channels_last else tensor
+
+
+class _Fork:
+    """What is done around a fork."""
+
+    def __init__(self) -> None:
+        self._alone = threading.Lock()
+        self._stopped, self._held = list[Slots](), list[Snapshot]()
+
+    def begin(self) -> None:
+        self._alone.acquire()
+        for slots in list(_living):
+            slots.stop()
+            self._stopped.append(slots)
+            self._held += slots.held()
+
+    def end_in_parent(self) -> None:
+        for snapshot in self._held:
+            snapshot.drop()
+        self._end()
+
+    def end_in_child(self) -> None:
+        for snapshot in self._held:
+            snapshot.put()
+        self._end()
+
+    def _end(self) -> None:
+        for slots in self._stopped:
+            slots.go_on()
+        self._stopped, self._held = [], []
+        self._alone.release()
+
+
+_living: weakref.WeakSet[Slots] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    _fork = _Fork()
+    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end_in_parent, after_in_child=_fork.end_in_child)

@@ -42,7 +42,7 @@ def expand(urls: Urls) -> list[str]:
     """Paths of tars and of index files that an address means, in order.
 
     A folder means its index, or its tars in name order where it has none; a glob is sorted; a brace pattern keeps its
-    own order. Raises UsageError naming the pattern that matches nothing.
+    own order. Raises UsageError naming the pattern that matches nothing, StorageError for a folder that cannot be read.
     """
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not addresses:
@@ -51,6 +51,14 @@ def expand(urls: Urls) -> list[str]:
 
 
 def _expand_one(address: str) -> list[str]:
+    try:
+        return _expanded(address)
+    except OSError as error:
+        where = error.filename or address
+        raise StorageError(f"{where} cannot be read: {error.strerror}. Check the permissions of the folder.") from error
+
+
+def _expanded(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
     if scheme and scheme.group(1).lower() == "file":
         address = address[len(scheme.group(0)) :]
@@ -116,7 +124,7 @@ def _in_folder(address: str) -> str:
 def _expand_folder(path: Path) -> list[str]:
     if (path / INDEX_NAME).exists():
         return [str(path / INDEX_NAME)]
-    found = sorted(str(one) for one in path.glob("*.tar"))
+    found = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
     if not found:
         if (path / UNFINISHED).exists():
             raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --resume.")
@@ -175,11 +183,19 @@ class LocalFile:
         with suppress(OSError, AttributeError):  # a hint: some systems and file systems know none
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
+    @property
+    def version(self) -> str:
+        """The state in which it was found."""
+        return self.tag
+
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length), fewer only at the end of the file."""
-        data = os.pread(self._fd, length, offset)
-        while len(data) < length and (more := os.pread(self._fd, length - len(data), offset + len(data))):
-            data += more  # 2 GB come at a time, fewer over a network
+        """Bytes [offset, offset + length), fewer only at the end of the file. Raises StorageError where the disk gives none."""
+        try:
+            data = os.pread(self._fd, length, offset)
+            while len(data) < length and (more := os.pread(self._fd, length - len(data), offset + len(data))):
+                data += more  # 2 GB come at a time, fewer over a network
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
         return data
 
     def read_into(self, pieces: Places | Iterable[memoryview], offset: int) -> None:
@@ -225,8 +241,8 @@ Source = LocalFile | RemoteFile
 
 
 def open_source(path: str, size: int | None = None, state: str = "") -> Source:
-    """A shard to read from. size: as an index says, which saves asking a server for it. state: of a file here."""
-    return open_remote(path, size) if is_remote(path) else LocalFile(path, state)
+    """A shard to read from. size: as an index says, which saves asking a server for it. state: in which it has to be; "" asks none."""
+    return open_remote(path, size, state or None) if is_remote(path) else LocalFile(path, state)
 
 
 def read_whole(path: str) -> bytes | None:

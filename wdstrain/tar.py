@@ -14,7 +14,7 @@ lower case; consecutive members with the same key are one sample.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ END = bytes(2 * BLOCK)  # two zero blocks end an archive
 EXTENSIONS = b"xXgLK"  # kinds of headers that say something of the next: PAX, Solaris' name for it, PAX of all, GNU's two
 
 _WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
-RECORD = 21 * BLOCK  # most zeros at the end: the marker may begin in the last block of a record, which has 20 blocks
+RECORD = 21 * BLOCK  # zeros at the end that any tar may have: the marker may begin in the last block of a record of 20 blocks
+_LARGEST_RECORD = 1 << 20  # bytes of a record of `tar -b`
 EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
 _SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
 _FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"\x04\x22": "lz4", b"PK": "zip"}
@@ -174,10 +175,28 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
         yield current
 
 
-def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[str, int, int, int]]:
-    """(name, offset of the first header block, offset of the data, size) of each regular file."""
+def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]) -> bool:
+    """Whether bytes are those of one sample by their headers. fields: (name, offset of the data within the bytes, size) in order."""
+    whole = len(data)
+
+    def read(offset: int, length: int) -> bytes | memoryview:
+        return data[offset : offset + length] if offset < whole else END[:length]
+
+    try:
+        found = list(_members(read, whole + len(END), "", Walk(), is_begun=True))
+    except ShardError:
+        return False
+    named = [(split_name(name), at, size) for name, _, at, size in found if not is_aside(name)]
+    return [(parts, at, size) for parts, at, size in named if parts is not None] == [
+        ((key, name), at, size) for name, at, size in fields
+    ]
+
+
+def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = False) -> Iterator[tuple[str, int, int, int]]:
+    """(name, offset of the first header block, offset of the data, size) of each regular file. is_begun: not from the first on."""
     window, base = read(0, min(size, _WINDOW)), 0
-    check_plain(window, shard)
+    if not is_begun:
+        check_plain(window, shard)
     offset, start, extra = 0, None, Extra()
     while True:
         if offset + BLOCK > size:
@@ -225,13 +244,29 @@ def _members(read: Read, size: int, shard: str, walk: Walk) -> Iterator[tuple[st
 
 def _only_zeros(read: Read, offset: int, size: int, shard: str) -> None:
     """After the end marker nothing but zeros may follow: tars one after another, or a shard zeroed in part, are refused."""
-    if size - offset > RECORD:
+    if not is_padding(read, offset, size):
         raise ShardError(
-            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does; {RECORD} are the most that tar "
-            f"adds. It is damaged, or several tars in one. Pack it again."
+            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does, which is more than tar adds. It is "
+            f"damaged, or several tars in one. Pack it again, or copy what is whole: wdstrain repair"
         )
     if any(bytes(read(offset, size - offset))):
-        raise ShardError(f"{shard} holds something after its end at offset {offset}: several tars in one? Pack it again.")
+        raise ShardError(
+            f"{shard} holds something after its end at offset {offset}: several tars in one? Pack it again, or copy what is "
+            f"whole: wdstrain repair"
+        )
+
+
+def is_padding(read: Read, offset: int, size: int) -> bool:
+    """Whether tar may have ended a shard of this size with zeros from this offset on.
+
+    Tar fills up its last record. Records have 20 blocks, or as many as `tar -b` says; `tar -A` adds the record of the archive
+    before. A shard that lost its end to zeros is seldom whole records, and its zeros seldom begin where a member ends.
+    """
+    zeros = size - offset
+    if zeros <= RECORD:
+        return True
+    record = max(RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD))
+    return record >= RECORD - BLOCK and zeros <= 2 * record + BLOCK and offset > 0 and any(bytes(read(offset - BLOCK, BLOCK)))
 
 
 @dataclass

@@ -66,7 +66,7 @@ class Laid(NamedTuple):
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
         if doubtful is not None and len(self.table.member_crc):
-            unsure = np.flatnonzero(doubtful[self.row[members]])
+            unsure = np.flatnonzero(doubtful[self.row[members]] & (self.table.member_crc[self.member[members]] != 0))
         return Task(
             clock=clock,
             epoch=self.epoch,

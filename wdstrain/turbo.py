@@ -93,8 +93,10 @@ def _decode(
 def _library() -> Any:
     """libturbojpeg of version 3 or later, None if there is none."""
     spec = find_spec("turbojpeg")
-    folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
-    for path in [*sorted(glob.glob(os.path.join(folder, "turbojpeg.libs", "libturbojpeg*"))), "libturbojpeg.so.0"]:
+    # without the package no folder is searched: a relative pattern would load and run files of the working directory
+    packaged = os.path.join(os.path.dirname(spec.origin), "turbojpeg.libs") if spec is not None and spec.origin else None
+    paths = [] if packaged is None else sorted(glob.glob(os.path.join(glob.escape(packaged), "libturbojpeg*")))
+    for path in [*paths, "libturbojpeg.so.0"]:
         try:
             found: Any = ctypes.CDLL(path)
             brief = ctypes.PyDLL(path)

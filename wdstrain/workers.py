@@ -1,6 +1,6 @@
 """Who runs the decoder: the loop itself, threads of this process, or worker processes (`processes`).
 
-All take an endless iterator of tasks and give results in the order of the tasks, with a bounded number in flight.
+All take an iterator of tasks and give results in the order of the tasks, with a bounded number in flight.
 """
 
 from __future__ import annotations
@@ -68,11 +68,13 @@ class Threads:
         self.close()
         with Held():
             self._begin()
-        while True:
-            while len(self._boxes) < _EACH * self.count:
-                task, box = next(tasks), _Box()
-                self._boxes.append(box)
-                self._todo.put((task, box))
+        for task in tasks:
+            box = _Box()
+            self._boxes.append(box)
+            self._todo.put((task, box))
+            if len(self._boxes) == _EACH * self.count:
+                yield self._result()
+        while self._boxes:
             yield self._result()
 
     def _result(self) -> Result:

@@ -11,7 +11,8 @@ from typing import Any
 
 from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb
 from wdstrain.console import Teller, say
-from wdstrain.packing.convert import Conversion, Step, convert
+from wdstrain.machine import cores
+from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
 
@@ -36,10 +37,12 @@ def add_convert(verbs: Any) -> None:
     rows.add_argument("out", help="folder for the shards")
     rows.add_argument("--image", required=True, metavar="COL", help="column of picture paths, or of their bytes (parquet)")
     rows.add_argument(
-        "--label", metavar="COL[,COL...]", help="columns to learn; COL:class, COL:number, COL:multi (a|b) say how"
+        "--label", metavar="COL[,COL...]", help="columns to learn; COL:class, COL:number, COL:multi (a|b) say which kind"
     )
     rows.add_argument(
-        "--root", metavar="DIR", help="where relative paths begin, and where absolute ones of another machine are looked for"
+        "--root",
+        metavar="DIR",
+        help="where relative paths begin (default: the table's folder), and absolute ones of another machine are looked for",
     )
     rows.add_argument("--no-header", dest="header", action="store_false", help="CSV without a header: columns are 0, 1, ...")
     rows.add_argument("--group-by", metavar="COL", help="rows that are equal in it come to one side of a split")
@@ -85,7 +88,7 @@ def add_convert(verbs: Any) -> None:
     vision.add_argument("name", help="class in torchvision.datasets")
     vision.add_argument("out", help="folder for the shards")
     vision.add_argument("--root", required=True, metavar="DIR", help="where its files are; nothing is downloaded")
-    vision.add_argument("--splits", metavar="S[,S...]", help="which, by torchvision's names (default: all that are there)")
+    vision.add_argument("--splits", metavar="S[,S...]", help="which, by torchvision's names (default: all)")
 
 
 # --- kinds -----------------------------------------------------------------------------------------------------------
@@ -146,19 +149,19 @@ def _arrays(arguments: argparse.Namespace) -> int:
 
 
 def _tars(arguments: argparse.Namespace) -> int:
-    from wdstrain.packing.tars import stream_tars
+    from wdstrain.packing.tars import stated, stream_tars
 
+    asked: dict[str, Any] = {
+        "keep": _words(arguments.keep),
+        "drop": _words(arguments.drop),
+        "rename": dict(map(_pair, _words(arguments.rename))),
+        "select": arguments.select,
+        "keys": arguments.keys,
+    }
     return _convert(
         arguments,
-        lambda: stream_tars(
-            arguments.urls,
-            keep=_words(arguments.keep),
-            drop=_words(arguments.drop),
-            rename=dict(map(_pair, _words(arguments.rename))),
-            select=arguments.select,
-            keys=arguments.keys,
-            note=say,
-        ),
+        lambda: stream_tars(arguments.urls, out=arguments.out, note=say, **asked),
+        lambda options: resumed_in_place(arguments.out, stated(arguments.urls, arguments.out, **asked), options),
     )
 
 
@@ -168,20 +171,29 @@ def _torchvision(arguments: argparse.Namespace) -> int:
     return _convert(arguments, lambda: stream_torchvision(arguments.name, arguments.root, splits=_words(arguments.splits)))
 
 
-def _convert(arguments: argparse.Namespace, opened: Callable[[], Source]) -> int:
+def _convert(
+    arguments: argparse.Namespace,
+    opened: Callable[[], Source],
+    resumed: Callable[[Options], Conversion | None] = lambda options: None,
+) -> int:
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     begun = time.monotonic()
-    source = opened()
-    with Teller() as teller:
+    done = resumed(options)
+    if done is None:
+        source = opened()
+        for line in source.source.get("decided", ()):
+            say(line)
+        with Teller() as teller:
 
-        def tell(step: Step) -> None:
-            text = f"{step.bytes / 1e6:.1f} MB" + (f", {step.bad} quarantined" if step.bad else "")
-            teller.step(step.title, step.done, step.total, text, "samples")
+            def tell(step: Step) -> None:
+                text = f"{step.bytes / 1e6:.1f} MB" + (f", {step.bad} quarantined" if step.bad else "")
+                teller.step(step.title, step.done, step.total, text, "samples")
 
-        done = convert(source, arguments.out, options, tell)
+            done = convert(source, arguments.out, options, tell)
     for label in done.index.labels:
         if label.kind == "class" and len(label.classes) == 1:
-            say(f"note: there is one class only, {label.classes[0]!r}. Is that a folder in which the class folders lie?")
+            lies = " Is that a folder in which the class folders lie?" if source.source.get("kind") == "folder" else ""
+            say(f"note: there is one class only, {label.classes[0]!r}.{lies}")
     seconds = time.monotonic() - begun
     found = {
         "out": arguments.out,
@@ -192,6 +204,8 @@ def _convert(arguments: argparse.Namespace, opened: Callable[[], Source]) -> int
         "renamed": done.renamed,
         "classes": done.samples,
         "ignored": done.ignored,
+        "decided": done.index.info["source"].get("decided", []),
+        "divided": done.divided,
         "kept_shards": done.kept,
         "seconds": round(seconds, 3),
     }
@@ -209,6 +223,8 @@ def _told(done: Conversion, out: str, seconds: float) -> list[tuple[str, str]]:
             ("quarantined", f"listed with reasons in {os.path.join(out, 'bad.jsonl')}; the first: {done.bad[0].sentence}")
         )
     rows += [("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())]
+    if done.divided:
+        rows.append(("divided", f"{done.divided} pictures are in two splits or more, by rows that name the same picture"))
     if done.renamed:
         rows.append(("renamed", f"{done.renamed} keys; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}"))
     names = list(dict.fromkeys(name for counts in done.samples.values() for name in counts if name))
@@ -251,7 +267,7 @@ def _kind(kinds: Any, name: str, run: Verb, text: str, example: str) -> argparse
     group.add_argument(
         "--on-bad", choices=("raise", "quarantine"), default="raise", help="quarantine: list bad samples in bad.jsonl and go on"
     )
-    group.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one per core)")
+    group.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: %(default)s, one per core)")
     group.add_argument(
         "--memory", type=size, default="1GB", metavar="SIZE", help="for putting samples in order (default: %(default)s)"
     )

@@ -9,10 +9,15 @@ from typing import Any
 from wdstrain.cli.words import result, urls, verb
 from wdstrain.console import say
 from wdstrain.errors import UsageError
-from wdstrain.training.configuration import OPTIONS, Config, kinds, read_config
-
-_PREDICT = ("batch_size", "num_workers", "device", "amp", "cache_dir", "cache_limit")
-_EVALUATE = (*_PREDICT, "on_bad")
+from wdstrain.training.configuration import (
+    OF_EVALUATING,
+    OF_PREDICTING,
+    OPTIONS,
+    Config,
+    is_made,
+    kinds,
+    read_config,
+)
 
 
 def add_training(verbs: Any) -> None:
@@ -50,7 +55,7 @@ def add_training(verbs: Any) -> None:
     predict.add_argument("urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards")
     predict.add_argument("-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture")
     predict.add_argument("--probabilities", action="store_true", help="a column for each class, too")
-    for one, names in ((evaluate, _EVALUATE), (predict, _PREDICT)):
+    for one, names in ((evaluate, OF_EVALUATING), (predict, OF_PREDICTING)):
         for name in names:
             _add_option(one, name)
 
@@ -90,7 +95,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from wdstrain.training.interruption import Stopped
     from wdstrain.training.metrics import text
     from wdstrain.training.run import CONFIG
-    from wdstrain.training.world import World
+    from wdstrain.training.world import World, last_words
 
     options: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -101,10 +106,12 @@ def _train(arguments: argparse.Namespace) -> int:
         more, where = read_config(arguments.config)
         options, data = {**options, **more}, {**data, **where}
     named = {**(more if arguments.config else {}), **_given(arguments)}
-    if "model" not in named and ":" in str(options.get("model", "")):  # a run's folder may be somebody else's
+    model = str(options.get("model", ""))
+    if "model" not in named and is_made(model):  # a run's folder may be somebody else's
+        again = "module:function" if model.startswith("<") else model
         raise UsageError(
-            f"{saved} says that the model is what {options['model']} makes, and what a run names is not run. "
-            f"Give it yourself: --model {options['model']}"
+            f"{saved} says that the model is what {model} makes, and what a run names is not run. "
+            f"Give it yourself: --model {again}"
         )
     options |= _given(arguments)
     addresses = arguments.urls or data.get("train")
@@ -113,7 +120,8 @@ def _train(arguments: argparse.Namespace) -> int:
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before anything is imported and opened
     try:
-        done = train(addresses, arguments.out, val=val, resume=arguments.resume, overwrite=arguments.overwrite, **options)
+        with last_words():
+            done = train(addresses, arguments.out, val=val, resume=arguments.resume, overwrite=arguments.overwrite, **options)
     except Stopped as stopped:
         say(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
         return stopped.status

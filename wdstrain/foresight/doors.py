@@ -24,7 +24,7 @@ from wdstrain.foresight.shuffling import NeighbourCount, Neighbours, batches_dra
 from wdstrain.indexing import Index, Ints, Label
 from wdstrain.labels import MOST_FAR, classes_in, label_bytes
 from wdstrain.loader import Loader, open_shards
-from wdstrain.plan import Plan, Tail
+from wdstrain.plan import Plan, Tail, integer
 from wdstrain.remote import is_remote
 from wdstrain.storage import Urls
 
@@ -77,8 +77,7 @@ def foresee(
     It prints as a table, and shows figures in a notebook. Raises what `Loader` raises, and UsageError for a label that is not
     there or has no classes.
     """
-    if epoch < 0:
-        raise UsageError(f"epoch={epoch}: epochs count from 0.")
+    epoch = integer("epoch", epoch, 0)
 
     def loader(buffer: int | None, shuffled: bool) -> Loader:
         words: dict[str, Any] = {"batch_size": batch_size, "lanes": lanes, "seed": seed, "tail": tail}
@@ -196,7 +195,7 @@ class _Classes:
             return
         ids, numbers = np.arange(len(self.kind)) if self.all else np.unique(np.concatenate(wanted)), dict[str, int]()
         for number, data in label_bytes(self._index, self._label.field, ids):
-            names = classes_in(data, self._label.column, self._label.classes)
+            names = classes_in(data, self._label.column, self._index.own_label(self._label, number).classes)
             if len(names) == 1:
                 self.kind[number] = numbers.setdefault(names[0], len(numbers))
             self.count += 1
@@ -268,7 +267,7 @@ def _mix(looked: _Looked, known: _Classes) -> Mix:
 def _label(index: Index, asked: str | None) -> tuple[Label | None, str]:
     """The label whose classes are looked at, or why there is none."""
     labels = {one.name: one for one in index.labels}
-    if "cls" in index.fields and not any(one.field == "cls" for one in index.labels):
+    if "cls" in index.fields and not index.own and not any(one.field == "cls" for one in index.labels):
         labels.setdefault("cls", Label("cls", "class", "cls"))
     if asked is not None:
         if asked not in labels:

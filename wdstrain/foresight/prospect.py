@@ -8,8 +8,8 @@ puts there. In a small set chance puts more there, and its samples meet often an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
+from wdstrain.cached import cached_property
 from wdstrain.foresight.itinerary import RankShare
 from wdstrain.foresight.shuffling import ClassMix, Neighbours
 from wdstrain.plan import Tail

@@ -7,8 +7,6 @@ a pickle is named as one.
 from __future__ import annotations
 
 import codecs
-import io
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from wdstrain.fields import npy_head, parsed_json
 from wdstrain.formats import EXTENSIONS
 from wdstrain.inspecting.dimensions import Images, Value, header, images_of
 from wdstrain.printing import printable
@@ -40,6 +39,7 @@ _MAGIC = {
     (0, b"PK\x03\x04"): "zip (npz)",
     (0, b"%PDF"): "PDF",
 }
+_DEEPEST = 4  # lists in lists that are named
 _NAMED = 12  # entries of JSON and shapes that are named
 
 
@@ -109,8 +109,8 @@ def _kind(name: str, value: Value) -> tuple[str, Any]:
         return "pickle (never loaded)", None
     if last == "json" or data[:1] in (b"{", b"["):
         try:
-            return "JSON", json.loads((data if len(data) == size else value.whole()).decode("utf-8-sig"))
-        except (ValueError, RecursionError):
+            return "JSON", parsed_json((data if len(data) == size else value.whole()).decode("utf-8-sig"))
+        except ValueError:
             if last == "json":
                 return "no JSON that can be read", None
     return _text(size, data)
@@ -136,14 +136,14 @@ def _text(size: int, data: bytes) -> tuple[str, Any]:
 
 def _array(value: Value) -> tuple[str, Any]:
     """(dtype, shape, the number if it is one alone)"""
-    npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
-    stream = io.BytesIO(value.data)
+    data = value.data
+    wide = 2 if data[6:7] == b"\x01" else 4  # bytes in which the length of the head is
+    length = int.from_bytes(data[8 : 8 + wide], "little") + 8 + wide
     try:
-        version = npy.read_magic(stream)
-        shape, _, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+        dtype, _, shape = npy_head(bytes(data[:length]))
         if dtype.hasobject:
             return "array of Python objects (never loaded)", None
-        number = np.frombuffer(value.data, dtype, 1, stream.tell())[0] if shape == () and dtype.kind in "biuf" else None
+        number = np.frombuffer(data, dtype, 1, length)[0] if shape == () and dtype.kind in "biuf" else None
     except ValueError:
         return "array that cannot be read", None
     return "array", (str(dtype), tuple(shape), None if number is None else float(number))
@@ -188,9 +188,9 @@ def _or(kinds: Iterable[str]) -> str:
     return " or ".join(sorted(found, key=lambda one: one == "null"))
 
 
-def _json_kind(value: Any) -> str:
+def _json_kind(value: Any, depth: int = 0) -> str:
     if isinstance(value, list):
-        inside = _or(map(_json_kind, value[:100]))
+        inside = _or(_json_kind(one, depth + 1) for one in value[:100]) if depth < _DEEPEST else ""
         return f"list of {inside}" if inside else "list"
     kinds = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "object"}
     return kinds.get(type(value), "null")

@@ -93,7 +93,9 @@ def _opened(data: bytes) -> Header | str:
             warnings.simplefilter("ignore")  # of pictures that are large, and of tags that are odd
             with open_picture(data) as image:
                 exif = Image.Exif()
-                if image.info.get("exif"):
+                if image.format in ("JPEG", "MPO"):
+                    exif = image.getexif()  # with what XMP says; of other formats it would read the pixels
+                elif image.info.get("exif"):
                     exif.load(image.info["exif"])
                 tags = getattr(image, "tag_v2", exif)  # of TIFF
                 return str(image.format), image.mode, image.width, image.height, tags.get(_ORIENTATION, 1) in range(2, 9)

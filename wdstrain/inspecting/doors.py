@@ -159,7 +159,8 @@ def _histograms(
     index: Index, sampler: Sampler, weights: Floats | None, exact: bool, progress: Progress | None
 ) -> tuple[Histogram, ...]:
     """What each label comes to: as the index says, or by all labels, or by some. What lies in one field is read once."""
-    labels = index.labels or tuple(Label(name, "class", name) for name in _CLASSES if name in index.fields)
+    names = () if index.own else _CLASSES  # of sets whose numbers mean different classes, a number says nothing
+    labels = index.labels or tuple(Label(name, "class", name) for name in names if name in index.fields)
     found = {label: histograms.said(label, counts) for label in labels if (counts := said_counts(index, label))}
     ids = np.arange(len(index)) if exact else sampler.ids(_LABELS, whole=True)
     asked = not len(ids)  # no sample is small enough to be at hand
@@ -171,8 +172,8 @@ def _histograms(
         for done, (i, data) in enumerate(sampler.labels(field, ids, through=exact, asked=asked)):
             if progress and exact:
                 progress(f"reading {field}", done, len(ids))
-            for one in counting.values():
-                one.add(data, scale if weights is None else scale * float(weights[i]))
+            for label, one in counting.items():
+                one.add(data, scale if weights is None else scale * float(weights[i]), index.own_label(label, i))
         found |= {label: one.histogram(len(ids), exact=every) for label, one in counting.items()}
     return tuple(found[label] for label in labels)
 

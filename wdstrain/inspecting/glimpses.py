@@ -185,7 +185,7 @@ def _look(path: str, into: bool, end: bool, stopping: threading.Event) -> Glimps
         source = open_remote(path, stopping=stopping, first=FIRST if into else 1) if far else LocalFile(path)
         with source:
             one.size, one.requests = source.size, 1
-            one.tag = source.tag or ""
+            one.tag = source.version or ""
             if into:
                 _walk(source, one)
             if one.whole or (far and not into) or one.size < len(END) or not _ranged(source):

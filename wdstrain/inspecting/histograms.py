@@ -78,9 +78,12 @@ class Counting:
         self._many: list[int] = []
         self._seen = self._unreadable = self._unknown = 0
 
-    def add(self, data: bytes | memoryview, weight: float) -> None:
-        """The bytes of the field in which the label of a sample lies. weight: samples that it stands for."""
-        label, self._seen = self._label, self._seen + 1
+    def add(self, data: bytes | memoryview, weight: float, label: Label) -> None:
+        """The bytes of the field in which the label of a sample lies. weight: samples that it stands for.
+
+        label: with its classes as the shard of the sample numbers them.
+        """
+        self._seen += 1
         try:
             value = scalar(memoryview(data), label.column)
             if label.kind == "number":

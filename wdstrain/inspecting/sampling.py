@@ -117,8 +117,8 @@ class _Part:
             return b""
         try:
             return self._file.read(offset, length)
-        except OSError as error:
-            self._errors.append(StorageError(f"{self._path} cannot be read at offset {offset}: {error.strerror}."))
+        except StorageError as error:
+            self._errors.append(error)
             self._file.close()
             self._file = None
             return b""

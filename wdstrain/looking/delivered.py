@@ -30,7 +30,7 @@ _NEARLY = 0.03  # how far numbers of bfloat16, or of a resized picture, may lie 
 
 def of_batch(batch: Mapping[str, Any], n: int, classes: Sequence[str]) -> tuple[list[Seen], list[str]]:
     """The first n rows of a batch, and what was done to see them. classes: names for labels that are numbers or shares of classes."""
-    views, notes = _views(batch, n, lambda _: classes, ())
+    views, notes = _views(batch, n, lambda _: classes, lambda _: ())
     return [view.seen() for view in views], notes
 
 
@@ -44,7 +44,13 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
     with closing(loader.twin()) as twin:
         batches = iter(twin)
         for batch in batches:
-            views, said = _views(batch, n - len(found), lambda name: names.get(name, ()), index.labels)
+            ids = batches.ids.tolist()
+            views, said = _views(
+                batch,
+                n - len(found),
+                lambda name: names.get(name, ()),
+                lambda row: [index.own_label(label, ids[row]) for label in index.labels],  # noqa: B023
+            )
             notes += [note for note in said if note not in notes]
             shards = index.shard_of(batches.ids)
             for row, view in enumerate(views):
@@ -59,12 +65,15 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
 
 
 def _views(
-    batch: Mapping[str, Any], n: int, classes_of: Callable[[str], Sequence[str]], labels: Sequence[IndexLabel]
+    batch: Mapping[str, Any],
+    n: int,
+    classes_of: Callable[[str], Sequence[str]],
+    labels_of: Callable[[int], Sequence[IndexLabel]],
 ) -> tuple[list[View], list[str]]:
-    """The first n rows of a batch. labels: of fields that are bytes."""
+    """The first n rows of a batch. labels_of: a row, in fields that are bytes."""
     count = min(n, _rows(batch))
     keys = batch.get("__key__")
-    views = [View(str(keys[row]) if keys is not None else f"row {row}", labels) for row in range(count)]
+    views = [View(str(keys[row]) if keys is not None else f"row {row}", labels_of(row)) for row in range(count)]
     notes = []
     for name, column in batch.items():
         if name == "__key__":

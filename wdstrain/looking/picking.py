@@ -24,6 +24,7 @@ from wdstrain.index_files import is_ours
 from wdstrain.indexing import Index, Ints, Label, Shard, Table
 from wdstrain.labels import classes_in, even_part, label_bytes
 from wdstrain.opening import one_of, open_index, tars_of
+from wdstrain.plan import integer
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls, check_finished, expand, folder_of, is_json, open_source
 from wdstrain.tar import samples
@@ -63,6 +64,8 @@ class Wanted:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("n", "seed"):
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
         if self.order not in get_args(Order):
             raise UsageError(f"order={self.order!r} is none of {', '.join(get_args(Order))}.")
         if self.n < 1 or max(self.n * max(1, len(self.classes)), len(self.keys)) > MOST:
@@ -131,7 +134,7 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
             check_finished(os.path.dirname(path))
         with open_source(path) as source:
             found = list(islice(samples(source.read, source.size, redacted(path) if is_remote(path) else path), missing))
-            shards.append(Shard(path, len(found), source.size, tag=source.tag or ""))
+            shards.append(Shard(path, len(found), source.size, tag=source.version or ""))
             tables.append(Table.of(found, fields))
             missing -= len(found)
     return Index(tuple(shards), tuple(fields), Table.join(tables), info={"made": _BEGUN})
@@ -144,7 +147,9 @@ def place_of(index: Index) -> str:
 
 def _labels(index: Index, asked: str | None) -> list[Label]:
     """Labels of an index; of one that speaks of none, what webdataset calls so."""
-    known = list(index.labels) or [Label(name, "class", name) for name in ("cls",) if name in index.fields]
+    # of sets whose numbers mean different classes, a number says nothing
+    usual = ["cls"] if "cls" in index.fields and not index.own else []
+    known = list(index.labels) or [Label(name, "class", name) for name in usual]
     if asked is None:
         return known
     mine = [one for one in known if one.name == asked]
@@ -179,7 +184,7 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
     looked = even_part(index, _LABELS)
     found: dict[str, list[int]] = {}
     for i, data in label_bytes(index, label.field, looked):
-        for name in classes_in(data, label.column, label.classes):
+        for name in classes_in(data, label.column, index.own_label(label, i).classes):
             found.setdefault(name, []).append(i)
     everything = names or list(label.classes) or sorted(found, key=lambda one: (len(one) * one.isdecimal(), one))
     for name in names:

@@ -21,8 +21,7 @@ from wdstrain.bits import uniform
 from wdstrain.checksum import crc32
 from wdstrain.decode import decode_image
 from wdstrain.decoder import MISMATCH
-from wdstrain.errors import SampleError
-from wdstrain.fields import Field, array, scalar
+from wdstrain.fields import Field, array, parsed_json, scalar
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Index, Ints, Label
 from wdstrain.labels import classes_in
@@ -111,7 +110,7 @@ def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants |
         shard = index.shards[number]
         with open_source(shard.path, shard.bytes) as source:
             for i in np.unique(ids[shards == number]).tolist():
-                view, varied = View(index.key(i), labels), _varied(index, i, variants)
+                view, varied = View(index.key(i), [index.own_label(one, i) for one in labels]), _varied(index, i, variants)
                 for name, size, data, crc in _members(index, source, i):
                     if data is None or (variants is not None and _kind(name) in EXTENSIONS and name != varied):
                         view.leave(name, size)
@@ -182,9 +181,9 @@ class View:
                 self._add_json(name, data, {label.column for label in mine if label.column is not None})
             elif not mine:
                 self._add_text(name, data, kind)
-        except (SampleError, ValueError, OSError, EOFError) as error:
+        except Exception as error:  # whatever a parser meets is to be seen, in the sample's own place
             self.fields[name] = written(len(data))
-            self.wrong(name, str(error))
+            self.wrong(name, str(error) or type(error).__name__)
 
     def add_value(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
         """A field as a batch has it. classes: names for a class, or for shares of classes."""
@@ -203,7 +202,7 @@ class View:
             is_class = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(classes)
             self.labels[name] = classes[int(number)] if is_class else number_said(number)
         elif value is not None:
-            self.fields[name] = cut(json.dumps(value, ensure_ascii=False, default=lambda one: type(one).__name__))
+            self.fields[name] = cut(_as_json(value))
 
     def vary(self, name: str, data: memoryview, variants: Variants, number: int) -> None:
         """The picture of a sample as a loader delivers it, once for each epoch."""
@@ -227,7 +226,7 @@ class View:
             else:
                 scalar(data, label.column)  # its error is to be told
                 self.labels[label.name] = "|".join(classes_in(data, label.column, label.classes))
-        except (SampleError, ValueError) as error:
+        except Exception as error:  # as above
             self.wrong(f"label {label.name}", str(error))
 
     def _add_npy(self, name: str, data: bytes | memoryview, is_label: bool) -> None:
@@ -244,11 +243,11 @@ class View:
             self._pictures[name] = small(pixels)
 
     def _add_json(self, name: str, data: bytes | memoryview, told: set[str]) -> None:
-        document = json.loads(bytes(data))
+        document = parsed_json(bytes(data))
         if isinstance(document, dict):
             document = {entry: value for entry, value in document.items() if entry not in told}
         if document or not told:
-            self.fields[name] = cut(re.sub(r'"(\w+)":', r"\1:", json.dumps(document, ensure_ascii=False)))
+            self.fields[name] = cut(re.sub(r'"(\w+)":', r"\1:", _as_json(document)))
 
     def _add_text(self, name: str, data: bytes | memoryview, kind: str) -> None:
         try:
@@ -271,6 +270,13 @@ class View:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=lambda one: type(one).__name__)
+    except RecursionError:
+        return "nested too deeply to be shown"
+
+
 def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -286,7 +292,7 @@ def _members(index: Index, source: Source, number: int) -> Iterator[tuple[str, i
     crcs = index.table.member_crc
     read: Mapping[int, memoryview] = _read_together(source, [one if _is_shown(one[0], one[2]) else None for one in members])
     for place, (name, _, size) in enumerate(members):
-        yield name, size, read.get(place), int(crcs[first + place]) if len(crcs) else None
+        yield name, size, read.get(place), (int(crcs[first + place]) or None) if len(crcs) else None
 
 
 def _read_together(source: Source, members: Sequence[tuple[str, int, int] | None]) -> dict[int, memoryview]:

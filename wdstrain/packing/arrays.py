@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.indexing import Label
-from wdstrain.packing.encoding import array_field, encode
+from wdstrain.packing.encoding import Numbered, array_field, check_classes, encode
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, file_mark
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
@@ -45,8 +44,15 @@ def stream_arrays(
     title = ", ".join(files.values()) or "arrays"
     paths = [f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()]
     mark = file_mark(*paths) if len(files) == len(arrays) else None
-    stream = stream_rows(title, opened, {"kind": "arrays"}, labels=labels, classes=classes, quality=quality)
-    return replace(stream, mark=mark and f"{mark} {sorted(files.items())} {list(labels)} {list(classes)} {quality}")
+    stream = stream_rows(
+        title,
+        opened,
+        {"kind": "arrays", "fields": list(arrays), "labels": list(labels)},
+        labels=labels,
+        classes=classes,
+        quality=quality,
+    )
+    return replace(stream, mark=mark and f"{mark} {list(files.items())} {list(labels)} {list(classes)} {quality}")
 
 
 def stream_rows(
@@ -73,15 +79,21 @@ def stream_rows(
         raise UsageError(f"{error}. Choose another name.") from None
     if len(set(fields.values())) < len(fields):
         raise UsageError(f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them.")
-    found = [_Scalar(name, arrays, fields, classes) for name in ([*labels] or ["cls"] * ("cls" in arrays))]
-    names = tuple(classes)
+    names = check_classes(classes)
+    asked = list(labels)
+    counts = "cls" in arrays and len(arrays["cls"].shape) == 1 and np.dtype(arrays["cls"].dtype).kind in "biu"
+    if "cls" in arrays and (not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))):
+        asked.append("cls")  # a label, whatever else is one
+    found = [_Scalar(name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()) for name in asked]
+    places = {name: place for place, name in enumerate(names)}
+    classed = next((one for one in found if one.kind == "class"), None)
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
         for first, block in blocks(arrays, count):
             for i in range(len(next(iter(block.values())))):
                 try:
                     parts = [
-                        encode(field, _value(block[name][i], field), quality=quality, classes=names)
+                        encode(field, _value(block[name][i], field), quality=quality, classes=places)
                         for name, field in fields.items()
                     ]
                     for scalar in found:
@@ -90,10 +102,10 @@ def stream_rows(
                     quarantine.put(Bad(title, first + i + 1, "", str(error)))
                     continue
                 key = None if keys is None else _text(block[keys][i])
-                stratum = found[0].stratum(block[found[0].name][i], names) if found else ""
+                stratum = classed.stratum(block[classed.name][i]) if classed else ""
                 yield Entry(key, parts, stratum=stratum)
 
-    return Stream(title, entries, lambda: tuple(one.label(names) for one in found), source, count)
+    return Stream(title, entries, lambda: tuple(one.label() for one in found), source, count)
 
 
 def row_bytes(array: Rows) -> int:
@@ -109,7 +121,7 @@ def blocks(arrays: Mapping[str, Rows], count: int) -> Iterator[tuple[int, dict[s
     """(first row, {name: rows}) of each run of rows."""
     size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
     for first in range(0, count, size):
-        yield first, {name: np.asarray(array[slice(first, min(first + size, count))]) for name, array in arrays.items()}
+        yield first, {name: np.asanyarray(array[slice(first, min(first + size, count))]) for name, array in arrays.items()}
 
 
 class _Scalar:
@@ -117,7 +129,7 @@ class _Scalar:
 
     def __init__(self, asked: str, arrays: Mapping[str, Rows], fields: Mapping[str, str], classes: Sequence[str]) -> None:
         before, _, kind = asked.rpartition(":")
-        self.name, self._kind = (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
+        self.name, self.kind = (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
         if self.name not in fields:
             raise UsageError(f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them.")
         array = arrays[self.name]
@@ -126,35 +138,36 @@ class _Scalar:
                 f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}, and one number a row is needed."
             )
         self._field = fields[self.name]
-        self._kind = self._kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
-        self._highest, self._most = -1, len(classes)
+        self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
+        self._classes, self._numbers = tuple(classes), Numbered(self.name, stated=asked != self.name)
 
     def see(self, value: Any) -> None:
-        if self._kind == "class":
+        if self.kind == "class":
             number = int(value)
             if number < 0 or number != value:
                 raise SampleError(f"its {self.name} is {value}, and a class is a whole number from 0")
-            if self._most and number >= self._most:
-                raise SampleError(f"its {self.name} is {number}, and there are {self._most} classes")
-            self._highest = max(self._highest, number)
+            if self._classes and number >= len(self._classes):
+                raise SampleError(f"its {self.name} is {number}, and there are {len(self._classes)} classes")
+            if not self._classes:
+                self._numbers.see(number)
         elif not np.isfinite(value):
             raise SampleError(f"its {self.name} is {value}")
 
-    def stratum(self, value: Any, classes: Sequence[str]) -> str:
-        if self._kind != "class":
+    def stratum(self, value: Any) -> str:
+        if self.kind != "class":
             return ""
-        return classes[int(value)] if int(value) < len(classes) else str(int(value))
+        return self._classes[int(value)] if self._classes else str(int(value))
 
-    def label(self, classes: Sequence[str]) -> Label:
+    def label(self) -> Label:
         name = "class" if self.name == "cls" else self.name
-        if self._kind == "number":
+        if self.kind == "number":
             return Label(name, "number", self._field)
-        return Label(name, "class", self._field, classes=tuple(classes) or tuple(map(str, range(self._highest + 1))))
+        return Label(name, "class", self._field, classes=self._classes or self._numbers.classes())
 
 
 def _value(value: Any, field: str) -> Any:
     if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
-        return bytes(value) if field.rpartition(".")[2] != "txt" else value.decode("utf-8", "replace")
+        return bytes(value)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1 and field.rpartition(".")[2] != "npy":
         return value.tobytes()  # the bytes of an encoded file
     return value
@@ -166,7 +179,7 @@ def _text(value: Any) -> str:
 
 def _open(name: str, array: Any) -> Rows:
     if not isinstance(array, (str, os.PathLike)):
-        return np.asarray(array)
+        return np.asanyarray(array) if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
     path, _, member = os.fspath(array).partition(".npz:")
     if not os.path.exists(f"{path}.npz" if member else path):
         raise SourceError(f"{name}={os.fspath(array)}: there is no such file. Check the path.")
@@ -177,7 +190,9 @@ def _open(name: str, array: Any) -> Rows:
                     raise UsageError(f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}")
                 return np.asarray(archive[member])
         found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # numpy lets through what the parsers of damaged headers and archives raise
         raise SourceError(f"{name}={os.fspath(array)} is no array that can be read ({error}).") from error
     if isinstance(found, np.lib.npyio.NpzFile):
         members = ", ".join(found.files)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -93,7 +94,10 @@ class Codes:
 
 
 class ItemCatalog:
-    """The items of a listing. Files that are missing or empty go to the quarantine here, before anything is written."""
+    """The items of a listing. Files that are missing or empty go to the quarantine here, before anything is written.
+
+    alike: number -> its picture, of the items whose picture is that of another item too.
+    """
 
     together = 512 << 10  # what stays in the processor's cache until it is written: a third faster than 256 MB
 
@@ -113,7 +117,10 @@ class ItemCatalog:
                 quarantine.put(Bad(listing.name, item.row, _path(item), str(error)))
         self.sizes, self._times = np.array(sizes, np.int64), np.array(times, np.int64)
         self.names = {number: item.name for number, item in enumerate(self._items) if item.name}
-        self.marks = marks_of(((item.key, item.split, item.group, item.stratum) for item in self._items), seed)
+        rows = ((item.key, item.split, item.group, item.stratum) for item in self._items)
+        self.marks = marks_of(rows, seed, [item.picture for item in self._items])
+        counts = Counter(item.picture for item in self._items if item.picture)
+        self.alike = {number: item.picture for number, item in enumerate(self._items) if counts[item.picture] > 1}
 
     def key(self, number: int) -> str:
         return self._items[number].key
@@ -123,6 +130,7 @@ class ItemCatalog:
         hashed = blake2b(self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16)
         hashed.update(self.marks.rank[numbers].tobytes())  # a rank is the hash of a key
         parts = [part for number in numbers.tolist() for part in self._items[number].parts]
+        hashed.update(array("q", [len(content) for _, content in parts]).tobytes())  # so that no two lists run together alike
         hashed.update(b"\0".join([content for _, content in parts if isinstance(content, bytes)]))
         hashed.update(
             "\0".join([f for f, _ in parts] + [p for _, p in parts if isinstance(p, str)]).encode("utf-8", "surrogateescape")
@@ -184,8 +192,10 @@ class SpanCatalog:
         hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
         first = self.table.member_first
         members = [number for n in numbers.tolist() for number in range(*first[n : n + 2].tolist())]
-        hashed.update(self.table.member_crc[members].tobytes())
-        hashed.update("\0".join(map(self.key, numbers.tolist())).encode("utf-8", "surrogateescape"))
+        hashed.update(self.table.member_crc[members].tobytes() + self.table.member_size[members].tobytes())
+        words = [*map(self.key, numbers.tolist()), "", *(self.fields[one] for one in self.table.member_field[members].tolist())]
+        hashed.update("\0".join(words).encode("utf-8", "surrogateescape"))
+        hashed.update(np.diff(first)[numbers].tobytes())
         return hashed.digest()
 
     def bad(self, number: int, reason: str) -> Bad:
@@ -227,15 +237,19 @@ class SpanCatalog:
         return parts
 
 
-def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int) -> Marks:
-    """Marks of samples from (key, split, group, stratum) of each; a group "" is the sample alone."""
+def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int, pictures: Sequence[str] = ()) -> Marks:
+    """Marks of samples from (key, split, group, stratum) of each; a group "" is the sample alone.
+
+    pictures: of each sample, the key of the first with the same picture; those that have no group come to its side.
+    """
     ranks, groups = array("Q"), array("Q")
     split, stratum = array("i"), array("i")
     hashes, splits, strata, grouped = Hashes(seed), Codes(), Codes(), False
-    for key, split_name, group, stratum_name in rows:
+    for number, (key, split_name, group, stratum_name) in enumerate(rows):
         rank = hashes.of(key)
         ranks.append(rank)
-        groups.append(hashes.of(group) if group else rank)
+        together = group or (pictures[number] if pictures else "")
+        groups.append(hashes.of(together) if together and together != key else rank)
         grouped = grouped or bool(group)
         split.append(splits.of(split_name))
         stratum.append(strata.of(stratum_name))

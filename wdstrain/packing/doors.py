@@ -5,19 +5,20 @@ Each returns the index of what was written; `index.info` says how many samples w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.indexing import Index, Label
 from wdstrain.packing.arrays import stream_arrays
-from wdstrain.packing.convert import Progress, convert
+from wdstrain.packing.convert import Progress, convert, resumed_in_place
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.hdf5 import stream_hdf5
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options, Packing
 from wdstrain.packing.samples import stream_samples
 from wdstrain.packing.table import list_table
-from wdstrain.packing.tars import stream_tars
+from wdstrain.packing.tars import stated, stream_tars
 from wdstrain.packing.vision import stream_torchvision
 from wdstrain.storage import Urls
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def pack(
     samples: Any,
-    out: str,
+    out: str | os.PathLike[str],
     *,
     fields: Sequence[str] | None = None,
     classes: Sequence[str] = (),
@@ -42,7 +43,8 @@ def pack(
 
     A sample is a dict of fields: bytes as they are; pictures, numbers, texts, arrays by the name of the field ("png", "cls",
     "txt", "json", "x.npy"); "__key__" names it. A tuple is named by `fields`, and taken for ("png", "cls") without.
-    classes: the names of the classes that `cls` counts. labels: further columns to learn. group: samples of one group come
+    classes: the names of the classes that `cls` counts, each once; a cls that is a name, as text or bytes, is stored as its
+    number. labels: further columns to learn. group: samples of one group come
     to one side of a split. The samples are read once and may be more than memory holds. Raises as `wdstrain convert` does.
     """
     source = stream_samples(samples, fields=fields, classes=classes, labels=labels, group=group, quality=_of_pixels(options))
@@ -50,15 +52,20 @@ def pack(
 
 
 def pack_folder(
-    source: str, out: str, *, flat: bool = False, progress: Progress | None = None, **options: Unpack[Packing]
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    flat: bool = False,
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
 ) -> Index:
     """Pack a folder of class folders, or with `flat` all pictures below it."""
-    return _packed(list_folder(source, flat=flat), out, options, progress)
+    return _packed(list_folder(os.fspath(source), flat=flat), out, options, progress)
 
 
 def pack_table(
     table: Any,
-    out: str,
+    out: str | os.PathLike[str],
     *,
     image: str,
     label: str | Sequence[str] = (),
@@ -69,7 +76,11 @@ def pack_table(
     progress: Progress | None = None,
     **options: Unpack[Packing],
 ) -> Index:
-    """Pack the rows of a CSV, TSV, JSON lines or parquet file, or of a pandas DataFrame."""
+    """Pack the rows of a CSV, TSV, JSON lines or parquet file, or of a pandas DataFrame.
+
+    label: columns to learn; "name:class", "name:number" or "name:multi" says the kind, else the type of nearly all cells
+    decides. What was decided is in `index.info["source"]["decided"]`.
+    """
     listing = list_table(
         table,
         image=image,
@@ -84,8 +95,8 @@ def pack_table(
 
 
 def pack_hdf5(
-    file: str,
-    out: str,
+    file: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     fields: Mapping[str, str],
     *,
     label: str | Sequence[str] = (),
@@ -96,13 +107,13 @@ def pack_hdf5(
 ) -> Index:
     """Pack data sets of one length from an HDF5 or PyTables file: fields={"image": "/train/images", "cls": "/train/labels"}."""
     labels = [label] if isinstance(label, str) else list(label)
-    source = stream_hdf5(file, fields, labels=labels, classes=classes, key=key, quality=_of_pixels(options))
+    source = stream_hdf5(os.fspath(file), fields, labels=labels, classes=classes, key=key, quality=_of_pixels(options))
     return _packed(source, out, options, progress)
 
 
 def pack_arrays(
     arrays: Mapping[str, Any],
-    out: str,
+    out: str | os.PathLike[str],
     *,
     label: str | Sequence[str] = (),
     classes: Sequence[str] = (),
@@ -117,7 +128,7 @@ def pack_arrays(
 
 def pack_tars(
     urls: Urls,
-    out: str,
+    out: str | os.PathLike[str],
     *,
     keep: Sequence[str] = (),
     drop: Sequence[str] = (),
@@ -128,12 +139,23 @@ def pack_tars(
     **options: Unpack[Packing],
 ) -> Index:
     """Pack the samples of existing shards anew: other sizes, another order, merged, split, filtered, with fewer fields."""
-    source = stream_tars(urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    urls, out = urls if isinstance(urls, (str, os.PathLike)) else list(urls), os.fspath(out)
+    asked = stated(urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    done = resumed_in_place(out, asked, Options(**options), progress)
+    if done is not None:
+        return done.index
+    source = stream_tars(urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, out=out)
     return _packed(source, out, options, progress)
 
 
 def pack_torchvision(
-    name: str, out: str, root: str, *, splits: Sequence[str] = (), progress: Progress | None = None, **options: Unpack[Packing]
+    name: str,
+    out: str | os.PathLike[str],
+    root: str,
+    *,
+    splits: Sequence[str] = (),
+    progress: Progress | None = None,
+    **options: Unpack[Packing],
 ) -> Index:
     """Pack a torchvision data set by the name of its class, from files that are in `root` already."""
     return _packed(stream_torchvision(name, root, splits=splits), out, options, progress)
@@ -144,5 +166,5 @@ def _of_pixels(options: Packing) -> int:
     return 95 if options.get("quality") is None else 100
 
 
-def _packed(source: Source, out: str, options: Packing, progress: Progress | None) -> Index:
-    return convert(source, out, Options(**options), progress).index
+def _packed(source: Source, out: str | os.PathLike[str], options: Packing, progress: Progress | None) -> Index:
+    return convert(source, os.fspath(out), Options(**options), progress).index

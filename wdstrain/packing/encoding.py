@@ -1,13 +1,13 @@
 """Values to the bytes of a field, by the field's name: what a Python sample becomes in a shard.
 
     jpg png webp ...   a PIL image, or uint8 pixels: [h, w], [h, w, c], or a tensor [c, h, w]
-    cls                a whole number, or the name of a class where the classes are known
+    cls                a whole number, or the name of a class where the classes are known; stored as a number
     txt                text
     json               anything JSON can hold
     NAME.npy           an array, a tensor or a number (of shape ())
     any other          bytes, or text and numbers as text
 
-Bytes are always kept as they are. What only a pickle could hold is refused: a shard is data, never code.
+Bytes are kept as they are, but for a cls where the classes are known. What only a pickle could hold is refused: a shard is data, never code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,27 +24,33 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.errors import SampleError
+from wdstrain.errors import SampleError, UsageError
 from wdstrain.formats import EXTENSIONS
+from wdstrain.packing.kinds import RANGE
 from wdstrain.packing.listing import Part, field_name
 
 if TYPE_CHECKING:
     import torch
 
+_MOST_CLASSES = 1_000_000  # that are counted; there may be more with names
+_GAP = 100  # class numbers for each that occurs: a part of a large set of classes, not ids
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm": "PPM", "ppm": "PPM"}
 
 
-def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] = ()) -> Part:
-    """(field, bytes) of a value. Raises SampleError for a value that has no place under that name."""
+def encode(name: str, value: Any, *, quality: int = 95, classes: Mapping[str, int] | None = None) -> Part:
+    """(field, bytes) of a value. classes: the number of each class by its name, where these are known.
+
+    Raises SampleError for a value that has no place under that name.
+    """
     name = field_name(name)
     kind = name.rpartition(".")[2]
     if isinstance(value, (bytes, bytearray, memoryview)):
-        if kind == "cls" and classes:
-            _class(int(value) if bytes(value).strip().isdigit() else bytes(value).decode("utf-8", "replace"), classes)
-        return name, bytes(value)
+        return name, str(_class(_said(bytes(value), classes), classes)).encode() if kind == "cls" and classes else bytes(value)
     if kind in _PICKLES:
         raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise SampleError(f"its {name} has masked values, and no format here keeps a mask; fill them first")
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):  # who has a tensor has imported it
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
@@ -53,7 +60,7 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Sequence[str] =
     if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
         value = value.item()
     if kind == "cls":
-        return name, str(_class(value, classes)).encode()
+        return name, str(_class(value, classes or {})).encode()
     if kind == "json":
         try:
             return name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -76,21 +83,81 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     return f"{name}.txt" if values.dtype.kind in "SUO" else f"{name}.npy"
 
 
-def _class(value: Any, classes: Sequence[str]) -> int:
+def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
+    """The names of classes. Raises UsageError for a name that comes twice, or for a single text."""
+    if isinstance(classes, str):
+        raise UsageError(f"classes={classes!r}: must be a list of names, such as ['cat', 'dog'].")
+    names = tuple(classes)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one class. Rename one."
+        )
+    return names
+
+
+class Numbered:
+    """Class numbers as they are seen, of a label without names of classes.
+
+    stated: the user said that they are classes; else numbers with wide gaps are taken for ids, times or the like.
+    """
+
+    def __init__(self, name: str, *, stated: bool = False) -> None:
+        self._name, self._stated, self._seen = name, stated, set[int]()
+
+    def see(self, number: int) -> None:
+        """Raises SampleError for a number that would make too many classes."""
+        if number >= _MOST_CLASSES:
+            raise SampleError(
+                f"its {self._name} is {number}, and a class is a whole number from 0 to {_MOST_CLASSES - 1}; an id or a time goes "
+                f"under another name"
+            )
+        self._seen.add(number)
+
+    def classes(self) -> tuple[str, ...]:
+        """All numbers up to the highest. Raises UsageError where hardly any of them occurs."""
+        count = max(self._seen, default=-1) + 1
+        if not self._stated and count > max(RANGE, _GAP * len(self._seen)):
+            raise UsageError(
+                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: as classes counted from 0 they "
+                f"would make {count}, nearly all of them empty. Number them anew, name the classes with classes=[...], or store "
+                f"them under another name; in arrays, label {self._name}:class or {self._name}:number says what they are."
+            )
+        return tuple(map(str, range(count)))
+
+
+def _said(data: bytes, classes: Mapping[str, int]) -> int | str:
+    """Return the class that bytes mean: a number of one of the classes as readers take it, else a name.
+
+    Raises SampleError for bytes that are the number of one class and the name of another.
+    """
+    text = data.decode("utf-8", "replace").strip()
+    if not data.strip().isdigit():
+        return text
+    number = int(text)
+    if number < len(classes) and classes.get(text, number) != number:
+        raise SampleError(
+            f"its cls {data!r} is the name of class {classes[text]} and may also be the number of class {number}. "
+            f"Give the name as str, or the number as int"
+        )
+    return text if number >= len(classes) and text in classes else number
+
+
+def _class(value: Any, classes: Mapping[str, int]) -> int:
     if isinstance(value, bool) or (isinstance(value, int) and value >= 0):
         number = int(value)
         if classes and number >= len(classes):
             raise SampleError(f"its cls is {number}, and there are {len(classes)} classes")
         return number
     if isinstance(value, str) and value in classes:
-        return list(classes).index(value)
+        return classes[value]
     known = f"one of {', '.join(list(classes)[:8])}" if classes else "a number, or a name where classes=[...] are given"
     raise SampleError(f"its cls is {value!r}, and a class is {known}")
 
 
 def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
-    """Pixels [c, h, w] as [h, w, c]; others as they are."""
-    if value.ndim == 3 and value.shape[0] in (1, 3, 4) and value.shape[2] not in (1, 3, 4):
+    """Pixels [c, h, w] as [h, w, c]; others as they are. A picture that is 1, 3 or 4 pixels wide is [c, h, w] too."""
+    if value.ndim == 3 and value.shape[0] in (1, 3, 4):
         value = value.permute(1, 2, 0)
     found: npt.NDArray[Any] = value.detach().cpu().numpy()
     return found

@@ -1,8 +1,9 @@
 """Expressions that choose samples, such as `cls < 3 and json.width > 640`: data, never code.
 
 Python's own grammar is read and a handful of its nodes are evaluated over plain values; there are no calls but those named
-here, and nothing that loops. Names: key, shard, split; a field of the sample (text as a number where it is one, JSON by its
-entries); size.FIELD, its bytes; has.FIELD.
+here, and nothing that loops. Names: key, shard, split; a field of the sample (text, JSON by its entries); size.FIELD, its bytes;
+has.FIELD. The text of a field counts as a number where it is compared or computed with a number, or with a field that holds one
+too; beside a text it is a text, so `txt == '007'` finds that caption alone.
 """
 
 from __future__ import annotations
@@ -11,23 +12,58 @@ import ast
 import json
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import SampleError, UsageError
 
+
+class _FieldText(str):
+    """The text of a field, which is false where it is a number that is 0."""
+
+    __slots__ = ()
+
+    @property
+    def number(self) -> int | float | None:
+        """The number that it is; None if it is none, as "1_0", which is 10 to Python."""
+        for kind in (int, float):
+            if "_" not in self:
+                with suppress(ValueError):
+                    return kind(self)
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(len(self)) and self.number != 0
+
+
+def _alike(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two values as they are compared: texts of fields as numbers beside a number."""
+    mine = [one.number if isinstance(one, _FieldText) else one for one in (a, b)]
+    return (mine[0], mine[1]) if all(isinstance(one, (int, float)) for one in mine) else (a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    same_text = isinstance(a, str) and isinstance(b, str) and a == b  # "nan" too, which is no number's equal
+    return same_text or bool(operator.eq(*_alike(a, b)))
+
+
+def _is_in(a: Any, b: Any) -> bool:
+    return any(_equal(a, one) for one in b) if isinstance(b, list) else a in b
+
+
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
+    ast.Eq: _equal,
+    ast.NotEq: lambda a, b: not _equal(a, b),
+    ast.Lt: lambda a, b: operator.lt(*_alike(a, b)),
+    ast.LtE: lambda a, b: operator.le(*_alike(a, b)),
+    ast.Gt: lambda a, b: operator.gt(*_alike(a, b)),
+    ast.GtE: lambda a, b: operator.ge(*_alike(a, b)),
+    ast.In: _is_in,
+    ast.NotIn: lambda a, b: not _is_in(a, b),
+    ast.Add: lambda a, b: operator.add(*_alike(a, b)),
+    ast.Sub: lambda a, b: _number(a) - _number(b),
     ast.Mult: lambda a, b: _number(a) * _number(b),  # of numbers alone: a text times a number has no bound
-    ast.Div: operator.truediv,
+    ast.Div: lambda a, b: _number(a) / _number(b),
     ast.Mod: lambda a, b: _number(a) % _number(b),
 }
 _LONGEST = 10_000
@@ -88,7 +124,7 @@ class Expression:
             case ast.UnaryOp(op=ast.Not()):
                 return not value(node.operand)
             case ast.UnaryOp():
-                return -value(node.operand)
+                return -_number(value(node.operand))
             case ast.BinOp():
                 return _OPERATORS[type(node.op)](value(node.left), value(node.right))
             case ast.Compare():
@@ -157,6 +193,8 @@ def _bytes(sample: Mapping[str, bytes], field: str) -> bytes:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, _FieldText) and (number := value.number) is not None:
+        return number
     if not isinstance(value, (int, float)):
         raise TypeError(f"{value!r} is no number")
     return value
@@ -166,10 +204,4 @@ def _read(sample: Mapping[str, bytes], field: str) -> Any:
     data = _bytes(sample, field)
     if field.rpartition(".")[2] == "json":
         return json.loads(data)
-    text = data.decode("utf-8", "replace").strip()
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    return _FieldText(data.decode("utf-8", "replace").strip())

@@ -90,8 +90,11 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
 
 
 def _folders(root: str) -> list[str]:
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name))
+    try:
+        with os.scandir(root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name))
+    except OSError as error:
+        raise SourceError(f"{root} cannot be listed: {error.strerror}.") from error
 
 
 def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[str]]]:

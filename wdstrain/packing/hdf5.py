@@ -45,7 +45,7 @@ def stream_hdf5(
     if not fields:
         raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
-    source = {"kind": "hdf5", "fields": dict(fields)}
+    source = {"kind": "hdf5", "fields": dict(fields), "labels": list(labels), "key": key}
     stream = stream_rows(
         file,
         found,
@@ -55,7 +55,7 @@ def stream_hdf5(
         quality=quality,
         keys="__key__" if key else None,
     )
-    return replace(stream, mark=f"{file_mark(file)} {sorted(wanted.items())} {list(labels)} {list(classes)} {quality}")
+    return replace(stream, mark=f"{file_mark(file)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}")
 
 
 class _DataSet:

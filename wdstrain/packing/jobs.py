@@ -16,7 +16,6 @@ from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import active_children
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
@@ -80,19 +79,15 @@ def _one_thread() -> Iterator[None]:
 def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator[R, None, None]:
     board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    pool, others, workers = (
-        ProcessPoolExecutor(jobs, context, _begin, (work, board)),
-        set(active_children()),
-        set[BaseProcess](),
-    )
+    workers: list[BaseProcess] = []
+    context = children.recording(multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers)
+    pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
     waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
     try:
         for number in range(count):
             with warnings.catch_warnings():  # threads of libraries are idle; the children use none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append(pool.submit(_do, number))
-            workers |= set(active_children()) - others
             if len(waiting) > 2 * jobs:
                 yield _awaited(waiting.popleft(), sums, told)
         while waiting:
@@ -105,7 +100,7 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
         pool.shutdown(wait=True)
 
 
-def _see_off(workers: set[BaseProcess]) -> None:
+def _see_off(workers: list[BaseProcess]) -> None:
     """Wait for processes that were told to end.
 
     One that is killed now, while it waits for its work, takes a lock along for which the others would wait for ever, and the pool,
@@ -115,7 +110,8 @@ def _see_off(workers: set[BaseProcess]) -> None:
         wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_LOOK)
         if any(worker.exitcode for worker in workers):
             for worker in workers:
-                worker.kill()
+                if worker.is_alive():  # also not one that could not be started
+                    worker.kill()
 
 
 def _awaited(future: Future[Any], sums: npt.NDArray[Any], told: Told) -> Any:

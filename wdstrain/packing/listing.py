@@ -35,6 +35,7 @@ class Item(NamedTuple):
 
     group: samples of one group come to one side of a split. stratum: the class, for stratified splits and for counting.
     row: where it stands in a table, from 1; 0 if it is in none. name: what the source calls it, if not as its key.
+    picture: the key of the first item with the same picture; such items come to one side of a split too, unless grouped.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Item(NamedTuple):
     stratum: str = ""
     row: int = 0
     name: str = ""
+    picture: str = ""
 
 
 class Entry(NamedTuple):
@@ -177,6 +179,12 @@ def image_field(name: str) -> str | None:
 def is_litter(name: str) -> bool:
     """Whether a file is something an operating system left behind, or hidden."""
     return name.lower() in _LITTER or name.startswith(".")
+
+
+def split_of(name: str) -> str:
+    """The split that a shard's name speaks of, where no index does."""
+    word = re.match(r"[A-Za-z]+", name)
+    return SPLITS.get(word[0].lower(), "") if word else ""
 
 
 def file_mark(*paths: str) -> str:

@@ -8,6 +8,7 @@ from typing import Literal, TypedDict, get_args
 import numpy as np
 
 from wdstrain.errors import UsageError
+from wdstrain.plan import integer
 
 OnBad = Literal["raise", "quarantine"]
 Check = Literal["magic", "decode"]
@@ -50,9 +51,12 @@ class Options:
     engine: Engine = "local"
 
     def __post_init__(self) -> None:
-        for name in ("shard_samples", "shard_bytes", "jobs", "limit", "resize", "quality", "memory"):
+        for name in ("shard_samples", "shard_bytes", "jobs", "limit", "resize", "quality", "memory", "seed"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name in ("shard_samples", "limit", "resize", "quality"):
+                continue
+            object.__setattr__(self, name, value := integer(name, value))  # the index keeps them as JSON
+            if value < 1 and name != "seed":
                 raise UsageError(f"{name}={value} is below 1.")
         if self.quality is not None and self.quality > 100:
             raise UsageError(f"quality={self.quality} is above 100, the best that JPEG knows.")

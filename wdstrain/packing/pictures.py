@@ -13,13 +13,14 @@ import io
 import re
 import warnings
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
+from wdstrain.cached import cached_property
 from wdstrain.decode import check_scans, decode_image
 from wdstrain.errors import SampleError, SourceError
 from wdstrain.formats import EXTENSIONS, MAX_PIXELS, open_picture
@@ -92,7 +93,7 @@ class Recipe:
     def _encoded(self, field: str, data: bytes) -> Part:
         try:
             with open_picture(data) as image:
-                size, kind, upright = image.size, image.format, _orientation(image) == 1
+                size, kind, upright = image.size, image.format, not _is_turned(image)
         except Exception as error:  # Pillow's plugins raise whatever their parsers meet
             decode_image(data)  # says what is wrong in words that are the same each time
             raise SampleError(f"its {field} is no image of a known format") from error
@@ -177,11 +178,17 @@ def looks_like_image(data: bytes) -> bool:
     """Whether bytes begin as an image of a known format does."""
     if data.startswith(_MAGIC) or _PORTABLE.match(data) or (data[:2] == b"BM" and data[6:10] == bytes(4)):
         return True
-    return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or data[4:8] == b"ftyp"
+    return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or _is_avif(data)
 
 
-def _orientation(image: Image.Image) -> int:
-    return int(image.getexif().get(0x0112, 1) or 1)
+def _is_avif(data: bytes) -> bool:
+    """Whether a file of boxes names an AVIF brand; an MP4 or HEIC begins with the same kind of box."""
+    brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
+    return data[4:8] == b"ftyp" and not {brands[i : i + 4] for i in range(0, len(brands), 4)}.isdisjoint((b"avif", b"avis"))
+
+
+def _is_turned(image: Image.Image) -> bool:
+    return image.getexif().get(0x0112) in range(2, 9)  # of any type: text and bytes are none, as to exif_transpose
 
 
 def field_of(data: bytes) -> str:
@@ -192,6 +199,6 @@ def field_of(data: bytes) -> str:
             return name
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "webp"
-    if data[4:8] == b"ftyp":
+    if _is_avif(data):
         return "avif"
     raise SourceError(f"it does not begin as a picture does, but with {data[:12]!r}")

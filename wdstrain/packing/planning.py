@@ -7,14 +7,17 @@ the catalog and the options alone, so any number of jobs, on any machine, gives 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise, permutations
 
 import numpy as np
+import numpy.typing as npt
 
+from wdstrain.bits import bits
 from wdstrain.errors import UsageError
 from wdstrain.indexing import Ints
-from wdstrain.packing.catalog import Catalog, Marks
+from wdstrain.packing.catalog import Catalog, Hashes, Marks
 from wdstrain.packing.options import Options
 from wdstrain.tar import END
 
@@ -84,13 +87,66 @@ def _drawn(marks: Marks, order: Ints, options: Options) -> Ints:
         # by where the hash falls: a sample stays in its split when others are added
         at = marks.side[order] / 2.0**64
         return np.asarray(np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64)
+    strata = marks.stratum[order]
+    counts = np.bincount(strata, minlength=len(marks.strata))
+    # ties are broken by a hash of the name, so that it is not always the first classes that have one more
+    ties = bits(np.array([Hashes(options.seed).of(name) for name in marks.strata], np.uint64), "rounding")
+    shares = _rounded(counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable"))
     found = np.zeros(len(order), np.int64)
-    for stratum in range(len(marks.strata)):
-        places = np.flatnonzero(marks.stratum[order] == stratum)
-        places = places[np.argsort(marks.side[order[places]], kind="stable")]
-        cuts = np.round(edges * len(places)).astype(np.int64)
-        found[places] = np.minimum(np.searchsorted(cuts, np.arange(len(places)), side="right"), len(edges) - 1)
+    sides = np.lexsort((marks.side[order], strata))  # class by class, each in the order of its hashes
+    found[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
     return found
+
+
+def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints:
+    """Samples of each class in each split: int64[classes, splits].
+
+    Rows add up to `counts`. Each number, and the sum of each column, is its exact share rounded up or down. What has the
+    largest remainder is rounded up; order: of the classes, where remainders are equal.
+    """
+    exact = np.round(counts[:, None] * shares, 9)  # 0.1 * 30 is 3, not a little more
+    made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
+    up = np.zeros(exact.shape, bool)
+    most = np.argsort(-remainder, axis=1, kind="stable")
+    np.put_along_axis(up, most, np.arange(len(shares)) < (counts - made.sum(axis=1))[:, None], axis=1)
+    sums = np.round(exact.sum(axis=0), 6)
+    low, high = np.floor(sums).astype(np.int64), np.ceil(sums).astype(np.int64)
+    wanted = low.copy()
+    wanted[np.argsort(low - sums, kind="stable")[: int(counts.sum() - low.sum())]] += 1
+
+    def movable(a: int, b: int) -> Ints:
+        """Classes that can round up in split b instead of a, the best first."""
+        rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
+        return np.asarray(rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64)
+
+    def columns() -> Ints:
+        return np.asarray(made.sum(axis=0) + up.sum(axis=0), np.int64)
+
+    for a, b in permutations(range(len(shares)), 2):
+        excess = columns() - wanted
+        rows = movable(a, b)[: max(0, min(int(excess[a]), -int(excess[b])))]
+        up[rows, a], up[rows, b] = False, True
+    while ((now := columns()) < low).any() or (now > high).any():  # of three splits or more, rarely: by way of others
+        starts, ends = (now > high, now < high) if (now > high).any() else (now > low, now < low)
+        path = _path(np.flatnonzero(starts).tolist(), set(np.flatnonzero(ends).tolist()), movable, len(shares))
+        for a, b in pairwise(path):
+            row = movable(a, b)[0]
+            up[row, a], up[row, b] = False, True
+    return made + up
+
+
+def _path(starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int) -> list[int]:
+    """Splits on a shortest path from one of `starts` to one of `ends`. One exists, since the exact shares are a solution."""
+    paths = [[start] for start in starts]
+    seen = set(starts)
+    for path in paths:  # grows while it is gone through
+        if path[-1] in ends:
+            return path
+        for number in range(count):
+            if number not in seen and len(movable(path[-1], number)):
+                seen.add(number)
+                paths.append([*path, number])
+    raise AssertionError("no rounding meets the shares of the splits")
 
 
 def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> Iterator[Ints]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.indexing import Label
-from wdstrain.packing.encoding import encode
+from wdstrain.packing.encoding import Numbered, check_classes, encode
 from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream
 
 
@@ -34,17 +34,21 @@ def stream_samples(
     if isinstance(samples, (str, bytes, Mapping)):
         raise UsageError(f"samples is {type(samples).__name__}; give an iterable of samples, each a dict of fields.")
     parts = dict(splits) if splits is not None else {"": samples}
-    highest = -1
-    names = tuple(classes) or _classes(next(iter(parts.values()), None))
+    numbers = Numbered("cls")
+    numbered = False  # whether a cls is a number
+    named_so = False  # whether a cls is a text that is no number, which only readers with names of classes understand
+    names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
+    places = {name: place for place, name in enumerate(names)}
+    counted = not names and not any(label.field == "cls" or label.name == "class" for label in labels)
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
-        nonlocal highest
+        nonlocal numbered, named_so
         for split, part in parts.items():
             for number, sample in _numbered(part, name, quarantine):
                 try:
                     named = _named(sample, fields)
                     packed = [
-                        encode(field, value, quality=quality, classes=names)
+                        encode(field, value, quality=quality, classes=places)
                         for field, value in named.items()
                         if not field.startswith("__") and value is not None
                     ]
@@ -55,18 +59,23 @@ def stream_samples(
                         raise SampleError(f"its __key__ is {key!r}, and a key is a text without NUL")
                     if len({field for field, _ in packed}) < len(packed):
                         raise SampleError(f"two of its fields have one name: {', '.join(field for field, _ in packed)}")
+                    if stratum and (named_so if stratum.isdecimal() else numbered):
+                        raise SampleError(f"its cls is {stratum!r}, and others are {'names' if named_so else 'numbers'}")
+                    if counted and stratum.isdecimal():
+                        numbers.see(int(stratum))
                 except SampleError as error:
                     quarantine.put(Bad(name, number + 1, "", str(error)))
                     continue
-                highest = max(highest, int(stratum)) if stratum.isdecimal() else highest
+                named_so = named_so or bool(stratum and not stratum.isdecimal())
+                numbered = numbered or stratum.isdecimal()
                 if stratum.isdecimal() and int(stratum) < len(names):
                     stratum = names[int(stratum)]
                 yield Entry(key, packed, split, str(group(sample)) if group else "", stratum)
 
     def found() -> tuple[Label, ...]:
-        if labels or highest < 0:
+        if not numbered or any(label.field == "cls" or label.name == "class" for label in labels):
             return tuple(labels)
-        return (Label("class", "class", "cls", classes=names or tuple(map(str, range(highest + 1)))),)
+        return (*labels, Label("class", "class", "cls", classes=names or numbers.classes()))
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -109,7 +118,7 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _stratum(packed: list[Part]) -> str:
-    return next((data.decode("utf-8", "replace") for field, data in packed if field == "cls"), "")
+    return next((data.decode("utf-8", "replace").strip() for field, data in packed if field == "cls"), "")
 
 
 def _classes(part: Any) -> tuple[str, ...]:

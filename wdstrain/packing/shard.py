@@ -70,11 +70,11 @@ def kept(folder: str, piece: Piece, mark: str) -> Packed | None:
 
 
 def write_shard(
-    folder: str, piece: Piece, catalog: Catalog, recipe: Recipe, *, collect: bool, memory: int, mark: str, tick: Tick
+    folder: str, piece: Piece, catalog: Catalog, recipe: Recipe, *, collect: bool, memory: int, mark: str | None, tick: Tick
 ) -> Packed:
     """Write a shard. `collect`: bad samples are left out and told, else the first raises SourceError.
 
-    memory: bytes of samples held at a time while they are put in order.
+    memory: bytes of samples held at a time while they are put in order. mark: the shard's identity; None: nothing is written.
     """
     path = os.path.join(folder, piece.name)
     places, bad = array("q"), []
@@ -98,7 +98,9 @@ def write_shard(
             os.unlink(path + PART)
             sync_folder(folder)
         with collector_paused():
-            index = write_samples(path, piece.split, good(), tick)
+            index = write_samples(path, piece.split, good(), tick, write=mark is not None)
+        if mark is None:
+            return Packed(index, piece.numbers[np.array(places, np.int64)], bad)
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}
         write_whole(path + PART, pack_part(index, extra))
     except _Refused:
@@ -114,13 +116,16 @@ class _Refused(Exception):
     """A bad sample came, and none is to be left out."""
 
 
-def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]]], tick: Tick) -> Index:
-    """Write a shard of these samples, (key, parts) each, whole or not at all; returns its index. Raises OSError."""
+def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]]], tick: Tick, *, write: bool = True) -> Index:
+    """Write a shard of these samples, (key, parts) each, whole or not at all; returns its index. Raises OSError.
+
+    write False: the index alone is made.
+    """
     # a name of its own: on a cluster, a node that was given up may still be writing the same shard
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
     rows = Rows()
     try:
-        with open(temporary, "wb", buffering=0) as file, _Digest() as digest:
+        with open(temporary if write else os.devnull, "wb", buffering=0) as file, _Digest() as digest:
             chunk: list[bytes] = []
             begun = 0
             for key, parts in samples:
@@ -132,7 +137,8 @@ def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]
             _write(file, digest, [*chunk, END])
             sha256 = digest.finish()
             tick(len(rows), rows.stop)
-        publish(temporary, path)
+        if write:
+            publish(temporary, path)
         return Index((Shard(path, len(rows), rows.stop + len(END), split, sha256),), tuple(rows.fields), rows.table())
     finally:
         with suppress(OSError):
@@ -150,7 +156,10 @@ def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int
     while place < len(numbers):
         stop = max(place + 1, int(np.searchsorted(stops, filled + together, side="right")))
         begun = perf_counter()
-        found = catalog.fetch(numbers[place:stop])
+        try:
+            found = catalog.fetch(numbers[place:stop])
+        except OSError as error:  # not to be taken for one of the disk that is written to
+            raise StorageError(f"{error.filename or 'the source'} cannot be read: {error.strerror}.") from error
         before, filled = filled, int(stops[stop - 1])
         if filled - before < _SLOW * (perf_counter() - begun):
             together = min(memory, 4 * together)

@@ -56,7 +56,7 @@ def spill(
     labels = stream.labels()
     entries = pass_.count + len(quarantine.bad) - before
     if stream.mark is not None:
-        pass_.save(_identity(stream, options), labels, quarantine.bad[before:], entries)
+        pass_.save(_identity(stream, options), labels, quarantine.bad[before:], entries, stream.ignored)
     return catalog, labels, entries
 
 
@@ -82,6 +82,7 @@ def spilled(
     catalog = SpanCatalog(stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed, names)
     for row in about["bad"]:
         quarantine.put(Bad(*row))
+    stream.ignored.update(about["ignored"])
     labels = tuple(Label(**{**row, "classes": tuple(row["classes"])}) for row in about["labels"])
     return catalog, labels, about["entries"]
 
@@ -172,16 +173,19 @@ class _Pass:
         order = np.lexsort((np.arange(len(folds)), folds, split))
         same = (np.diff(folds[order]) == 0) & (np.diff(split[order]) == 0) if len(order) else np.zeros(0, bool)
         taken = set() if not same.any() else set(zip(split.tolist(), folds.tolist(), strict=True))
+        last: dict[tuple[int, int], int] = {}  # the number that was given last, by split and key: all below it are taken
         for number in np.sort(order[1:][same]).tolist():
-            times, key = 2, made.own_key(number)
+            place, key = (int(split[number]), int(folds[number])), made.own_key(number)
+            times = last.get(place, 1) + 1
             while (int(split[number]), self._hashes.of(f"{key}-{times}".casefold())) in taken:
                 times += 1
+            last[place] = times
             made.renamed[number] = f"{key}-{times}"
             made.names.setdefault(number, key)
             taken.add((int(split[number]), self._hashes.of(made.renamed[number].casefold())))
             made.marks.rank[number] = self._hashes.of(made.renamed[number])
 
-    def save(self, identity: str, labels: tuple[Label, ...], bad: list[Bad], entries: int) -> None:
+    def save(self, identity: str, labels: tuple[Label, ...], bad: list[Bad], entries: int, ignored: dict[str, int]) -> None:
         """Remember that the stream was read to its end."""
         made = self._made
         arrays = {name: getattr(made.table, name) for name in Table.__dataclass_fields__}
@@ -197,6 +201,7 @@ class _Pass:
             "bad": bad,
             "labels": [asdict(label) for label in labels],
             "entries": entries,
+            "ignored": ignored,
         }
         done = os.path.join(self._folder, _DONE)
         with _told(done):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.index_files import BIN_NAME, read_document
+from wdstrain.index_files import BIN_NAME, json_bytes, read_document
 from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, read_whole, sync_folder, write_whole
 
 BAD_NAME = "bad.jsonl"  # what was put into quarantine
@@ -24,6 +24,7 @@ RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls
 _NAMES = "names.json"  # on the stage: what the exchange removes and brings
 _DONE = "done"  # on the stage: what is left of an exchange that came to its end
 _LOCK = "owner"  # on the stage: held by the process that works on it
+_CALL = "call.json"  # on the stage: what the conversion was asked for
 _PATIENCE = 2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
 _LOOK = 0.02  # seconds between two looks at it
 
@@ -80,7 +81,7 @@ class Stage:
     def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
         others = present - {UNFINISHED, SWAPPING}
         listed = os.path.join(self.out, INDEX_NAME)
-        mine = INDEX_NAME in present and not _is_foreign(listed)
+        mine = INDEX_NAME in present and not is_foreign(read_whole(listed) or b"")
         if overwrite and INDEX_NAME in present and not mine:
             raise UsageError(
                 f"{listed} is no index of this package and would be replaced. Choose another folder, or move it away."
@@ -96,6 +97,16 @@ class Stage:
                 f"{self.out} holds {len(others)} files{' and no conversion' if resume else ''}. Choose an empty folder, or "
                 f"add --overwrite to replace its shards."
             )
+
+    def call(self) -> dict[str, Any]:
+        """Return what the conversion that left this stage was asked for; nothing if it was killed before it said so."""
+        with suppress(OSError, ValueError), open(os.path.join(self.path, _CALL), encoding="utf-8") as file:
+            return dict(json.load(file))
+        return {}
+
+    def keep_call(self, call: dict[str, Any]) -> None:
+        """Write down what this conversion is asked for, so that one that resumes it can be compared."""
+        write_whole(os.path.join(self.path, _CALL), json_bytes(call))
 
     def check_names(self, splits: Sequence[str]) -> None:
         """Raise UsageError if shards of others lie there that would be taken for part of the new splits."""
@@ -141,7 +152,7 @@ class Stage:
 
     def leave(self) -> None:
         """Leave the stage for --resume; take it away if nothing is on it."""
-        if self._held >= 0 and not any(set(files) - {_LOCK} for _, _, files in os.walk(self.path)):
+        if self._held >= 0 and not any(set(files) - {_LOCK, _CALL} for _, _, files in os.walk(self.path)):
             self.clear()
         self._unlock()
 
@@ -248,10 +259,10 @@ def _has_lock(fd: int) -> bool:
     return True
 
 
-def _is_foreign(path: str) -> bool:
-    """Whether an index.json is a document of another program; a damaged one is taken for ours."""
+def is_foreign(document: bytes) -> bool:
+    """Whether the bytes of an index.json are of another program; a damaged one is taken for ours."""
     try:
-        return "wdstrain" not in json.loads(read_whole(path) or b"")
+        return "wdstrain" not in json.loads(document)
     except (ValueError, RecursionError, TypeError):
         return False
 
@@ -260,6 +271,12 @@ def _info(path: str) -> dict[str, Any]:
     with suppress(WdstrainError):
         return dict(read_document(path)["wdstrain"]["info"])
     return {}
+
+
+def made_of(path: str) -> dict[str, Any]:
+    """What the index at `path` says of the source it was made of; nothing if it does not say, or cannot be read."""
+    source = _info(path).get("source")
+    return source if isinstance(source, dict) else {}
 
 
 def _discard(path: str) -> None:

@@ -1,27 +1,29 @@
 """A table to a listing: one column of pictures, label columns, and every other column kept as JSON.
 
-A label column of whole numbers from 0, of words or of booleans is a class, one with other numbers a number, one with lists
-(or with `a|b|c`, if it is asked for as `name:multi`) several classes at once; `name:class`, `name:number` and `name:multi` say
-it outright. A single class column is stored as `cls`, as everybody's readers expect; others are read from the JSON by their
-column. A picture is a path, or bytes as parquet files of the Hugging Face kind hold them.
+`kinds` decides which kind each label is. A single class column is stored as `cls`, as everybody's readers expect; others are
+read from the JSON by their column. A picture is a path, or bytes as parquet files of the Hugging Face kind hold them.
+
+One rule finds the pictures of all rows (`_Paths`), and a key depends on its own row alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any
 
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.indexing import Label
 from wdstrain.packing.collector import collector_paused
+from wdstrain.packing.kinds import KINDS, Column, decide
 from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, field_name, image_field, tidy
 from wdstrain.packing.pictures import field_of, looks_like_image
 from wdstrain.packing.tables import Columns, read_table
 
-_HIGHEST_CLASS = 100_000  # whole numbers beyond are ids of something, not classes counted from 0
-_MOST_CLASSES = 1000  # more distinct whole numbers than this are a quantity, not classes
-_KINDS = ("class", "number", "multi")
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 @collector_paused()
@@ -38,10 +40,10 @@ def list_table(
 ) -> Listing:
     """The rows of a table: a CSV, TSV, JSON lines or parquet file, or a pandas DataFrame.
 
-    root: what relative picture paths begin at, and absolute ones of another machine are looked for below; default the
-    table's folder. group_by: a column whose equal values come to one side of a split. split_by: a column that names each
-    row's split. collect: bad rows are listed as such, else the first raises SourceError, with its row.
-    Raises UsageError for columns that do not exist.
+    root: what relative picture paths begin at (default: the table's folder), and absolute ones of another machine are looked
+    for below. group_by: a column whose equal values come to one side of a split. split_by: a column that names each row's
+    split. collect: bad rows are listed as such, else the first raises SourceError, with its row. What was decided is in
+    `source["decided"]` of the result. Raises UsageError for columns that do not exist.
     """
     quarantine = Quarantine(collect=collect)
     columns = read_table(table, quarantine, header=header)
@@ -53,195 +55,222 @@ def list_table(
     for name in [*names, *filter(None, (group_by, split_by))]:
         if name not in known:
             raise UsageError(f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}")
-    columns = _with_labels(columns, wanted, quarantine)
-    found = tuple(_label(columns, name, kind) for name, kind in wanted)
-    for label in found:
-        if label.kind == "multi":  # one class by itself is a list of one
-            cells = columns.values[label.name]
-            columns.values[label.name] = [cell if isinstance(cell, list) else [cell] for cell in cells]
+    decided = [decide(columns.name, name, kind, columns.values[name], columns.classes.get(name, ())) for name, kind in wanted]
+    columns = _with_labels(columns, decided, quarantine)
+    found = tuple(one.label for one in decided)
     classes = [label for label in found if label.kind == "class"]
     as_cls = classes[0].name if len(classes) == len(found) == 1 else None
     if as_cls is not None:
-        found = (Label(as_cls, "class", "cls", classes=classes[0].classes),)
-    stratum = classes[0] if classes else None
-    base = root if root is not None else "" if not isinstance(table, (str, os.PathLike)) else os.path.dirname(table)
+        found = (replace(classes[0], field="cls", column=None),)
+    stratum = classes[0].name if classes else None
+    numbers = {name: str(number).encode() for number, name in enumerate(classes[0].classes)} if classes else {}
+    paths = _Paths(table, root, columns.values[image])
     keys, items = Keys(), []
-    above = _above([cell for cell in columns.values[image] if isinstance(cell, str)]) if root is None else None
+    pictures: dict[str | bytes, str] = {}  # a picture -> the key of the first row that names it
     for number, row in enumerate(columns.rows):
-        if split_by is not None and columns.values[split_by][number] is None:
+        split = "" if split_by is None else _text(columns.values[split_by][number])
+        if split_by is not None and not split:
             quarantine.put(Bad(columns.name, row, "", f"the split column '{split_by}' is empty"))
             continue
         try:
-            name, picture = _picture(columns.values[image][number], base, f"row-{row:09d}", above)
+            name, picture = _picture(columns.values[image][number], paths, f"row-{row:09d}")
             parts: list[tuple[str, bytes | str]] = [picture]
             if as_cls is not None:
-                parts.append(("cls", _class(columns.values[as_cls][number], found[0]).encode()))
-            rest = {c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)}
-            parts += _rest(rest)
+                parts.append(("cls", numbers[str(columns.values[as_cls][number])]))
+            parts += _rest({c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)})
+            fields = [field for field, _ in parts]
+            if len(set(fields)) < len(fields):
+                raise SampleError(f"two of its columns would be one field: {', '.join(fields)}; rename one of them")
         except (SourceError, SampleError, ValueError) as error:  # a lone surrogate or a NUL is a ValueError
-            quarantine.put(Bad(columns.name, row, str(columns.values[image][number])[:200], str(error)))
+            quarantine.put(Bad(columns.name, row, _shown(columns.values[image][number]), str(error)))
             continue
         stem = os.path.splitext(name)[0]
         key = keys.key(stem)
+        content = picture[1]
+        same = os.path.abspath(content) if isinstance(content, str) else blake2b(content, digest_size=16).digest()
         items.append(
             Item(
                 key,
                 tuple(parts),
-                split=str(columns.values[split_by][number]) if split_by else "",
+                split=split,
                 group=_group(group_by, columns.values[group_by][number]) if group_by else "",
-                stratum=_name(columns.values[stratum.name][number], stratum) if stratum else "",
+                stratum=str(columns.values[stratum][number]) if stratum else "",
                 row=row,
                 name=name if key != stem else "",
+                picture=pictures.setdefault(same, key),
             )
         )
-    source = {"kind": "table", "image": image, "labels": [label.name for label in found]}
+    said = [*paths.said(), *(line for one in decided for line in one.said)]
+    twice = len(items) - len(pictures)
+    said += [f"pictures: {twice} rows name a picture that an earlier row names too"] if twice else []
+    source = {"kind": "table", "image": image, "labels": [label.name for label in found], "decided": said}
     return Listing(columns.name, items, found, source, bad=quarantine.bad)
 
 
 def _kind(name: str, known: list[str]) -> tuple[str, str | None]:
     before, colon, kind = name.rpartition(":")
-    if colon and before in known and kind not in _KINDS and name not in known:
-        raise UsageError(f"'{name}': a label is of one of the kinds {', '.join(_KINDS)}, and '{kind}' is none of them.")
-    return (before, kind) if colon and kind in _KINDS and name not in known else (name, None)
+    if colon and before in known and kind not in KINDS and name not in known:
+        raise UsageError(f"'{name}': a label is of one of the kinds {', '.join(KINDS)}, and '{kind}' is none of them.")
+    return (before, kind) if colon and kind in KINDS and name not in known else (name, None)
 
 
 def _group(column: str, value: Any) -> str:
     """The group of a row; a row that names none is one by itself."""
-    return "" if value is None else f"{column}={value}"
+    return f"{column}={_text(value)}" if _text(value) else ""
 
 
-# --- labels ----------------------------------------------------------------------------------------------------------
+def _text(value: Any) -> str:
+    return "" if value is None else str(value).strip()
 
 
-def _with_labels(columns: Columns, wanted: list[tuple[str, str | None]], quarantine: Quarantine) -> Columns:
-    """The rows whose labels can be used; the others go to the quarantine. Texts of several classes become lists."""
-    values = dict(columns.values)
-    for name, kind in wanted:
-        if kind == "multi":
-            values[name] = [_parted(cell) for cell in values[name]]
-    bad = [False] * len(columns.rows)
-    for name, _ in wanted:
-        for number, value in enumerate(values[name]):
-            reason = None
-            if value is None:
-                reason = f"the label column '{name}' is empty"
-            elif (isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity")) or (
-                isinstance(value, float) and value in (float("inf"), float("-inf"))
-            ):
-                reason = f"the label column '{name}' holds {value!r}"
-            if reason and not bad[number]:
-                bad[number] = True
-                quarantine.put(Bad(columns.name, columns.rows[number], "", reason))
-    if not any(bad):
-        return Columns(columns.name, values, columns.rows)
-    kept = [number for number, one in enumerate(bad) if not one]
+def _with_labels(columns: Columns, decided: Sequence[Column], quarantine: Quarantine) -> Columns:
+    """The rows whose labels can be used, with the labels as they are packed; the others go to the quarantine."""
+    values = {**columns.values, **{one.label.name: one.values for one in decided}}
+    kept = []
+    for number, row in enumerate(columns.rows):
+        reason = next((one.bad[number] for one in decided if number in one.bad), None)
+        if reason is None:
+            kept.append(number)
+        else:
+            quarantine.put(Bad(columns.name, row, "", reason))
     if not kept:
-        raise SourceError(f"{columns.name}: no row has all its labels ({', '.join(name for name, _ in wanted)}).")
-    return Columns(columns.name, {c: [cells[i] for i in kept] for c, cells in values.items()}, [columns.rows[i] for i in kept])
-
-
-def _parted(cell: Any) -> Any:
-    """`a|b` as a list."""
-    if cell is None or isinstance(cell, list):
-        return cell
-    return [part.strip() for part in str(cell).split("|") if part.strip()]
-
-
-def _label(columns: Columns, name: str, kind: str | None) -> Label:
-    values, file = columns.values[name], columns.name
-    lists = any(isinstance(value, list) for value in values)
-    if kind == "multi" or (kind is None and lists):
-        members = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
-        return Label(name, "multi", "json", name, tuple(sorted(members)))
-    if lists or any(isinstance(value, (dict, bytes)) for value in values):
-        raise UsageError(
-            f"{file}: the column '{name}' holds lists or bytes, which are no class and no number. Use {name}:multi"
-        )
-    truths = all(isinstance(value, bool) for value in values)
-    whole = not truths and all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values)
-    words = any(isinstance(value, str) for value in values)
-    if kind == "number" and words:
-        word = next(value for value in values if isinstance(value, str))
-        raise UsageError(f"{file}: the column '{name}' is asked for as a number and holds {word!r}. Use {name}:class.")
-    if kind == "class" or (kind is None and (words or truths or (whole and len(set(values)) <= _MOST_CLASSES))):
-        if whole and max(values) > _HIGHEST_CLASS:
-            raise UsageError(
-                f"{file}: the column '{name}' holds whole numbers up to {max(values)}, too many to be classes counted from 0. "
-                f"Use {name}:number, or number the classes."
-            )
-        if whole:  # numbers are kept as they are; the classes are all up to the largest
-            return Label(name, "class", "json", name, tuple(map(str, range(max(values) + 1))))
-        return Label(name, "class", "json", name, tuple(sorted(set(map(str, values)))))
-    return Label(name, "number", "json", name)
-
-
-def _class(value: Any, label: Label) -> str:
-    return str(label.classes.index(str(value)))
-
-
-def _name(value: Any, label: Label) -> str:
-    return label.classes[label.classes.index(str(value))]
+        raise SourceError(f"{columns.name}: no row has all its labels ({', '.join(one.label.name for one in decided)}).")
+    if len(kept) < len(columns.rows):
+        values = {c: [cells[i] for i in kept] for c, cells in values.items()}
+    return Columns(columns.name, values, [columns.rows[i] for i in kept])
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _picture(cell: Any, base: str, fallback: str, above: str | None) -> tuple[str, tuple[str, bytes | str]]:
-    """(name, (field, path or bytes)) of a cell. above: the folder of all absolute paths, which is no part of names;
-    None if they lie below base.
+class _Paths:
+    """Where the paths of a column lead: one rule for all of its rows.
 
-    Raises SourceError saying why it is no picture.
+    A path is taken as it is written; relative ones begin at the root. Where no path with backslashes exists so, backslashes are
+    slashes. Where a root was given and no absolute path exists, they are of another machine: the beginning that all share is
+    left out, as much of it as must be for any to be found below the root, and the same of each.
     """
-    if isinstance(cell, dict) and ("bytes" in cell or "path" in cell):  # as Hugging Face data sets hold pictures
-        if cell.get("bytes") is None:
-            return _picture(cell.get("path"), base, fallback, above)
-        name = cell.get("path") or fallback
-        return str(name), (field_of(cell["bytes"]), cell["bytes"])
+
+    def __init__(self, table: Any, root: str | None, cells: Sequence[Any]) -> None:
+        of_file = isinstance(table, (str, os.PathLike))
+        self.base = root if root is not None else os.path.dirname(table) if of_file else ""
+        # no part of keys, wherever the folder lies
+        self._origin = os.path.join(os.path.abspath(self.base), "") if of_file or root is not None else "/"
+        self.asked = self.found = 0
+        names = [name for name in map(_path_in, cells) if name]
+        odd = [name for name in names if "\\" in name]
+        self._turned = bool(odd) and not any(os.path.isfile(os.path.join(self.base, name)) for name in odd)
+        self._left_out: str | None = None
+        absolute = [name for name in map(self._slashed, names) if _is_absolute(name)]
+        if root is not None and absolute and not any(map(os.path.isfile, absolute)):
+            self._left_out = self._beginning(absolute)
+
+    def find(self, name: str) -> tuple[str, str]:
+        """(name for the key, path) of a path as the table has it. Raises SourceError for a picture that is not there."""
+        self.asked += 1
+        name = self._slashed(name)
+        if image_field(name) is None:
+            raise SourceError("the picture has no extension of an image")
+        end, path = name, os.path.join(self.base, name)
+        if self._left_out is not None and name.startswith(self._left_out):
+            end = name[len(self._left_out) :].lstrip("/")
+            path = os.path.join(self.base, end)
+        elif _is_absolute(name):
+            end = os.path.normpath(name).removeprefix(self._origin)
+        if not os.path.isfile(path):
+            raise SourceError("the picture is not there; --root says where relative paths begin")
+        self.found += 1
+        return end, path
+
+    def said(self) -> list[str]:
+        """The rule, and how many pictures it found."""
+        if not self.asked:
+            return []
+        how = "as they are written, relative ones from the root"
+        if self._left_out is not None:
+            how = f"below the root, without {self._left_out!r} at their beginning"
+        turned = ", backslashes as slashes" if self._turned else ""
+        return [f"pictures: {self.found} of {self.asked} paths lead to a file; they are taken {how}{turned}"]
+
+    def _slashed(self, name: str) -> str:
+        return name.replace("\\", "/") if self._turned else name
+
+    def _beginning(self, names: list[str]) -> str | None:
+        """What all paths begin with that is left out: the shortest for which a file is below the root."""
+        left_out = ""
+        for parts in zip(*(name.split("/")[:-1] for name in names), strict=False):
+            if len(set(parts)) > 1:
+                return None
+            left_out += f"{parts[0]}/"
+            if any(os.path.isfile(os.path.join(self.base, name[len(left_out) :].lstrip("/"))) for name in names):
+                return left_out
+        return None
+
+
+def _is_absolute(name: str) -> bool:
+    """Whether a path begins at the root of a file system, also of another machine's."""
+    return name.startswith(("/", "\\")) or (name[1:2] == ":" and name[2:3] in ("/", "\\") and name[0].isalpha())
+
+
+def _path_in(cell: Any) -> str:
+    """The path in a cell that holds no bytes of a picture; empty if there is none."""
+    if isinstance(cell, dict):
+        cell = cell.get("path") if cell.get("bytes") is None else None
+    return cell.strip() if isinstance(cell, str) else ""
+
+
+def _shown(cell: Any) -> str:
+    """A cell for people: its path, or what stands there instead of bytes and paths."""
+    return _path_in(cell) or (str(cell)[:200] if isinstance(cell, (str, int, float)) else "")
+
+
+def _picture(cell: Any, paths: _Paths, fallback: str) -> tuple[str, tuple[str, bytes | str]]:
+    """(name, (field, path or bytes)) of a cell. Raises SourceError saying why it is no picture."""
+    if isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes):  # as Hugging Face data sets hold pictures
+        return str(cell.get("path") or fallback), (field_of(cell["bytes"]), cell["bytes"])
     if isinstance(cell, bytes):
         return fallback, (field_of(cell), cell)
-    if not isinstance(cell, str) or not cell.strip():
+    name = _path_in(cell)
+    if not name:
         raise SourceError("there is no path of a picture")
-    name = cell.strip()
-    field = image_field(name.replace("\\", "/"))
-    if field is None:
-        raise SourceError("the picture has no extension of an image")
-    for below, path in _places(base, name, within=above is None):
-        if os.path.isfile(path):
-            return below.removeprefix(above or "") if below.startswith("/") else below, (field, path)
-    raise SourceError("the picture is not there; --root says where relative paths begin")
+    end, path = paths.find(name)
+    return end, (str(image_field(path)), path)
 
 
-def _places(base: str, name: str, *, within: bool) -> list[tuple[str, str]]:
-    """(name of the sample, path) of each file a cell may mean: as it is written, with slashes of either kind, below base;
-    for an absolute path, also ever shorter ends of it below base. within: those first, so that a name does not depend on what
-    else this machine holds."""
-    slashed = name.replace("\\", "/")
-    places = [(slashed, os.path.join(base, one)) for one in (name, slashed)]
-    ends: list[str] = []
-    drive, _, rest = slashed.partition(":")
-    if slashed.startswith("/") or (len(drive) == 1 and rest.startswith("/")):
-        parts = [part for part in slashed.split("/") if part]
-        ends = ["/".join(parts[first:]) for first in range(1, len(parts))]
-    below = [(end, os.path.join(base, end)) for end in ends]
-    return below + places if within else places + below
-
-
-def _above(cells: list[str]) -> str:
-    """The folder that all absolute paths lie in, with a slash at its end; nothing if there are none."""
-    folders = {os.path.dirname(cell.strip().replace("\\", "/")) for cell in cells if cell.strip().startswith("/")}
-    return os.path.join(os.path.commonpath(folders), "") if folders else ""
+# --- other columns ---------------------------------------------------------------------------------------------------
 
 
 def _rest(row: dict[str, Any]) -> list[tuple[str, bytes | str]]:
-    """The other columns of a row: one json, and a field of its own for bytes, which JSON cannot hold."""
+    """The other columns of a row: one json, and a field of its own for bytes, which JSON cannot hold. Bytes inside of lists
+    and objects leave the name of their field where they stood."""
     loose: list[tuple[str, bytes | str]] = []
     kept: dict[str, Any] = {}
     for name, value in row.items():
         data = value.get("bytes") if isinstance(value, dict) and set(value) == {"bytes", "path"} else value
         if isinstance(data, bytes):
-            kind = field_of(data) if looks_like_image(data) else "bin"
-            loose.append((field_name(f"{tidy(name)}.{kind}"), data))
+            _loosened(data, _part(name), loose)
         else:
-            kept[name] = value
-    text = json.dumps(kept, ensure_ascii=False, allow_nan=False, default=str) if kept else ""
-    return [*loose, *([("json", text.encode())] if kept else [])]
+            kept[name] = _loosened(value, _part(name), loose)
+    return [*loose, *([("json", _JSON.encode(kept).encode())] if kept else [])]
+
+
+def _loosened(value: Any, name: str, loose: list[tuple[str, bytes | str]]) -> Any:
+    """A value with the field's name in the place of bytes, which go to `loose`."""
+    if isinstance(value, bytes):
+        try:
+            kind = field_of(value) if looks_like_image(value) else "bin"
+        except SourceError:  # of a format that several extensions stand for
+            kind = "bin"
+        loose.append((field_name(f"{name}.{kind}"), value))
+        return loose[-1][0]
+    if isinstance(value, list):
+        return [_loosened(one, f"{name}.{place}", loose) for place, one in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _loosened(one, f"{name}.{_part(key)}", loose) for key, one in value.items()}
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _part(name: str) -> str:
+    """The name of a column as a part of a field's name."""
+    return tidy(name.replace("/", "_"))

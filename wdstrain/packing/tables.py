@@ -1,8 +1,7 @@
 """Tables from files and DataFrames to columns of plain values: CSV, TSV, JSON lines, parquet, pandas.
 
 Whatever the file, a cell becomes None, a bool, an int, a float, a text, a list of these, or bytes; the rest of the package
-knows no other kinds. CSV has no types, so a column of it is whole numbers, else numbers, else booleans, else text, if all its
-cells are.
+knows no other kinds. CSV has no types, so a column of it is numbers, else booleans, else text, if all its cells are.
 """
 
 from __future__ import annotations
@@ -11,28 +10,35 @@ import csv
 import json
 import math
 import os
-import re
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
+from wdstrain.packing.kinds import NUMBER, WHOLE
 from wdstrain.packing.listing import Bad, Quarantine, image_field
 
-# no leading zeros: 00123 is a name; and no more digits than a float keeps apart
-_WHOLE = re.compile(r"[+-]?(0|[1-9]\d{0,14})")
-_NUMBER = re.compile(r"[+-]?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][+-]?\d{1,2})?")
+_WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta)  # values whose text says all
 _TRUTH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A table by columns. rows: the line or number of each row in its source, from 1."""
+    """A table by columns. rows: the line or number of each row in its source, from 1. classes: names of class numbers by
+    column, where the table says them itself."""
 
     name: str
     values: dict[str, list[Any]]
     rows: list[int]
+    classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Columns:
@@ -43,6 +49,8 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
     """
     if hasattr(table, "columns") and hasattr(table, "to_dict"):
         return _frame(table, "the DataFrame")
+    if not isinstance(table, (str, os.PathLike)):
+        raise UsageError(f"table is {type(table).__name__}: must be the path of a file, or a pandas DataFrame.")
     name = os.fspath(table)
     kind = os.path.splitext(name)[1].lower()
     if not header and kind not in (".csv", ".tsv", ".txt"):
@@ -59,6 +67,7 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
 
 
 def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
+    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
     try:
         with open(name, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline()
@@ -69,11 +78,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"{name} is no UTF-8 CSV table ({error}). Look for a quote that is not closed.") from error
+    finally:
+        csv.field_size_limit(before)
     if len(table) < 1 + has_header:
         raise SourceError(f"{name} has {len(table)} lines that are not blank; a header and at least one row are needed.")
     if has_header:
         header = [cell.strip() for cell in table[0][1]]
-        if any(_NUMBER.fullmatch(cell) or image_field(cell) for cell in header):
+        if any(NUMBER.fullmatch(cell) or image_field(cell) for cell in header):
             raise SourceError(
                 f"{name}: its first line looks like data ({header[0][:40]!r} ...). Add a line that names the columns, or "
                 f"--no-header and name them by number: 0, 1, ..."
@@ -101,11 +112,10 @@ def _delimiter(name: str, first: str) -> str:
 
 
 def _typed(cells: list[str]) -> list[Any]:
-    """The cells of a column as whole numbers, else numbers, else booleans, else as they are; empty cells are None."""
+    """The cells of a column as numbers, else as booleans, else as they are; empty cells are None."""
     texts = [cell.strip() for cell in cells]
-    for kind, pattern in ((int, _WHOLE), (float, _NUMBER)):
-        if all(not text or pattern.fullmatch(text) for text in texts):
-            return [kind(text) if text else None for text in texts]
+    if all(not text or (NUMBER.fullmatch(text) and math.isfinite(float(text))) for text in texts):
+        return [(int(text) if WHOLE.fullmatch(text) else float(text)) if text else None for text in texts]
     if all(not text or text.lower() in _TRUTH for text in texts):
         return [_TRUTH[text.lower()] if text else None for text in texts]
     return [cell if cell.strip() else None for cell in cells]
@@ -119,7 +129,7 @@ def _json_lines(name: str, quarantine: Quarantine) -> Columns:
                 if not text.strip():
                     continue
                 try:
-                    row = json.loads(text)
+                    row = json.loads(text, object_pairs_hook=_each_once)
                     if not isinstance(row, dict):
                         raise ValueError(f"{type(row).__name__} where an object is expected")
                     found.append((line, row))
@@ -129,6 +139,15 @@ def _json_lines(name: str, quarantine: Quarantine) -> Columns:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     header = list(dict.fromkeys(column for _, row in found for column in row))
     return Columns(name, {c: [_plain(row.get(c)) for _, row in found] for c in header}, [line for line, _ in found])
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where it names an entry twice: only the last would be kept."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it names {twice!r} {count} times")
+    return found
 
 
 def _parquet(name: str) -> Columns:
@@ -145,25 +164,42 @@ def _parquet(name: str) -> Columns:
     if len(set(table.column_names)) < len(table.column_names):
         raise SourceError(f"{name} names a column twice: {', '.join(table.column_names)}. Give each its own name.")
     values = {column: [_plain(cell) for cell in table[column].to_pylist()] for column in table.column_names}
-    return Columns(name, values, list(range(1, table.num_rows + 1)))
+    return Columns(name, values, list(range(1, table.num_rows + 1)), _class_names(table.schema.metadata or {}))
+
+
+def _class_names(metadata: dict[bytes, bytes]) -> dict[str, tuple[str, ...]]:
+    """The class names that a Hugging Face data set keeps in the metadata of its parquet files, by column."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        kinds = {name: one.get("feature", one) if isinstance(one, dict) else {} for name, one in features.items()}
+        found = {name: one["names"] for name, one in kinds.items() if one.get("_type") == "ClassLabel"}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return {}
+    return {
+        name: tuple(names)
+        for name, names in found.items()
+        if isinstance(names, list) and all(isinstance(one, str) for one in names) and len(set(names)) == len(names)
+    }
 
 
 def _frame(frame: Any, name: str) -> Columns:
     header = [str(column) for column in frame.columns]
     if len(set(header)) < len(header):
         raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
-    values = {
-        title: [_plain(cell) for cell in frame[column].tolist()] for title, column in zip(header, frame.columns, strict=True)
-    }
+    values = {title: [_plain(cell) for cell in frame[column]] for title, column in zip(header, frame.columns, strict=True)}
     return Columns(name, values, list(range(1, len(frame) + 1)))
 
 
 def _plain(value: Any) -> Any:
     """A cell as the plain values that JSON knows, or bytes."""
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return None if np.isnat(value) else str(value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)  # JSON knows no infinity
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -172,4 +208,8 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(one) for name, one in value.items()}
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
-    return str(value)  # times, paths, decimals: as they are written
+    if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or type(value).__module__.startswith("pandas."):
+        return str(value)  # as it is written
+    raise UsageError(
+        f"a cell of the table is {type(value).__name__}, which would be lost as text. Give text, numbers, bytes, lists or dicts."
+    )

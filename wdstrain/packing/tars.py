@@ -6,9 +6,11 @@ samples. Sets that number their classes differently are not merged, since the sa
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from wdstrain.indexing import Index, Label
 from wdstrain.opening import open_index
 from wdstrain.packing.catalog import SpanCatalog, marks_of
 from wdstrain.packing.expression import Expression
-from wdstrain.packing.listing import SPLITS, Bad, Entry, Part, Quarantine, Stream, field_name, file_mark
+from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, field_name, file_mark, split_of
 from wdstrain.packing.planning import batches
 from wdstrain.remote import is_remote
 from wdstrain.storage import INDEX_NAME, Urls, beside, folder_of, read_whole
@@ -36,13 +38,13 @@ def stream_tars(
     rename: Mapping[str, str] | None = None,
     select: str | None = None,
     keys: str | None = None,
+    out: str = "",
     note: Callable[[str], None] | None = None,
 ) -> Stream:
     """The samples of shards in their order. keep or drop: fields; rename: {field: new name}; select: a condition
-    (`expression`); keys: a file with a key on each line, of the samples that are taken.
+    (`expression`); keys: a file with a key on each line, of the samples that are taken. out: where they are packed.
 
-    Raises UsageError for fields that no shard has, for sets whose labels differ, and for keys that are not there (when the
-    last shard was read).
+    Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for keys that are not there.
     """
     index = open_index(urls, note=note)
     if keep and drop:
@@ -52,6 +54,11 @@ def stream_tars(
             raise UsageError(f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}")
     condition = Expression(select) if select is not None else None
     wanted = _keys(keys) if keys is not None else None
+    if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
+        raise SourceError(
+            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A key is a name up to its "
+            f"first dot; take out those that are not there."
+        )
     names = {
         field: (rename or {}).get(field, field) for field in index.fields if (field in keep if keep else field not in drop)
     }
@@ -69,6 +76,7 @@ def stream_tars(
         )
     renamed = tuple(replace(label, field=names[label.field]) for label in labels if label.field in names)
     stratum = next((label for label in labels if label.kind == "class"), None)
+    classes = frozenset(stratum.classes if stratum is not None else ())
     title = (
         urls
         if isinstance(urls, str) and not is_remote(urls)
@@ -77,35 +85,59 @@ def stream_tars(
     ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
-        seen: set[str] = set()
         for number, parts in _read(index):
             key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
-            split = shard.split or _split_of(shard.name)
+            split = shard.split or split_of(shard.name)
             try:
-                _check(index, number, parts)
                 if wanted is not None and key not in wanted:
                     _count(ignored, "keys that were not asked for")
                     continue
-                seen.add(key)
+                _check(index, number, parts)
                 if condition is not None and not condition.holds(dict(parts), key=key, shard=shard.name, split=split):
                     _count(ignored, "samples that do not meet the condition")
                     continue
                 kept = [(names[field], data) for field, data in parts if field in names]
                 if not kept:
                     raise SampleError(f"it has none of the fields {', '.join(names)}")
-                kind = _class(parts, stratum)
+                kind = _class(parts, stratum, classes)
             except SampleError as error:
                 quarantine.put(Bad(shard.shown, 0, key, str(error)))
                 continue
             yield Entry(key, kept, split, stratum=kind)
-        missing = set() if wanted is None else wanted - seen
-        if missing:
-            raise SourceError(f"{keys}: {len(missing)} of {len(wanted or ())} keys are in no shard, such as '{min(missing)}'.")
 
-    source = {"kind": "tars", "fields": dict(names), "select": select, "keys": wanted is not None, "data": index.fingerprint}
+    source = stated(urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    source |= {"fields": dict(names), "data": index.fingerprint}
     total = None if condition or wanted is not None else len(index)
-    mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())}"
+    mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())} {labels}"
+    mark += repr([shard.split for shard in index.shards])
     return Stream(str(title), entries, lambda: renamed, source, total, mark, ignored, resplit=True)
+
+
+def stated(
+    urls: Urls,
+    out: str,
+    *,
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    select: str | None = None,
+    keys: str | None = None,
+) -> dict[str, Any]:
+    """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
+    wanted = blake2b("\n".join(sorted(_keys(keys))).encode(), digest_size=8).hexdigest() if keys is not None else None
+    addresses = [os.fspath(urls)] if isinstance(urls, (str, os.PathLike)) else [os.fspath(url) for url in urls]
+    inside = [address for address in addresses if _within(address, out)] if out else []
+    places = [address if is_remote(address) else os.path.relpath(address, out) for address in addresses] if inside else []
+    asked = {"keep": list(keep), "drop": list(drop), "rename": dict(rename or {}), "select": select, "keys": wanted}
+    return {"kind": "tars", **asked, "in_place": places}
+
+
+def _within(address: str, folder: str) -> bool:
+    """Whether an address means a folder, its index, or shards in it."""
+    if is_remote(address) or is_remote(folder):
+        return folder.rstrip("/") in (address.rstrip("/"), address.rpartition("/")[0])
+    real = os.path.realpath(folder)
+    return real in (os.path.realpath(address), os.path.realpath(os.path.dirname(address) or "."))
 
 
 def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
@@ -122,7 +154,8 @@ def _check(index: Index, number: int, parts: list[Part]) -> None:
     if len(index.table.member_crc):
         first = int(index.table.member_first[number])
         for place, (field, data) in enumerate(parts):
-            if crc32(data) != index.table.member_crc[first + place]:
+            crc = int(index.table.member_crc[first + place])
+            if crc and crc32(data) != crc:
                 raise SampleError(f"the bytes of its {field} are not those that were packed (crc32)")
 
 
@@ -142,18 +175,12 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
     return next(iter(found), ())
 
 
-def _split_of(name: str) -> str:
-    """The split that a shard's name speaks of, where no index does."""
-    word = re.match(r"[A-Za-z]+", name)
-    return SPLITS.get(word[0].lower(), "") if word else ""
-
-
 def _count(ignored: dict[str, int], reason: str) -> None:
     ignored[reason] = ignored.get(reason, 0) + 1
 
 
-def _class(parts: list[Part], label: Label | None) -> str:
-    """The name of a sample's class, for stratified splits and for counting."""
+def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> str:
+    """The name of a sample's class, for stratified splits and for counting. classes: those of the label."""
     data = next((data for field, data in parts if label is not None and field == label.field), None)
     if label is None or data is None:
         return ""
@@ -161,7 +188,7 @@ def _class(parts: list[Part], label: Label | None) -> str:
         value = str(scalar(memoryview(data), label.column))
     except (SampleError, ValueError):
         return ""
-    if value in label.classes and label.column is not None:
+    if value in classes and label.column is not None:
         return value
     return label.classes[int(value)] if value.isdecimal() and int(value) < len(label.classes) else value
 

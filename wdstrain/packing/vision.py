@@ -7,6 +7,7 @@ pictures stored as PNG, which loses nothing. Nothing is downloaded.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +20,9 @@ _NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
 
 
 def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Stream:
-    """The splits of a data set. splits: which, by torchvision's names; default: those that are there.
+    """The splits of a data set. splits: which, by torchvision's names; default: all that the data set has.
 
-    Raises UsageError for a name or split that torchvision has not, SourceError for data that are not in `root`.
+    Raises UsageError for a name or split that torchvision has not, SourceError for a split that is not in `root` or damaged.
     """
     import torchvision.datasets  # half a second; only who asks for it waits
 
@@ -33,26 +34,46 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
     if strange:
         raise UsageError(f"{name} has the splits train and test, and no '{strange[0]}'. Leave --splits away for both.")
-    wanted = list(splits) or (["train", "test"] if "train" in parameters else list(_NAMES) if "split" in parameters else [""])
+    known = ["train", "test"] if "train" in parameters else _known(kind, root) if "split" in parameters else [""]
+    wanted = list(splits) or [one for one in _NAMES if known is None or one in known] if known != [""] else [""]
+    if not splits and known and "trainval" in known and not {"train", "val"} & set(known):
+        wanted = ["trainval", *wanted]
     found: dict[str, Any] = {}
-    reasons = []
+    reasons, failed = [], []
     for split in wanted:
         arguments: dict[str, Any] = {"train": split == "train"} if "train" in parameters else {"split": split} if split else {}
         try:
             found["val" if split == "valid" else split] = kind(root, **arguments)
         except Exception as error:  # data sets raise what they like for files and splits that are not there
             reasons.append(f"{split or name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            failed.append(split)
             if splits:
                 raise SourceError(f"{name} in {root} has no split '{split}' ({reasons[-1]}).") from error
     if not found:
         raise SourceError(f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download it first.")
+    if failed and known is not None:
+        raise SourceError(
+            f"{name} in {root}: the split '{failed[0]}' is not there or cannot be read ({reasons[0]}). Mend it, or name the splits "
+            f"to convert: --splits {','.join(split for split in wanted if split not in failed)}"
+        )
+    passed = [*reasons, *(f"split {one}, which --splits did not name" for one in known or () if one not in wanted)]
     files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
     parts = files if len(files) == len(found) else found
     classes = getattr(next(iter(found.values())), "classes", ())
     source = {"kind": "torchvision", "name": name, "splits": list(found)}
     fields = None if parts is files else ("png", "cls")
     stream = stream_samples(None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source)
-    return replace(stream, resplit=True)
+    return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
+
+
+def _known(kind: Any, root: str) -> list[str] | None:
+    """The splits that a data set has, from what it says to a name that none has; None if it does not say."""
+    try:
+        kind(root, split=" ")
+    except Exception as error:  # data sets raise what they like
+        _, says, names = str(error).partition("Valid values are ")
+        return re.findall(r"'([^']*)'", names) if says else None
+    return None
 
 
 class _Files:

@@ -18,6 +18,8 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from wdstrain.augment import Augment
 from wdstrain.errors import UsageError
 
@@ -27,6 +29,8 @@ else:
     import tomli as tomllib
 
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
+OF_PREDICTING = ("batch_size", "num_workers", "device", "amp", "cache_dir", "cache_limit")  # the checkpoint says the others
+OF_EVALUATING = (*OF_PREDICTING, "on_bad")
 
 
 def _option(default: Any, text: str, *, metavar: str = "", choices: tuple[str, ...] = (), free: bool = False) -> Any:
@@ -64,7 +68,7 @@ class Config:
     class_weights: str = _option("none", "balanced: rare classes count as much as frequent ones", choices=("none", "balanced"))
     clip: float = _option(0.0, "longest gradient; 0: any", metavar="X")
     ema: float = _option(0.0, "decay of a moving average of the weights, such as 0.999, which is then what is validated; 0: none", metavar="X")  # fmt: skip
-    patience: int = _option(0, "epochs without a better validation after which training ends; 0: never", metavar="N")
+    patience: int = _option(0, "epochs without a better validation after which training ends; 0: never", metavar="N", free=True)
     seed: int = _option(0, "of order, pictures and weights", metavar="N")
     deterministic: bool = _option(False, "the same bits in every run on the same machine; slower on a GPU")
     # with what
@@ -126,15 +130,26 @@ class Config:
         return "\n".join(lines) + "\n"
 
     def differing(self, other: Config) -> list[str]:
-        """What other has otherwise than this one and must not have when a run goes on, in words."""
+        """What other has otherwise than this one and must not have when a run goes on, in words.
+
+        A function without a name that can be imported may have one now: whether it makes the same model, the weights tell.
+        """
+        unnamed = any(one.model.startswith("<") for one in (self, other))
         return [
             f"{name} was {getattr(self, name)!r}, is {getattr(other, name)!r}"
             for name, option in OPTIONS.items()
-            if not option.metadata["free"] and getattr(self, name) != getattr(other, name)
+            if not option.metadata["free"]
+            and getattr(self, name) != getattr(other, name)
+            and not (name == "model" and unnamed and all(is_made(one.model) for one in (self, other)))
         ]
 
 
 OPTIONS = {one.name: one for one in dataclasses.fields(Config)}
+
+
+def is_made(model: str) -> bool:
+    """Whether a model is what a function of the user's makes: module:function, or <name> where it cannot be imported by that."""
+    return ":" in model or model.startswith("<")
 
 
 def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -206,6 +221,21 @@ def _number(text: str) -> Any:
         return text
 
 
+def _as_plain(name: str, kind: type, value: Any) -> Any:
+    """A value as Python's own kinds have it: numbers of numpy, whole floats, paths, devices of torch, a size in bytes."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if name == "device" and isinstance(getattr(value, "type", None), str):
+        return str(value)
+    if name == "cache_limit" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
 @lru_cache(maxsize=1)
 def kinds() -> dict[str, tuple[type, bool]]:
     """(type, whether it may be None) of every option."""
@@ -221,6 +251,7 @@ def _typed(name: str, value: Any) -> Any:
     kind, may_be_none = kinds()[name]
     if value is None and may_be_none:
         return None
+    value = _as_plain(name, kind, value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:

@@ -24,7 +24,7 @@ _MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and f
 
 def class_counts(index: Index, head: Head) -> dict[str, int]:
     """Samples by class; of a large set that does not say it, of an even part of it."""
-    return counts_said(index, head) or _read(index, head)
+    return counts_said(index, head) or _read(index, head)[0]
 
 
 def counts_said(index: Index, head: Head) -> dict[str, int]:
@@ -36,10 +36,11 @@ def class_weights(index: Index, head: Head, asked: str, device: torch.device) ->
     """Weights with which rare classes count as much as frequent ones, if that is asked for and the head has classes."""
     if asked == "none" or head.kind == "number":
         return None
-    counts = class_counts(index, head)
+    said = counts_said(index, head)
+    counts, samples = (said, sum(said.values())) if said else _read(index, head)
     if not any(counts.values()):
         raise UsageError(f"class_weights={asked}: no label {head.name!r} could be read. Leave it away.")
-    return head.weights(counts).to(device)
+    return head.weights(counts, samples).to(device)
 
 
 def scaled(task: Task, index: Index) -> Task:
@@ -56,8 +57,11 @@ def _scaled(head: Head, index: Index) -> Head:
     return replace(head, mean=float(found.mean()), deviation=float(found.std()) or 1.0)
 
 
-def _read(index: Index, head: Head) -> dict[str, int]:
+def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:
+    """Samples by class, and how many labels were read."""
     found: Counter[str] = Counter()
-    for _, data in label_bytes(index, head.target.field, even_part(index, _MOST)):
-        found.update(classes_in(data, head.target.column, head.classes))
-    return {name: found.get(name, 0) for name in head.classes}
+    samples = 0
+    for i, data in label_bytes(index, head.target.field, even_part(index, _MOST)):
+        found.update(set(classes_in(data, head.target.column, index.own_label(head.target, i).classes)))
+        samples += 1
+    return {name: found.get(name, 0) for name in head.classes}, samples

@@ -6,9 +6,10 @@ Everything that can be wrong is found before the folder of the run is touched: a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from wdstrain.processes import DeathsTold
 from wdstrain.remote import is_remote, redacted
 from wdstrain.storage import Urls
 from wdstrain.training.checkpoints import read_last
-from wdstrain.training.configuration import Config
+from wdstrain.training.configuration import OF_EVALUATING, Config
 from wdstrain.training.counting import class_weights, scaled
 from wdstrain.training.interruption import Interruption
 from wdstrain.training.keeping import Keeper
@@ -32,7 +33,7 @@ from wdstrain.training.models import Maker, begin_with, build, freeze, made_by, 
 from wdstrain.training.opened import Opened
 from wdstrain.training.run import CHECKPOINTS, Run
 from wdstrain.training.scoring import score
-from wdstrain.training.task import Task, picture_of, shape_of
+from wdstrain.training.task import Task, check_picture, picture_of, picture_state, shape_of
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
 
@@ -63,7 +64,7 @@ def train(
     out: str | os.PathLike[str],
     *,
     val: Urls | None = None,
-    model: str | Maker = "small",
+    model: str | Maker | nn.Module = "small",
     image: Field | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -73,9 +74,11 @@ def train(
     """Train a model on the shards of `urls`, validate it on `val` after each epoch, and keep the run in the folder `out`.
 
     urls       of the training shards; one that holds the splits train and val serves for both
-    model      small, a torchvision model by name, module:function, or a function that makes a model of so many outputs
-    image      what becomes of the pictures, instead of wt.image(size=image_size, augment=augment); values that are no
-               uint8 are not normalised. Validation uses it too
+    model      small, a torchvision model by name, module:function, a function that makes a model of so many outputs, or a
+               torch.nn.Module, of which a copy is trained
+    image      what becomes of the pictures, instead of wt.image(size=image_size, augment=augment). Validation uses it too.
+               uint8 of three channels is normalised as ImageNet is, other uint8 is divided by 255; other numbers become
+               float32 and are not normalised
     resume     go on from the last checkpoint in `out`; start if there is none. On a processor, with deterministic=True, the
                weights come to the same bits as those of a run that was never stopped
     overwrite  replace an earlier run in `out`
@@ -87,31 +90,27 @@ def train(
     anything is written where shards, labels and options do not fit, and Stopped after a signal, with a checkpoint written.
     """
     maker, name = (None, model) if isinstance(model, str) else (model, _name_of(model))
-    config, folder, world = Config.of({**options, "model": name}), os.fspath(out), World()
+    config, folder, world = _from_anywhere(Config.of({**options, "model": name})), os.fspath(out), World()
     if resume and overwrite:
         raise UsageError("resume goes on with what is in the folder, and overwrite takes it away. Give one of them.")
     train_index, val_index = sources(urls, val)
-    task = scaled(Task.of(train_index, config.label), train_index)
+    state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
+    task = _task(train_index, config, state)
     if val_index is not None:
         task.check(val_index)
     elif config.patience:
         raise UsageError(f"patience={config.patience} looks at validation, and there is none. Give --val.")
     device = device_of(config.device, world)
     torch.manual_seed(config.seed)
-    picture = image or picture_of(config.image_size, config.augment)
-    example = picture.example
-    if example is None:
-        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
+    picture, seen = image or picture_of(config.image_size, config.augment), image or picture_of(config.image_size)
+    example = check_picture(picture, channels_last=config.channels_last, mixes=bool(config.mixup or config.cutmix))
     made = _model(config, task, maker, example)
-    state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     fresh = begin_with(made, config.weights) if config.weights and state is None else []
     if config.freeze:
         freeze(made)
     lanes = config.lanes or (state["loader"]["lanes"] if state is not None else None)  # those it began with
     loader = _loader(train_index, task, picture, config, world, lanes)
-    val_loader = (
-        _val_loader(val_index, task, image or picture_of(config.image_size), config, world) if val_index is not None else None
-    )
+    val_loader = _val_loader(val_index, task, seen, config, world) if val_index is not None else None
     with ExitStack() as stack:
         speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
@@ -139,7 +138,7 @@ def train(
             world=world,
             device=device,
             weights=weights,
-            picture=example,
+            picture=picture_state(seen, example),
             keep=keeper,
             tell=speaker,
         )
@@ -166,7 +165,7 @@ def evaluate(
     checkpoint: str | os.PathLike[str],
     urls: Urls,
     *,
-    model: Maker | str | None = None,
+    model: Maker | nn.Module | str | None = None,
     image: Field | None = None,
     tell: Tell | None = None,
     **options: Any,
@@ -174,15 +173,16 @@ def evaluate(
     """(task, metrics) of a checkpoint on the shards of `urls`; every sample counts once, also where torchrun started several processes.
 
     model, image: as they were given to `train`; a module:function that the checkpoint names is not imported unless it is named
-    here. options: batch_size, num_workers, device, amp,
-    on_bad, cache_dir, cache_limit.
+    here, and fields of wt are those of the checkpoint. options: batch_size, num_workers, device, amp, on_bad, cache_dir,
+    cache_limit; others are refused, because the checkpoint says them.
     """
     world = World()
-    opened = Opened.of(checkpoint, model=model, options=options)
+    opened = Opened.of(checkpoint, model=model, options=options, known=OF_EVALUATING)
+    field = opened.field(image)
     index = one_split(open_index(urls), urls)
     opened.task.check(index)
     config, task, device = opened.config, opened.task, device_of(opened.config.device, world)
-    loader = _val_loader(index, task, image or picture_of(config.image_size), config, world)
+    loader = _val_loader(index, task, field, config, world)
     with ExitStack() as stack:
         speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
@@ -203,8 +203,25 @@ def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _model(config: Config, task: Task, maker: Maker | None, example: Example) -> nn.Module:
-    made = made_by(maker, config.model, task.outputs) if maker else build(config.model, task.outputs, config.image_size)
+def _task(index: Index, config: Config, state: Mapping[str, Any] | None) -> Task:
+    """What is learnt. A run that goes on has the scale of its numbers, which of shards elsewhere may be taken from other samples."""
+    task = Task.of(index, config.label)
+    former = Task.from_state(state["task"]) if state is not None else None
+    return former if former is not None and former.is_as(task) else scaled(task, index)
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The configuration with paths from the root, so that a run goes on from any folder."""
+    paths = {name: getattr(config, name) for name in ("cache_dir", "weights")}
+    return replace(config, **{name: os.path.abspath(path) for name, path in paths.items() if path is not None})
+
+
+def _model(config: Config, task: Task, maker: Maker | nn.Module | None, example: Example) -> nn.Module:
+    made = (
+        made_by(maker, config.model, task.outputs)
+        if maker is not None
+        else build(config.model, task.outputs, config.image_size)
+    )
     return try_out(made, config.model, shape_of(example), task.outputs)
 
 
@@ -270,4 +287,5 @@ def _plain(urls: Urls) -> str | list[str]:
 def _name_of(maker: Callable[..., Any]) -> str:
     """module:function where it can be found by that again, else a name that cannot."""
     module, name = getattr(maker, "__module__", None), getattr(maker, "__qualname__", type(maker).__name__)
-    return f"{module}:{name}" if module not in (None, "__main__") and name.isidentifier() else f"<{name}>"
+    is_there = module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is maker
+    return f"{module}:{name}" if is_there else f"<{name.strip('<>')}>"

@@ -20,6 +20,7 @@ from wdstrain.index_files import json_bytes
 from wdstrain.storage import put_whole, write_whole
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
+from wdstrain.training.task import is_rgb
 
 Write = Callable[[Opened, Tensor, str], None]
 
@@ -27,7 +28,7 @@ Write = Callable[[Opened, Tensor, str], None]
 class Normalising(nn.Module):
     """A model before which pictures of 0 to 255 are normalised, and after which numbers are as the labels have them.
 
-    float or uint8 [b, 3, h, w] to [b, outputs]; what was trained on other values than uint8 takes them as they are.
+    float or uint8 [b, 3, h, w] to [b, outputs]; other uint8 is divided by 255, and other values are taken as they are.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -37,8 +38,8 @@ class Normalising(nn.Module):
         self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
         self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
         self.mean, self.std = (
-            nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255 if opened.is_uint8 else torch.tensor(plain))
-            for values, plain in zip(IMAGENET, (0.0, 1.0), strict=True)
+            nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255 if _is_rgb(opened) else torch.tensor(plain))
+            for values, plain in zip(IMAGENET, (0.0, 255.0 if _is_uint8(opened) else 1.0), strict=True)
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -46,7 +47,9 @@ class Normalising(nn.Module):
         return outputs * self.scale + self.shift
 
 
-def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | str | None = None) -> list[str]:
+def export(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | nn.Module | str | None = None
+) -> list[str]:
     """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
 
     .pt     the state dict        .ts   TorchScript
@@ -58,8 +61,8 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
     kind = os.path.splitext(path)[1].lower()
     if kind not in _KINDS:
         raise UsageError(f"{path}: its ending says of what kind it is to be: {', '.join(_KINDS)}.")
-    opened = Opened.of(checkpoint, model=model, options={"device": "cpu"})
-    example = torch.rand(2, *opened.picture) * 255
+    opened = Opened.of(checkpoint, model=model)
+    example = torch.rand(2, *opened.shape) * 255
     try:
         _KINDS[kind](opened, example, path)
     except (OSError, UsageError, StorageError):
@@ -69,8 +72,8 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, m
         raise UsageError(f"the model {opened.config.model} cannot be exported as {kind}: {first.strip()}") from error
     about = {
         "model": opened.config.model,
-        "input": [None, *opened.picture],
-        "normalised": _NORMALISED[opened.is_uint8 and kind != ".pt"] if opened.is_uint8 else "as it was trained: not at all",
+        "input": [None, *opened.shape],
+        "normalised": _normalised(opened, kind),
         "outputs": [
             {"label": head.name, "kind": head.kind, "columns": head.outputs, "classes": list(head.classes)}
             | ({"mean": head.mean, "deviation": head.deviation} if kind == ".pt" and head.kind == "number" else {})
@@ -123,5 +126,21 @@ def _onnx(opened: Opened, example: Tensor, path: str) -> None:
         file.write(program.model_proto.SerializeToString())
 
 
-_NORMALISED = ("by the caller: ImageNet's mean and deviation", "by the model: give 0 to 255")
+def _is_uint8(opened: Opened) -> bool:
+    return bool(opened.picture["dtype"] == "uint8")
+
+
+def _is_rgb(opened: Opened) -> bool:
+    return is_rgb(opened.shape, opened.picture["dtype"])
+
+
+def _normalised(opened: Opened, kind: str) -> str:
+    """Who normalises the pictures, and how."""
+    if not _is_uint8(opened):
+        return "as it was trained: not at all"
+    if kind != ".pt":
+        return "by the model: give 0 to 255"
+    return "by the caller: ImageNet's mean and deviation" if _is_rgb(opened) else "by the caller: divided by 255"
+
+
 _KINDS: dict[str, Write] = {".pt": _state, ".ts": _torchscript, ".pt2": _program, ".onnx": _onnx}

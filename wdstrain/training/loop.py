@@ -23,7 +23,6 @@ from wdstrain.augmentation import Augmentation
 from wdstrain.bits import key
 from wdstrain.device import to_device
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.fields import Example
 from wdstrain.loader import Loader
 from wdstrain.meter import Meter
 from wdstrain.training import tally
@@ -35,7 +34,7 @@ from wdstrain.training.models import train_mode
 from wdstrain.training.recipe import Average, Schedule, arithmetic, make_optimiser, set_rate
 from wdstrain.training.scoring import score
 from wdstrain.training.stages import STAGES, Stages
-from wdstrain.training.task import Task, normalised, shape_of
+from wdstrain.training.task import Task, normalised
 from wdstrain.training.telling import Tell
 from wdstrain.training.world import GO_ON, SAVE, STOP, World
 
@@ -86,14 +85,14 @@ class Training:
         world: World,
         device: torch.device,
         weights: list[Tensor | None],
-        picture: Example,
+        picture: Mapping[str, Any],
         keep: Keep,
         tell: Tell,
     ) -> None:
-        """weights: of the classes of each head. picture: what the model takes."""
+        """weights: of the classes of each head. picture: what the model is given, as `picture_state` tells it."""
         self.model, self.task, self.loader, self.val_loader, self.config = model, task, loader, val_loader, config
         self._world, self._device, self._keep, self._tell = world, device, keep, tell
-        self._weights, self._picture = weights, {"shape": list(shape_of(picture)), "dtype": picture.dtype}
+        self._weights, self._picture = weights, dict(picture)
         self.optimiser = make_optimiser(model, config)
         self.average = Average(model, config.ema) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
@@ -119,6 +118,8 @@ class Training:
 
     def fit(self, interruption: Interruption) -> None:
         """Train until all epochs are done, or until somebody asks to stop: then a checkpoint is written and Stopped raised."""
+        if self._is_over():
+            self._tell.line(f"patience={self.config.patience} ended this run. Raise it, or set it to 0, to go on.")
         try:
             while self.at.epoch < self.config.epochs and not self._is_over():
                 self._train(interruption)
@@ -141,7 +142,8 @@ class Training:
         if at.step == steps:  # all but the validation was done before
             return
         train_mode(self.model)
-        batches = to_device(self.loader.epoch(at.epoch, start=at.step), self._device, self._augmentation)
+        given = self.loader.epoch(at.epoch, start=at.step, until=config.epochs)
+        batches = to_device(given, self._device, self._augmentation)
         stages, shown, recorded, before = Stages(self._device), time.monotonic(), time.monotonic(), self._sums.tolist()
         text, window, seen = "", dict.fromkeys(STAGES, 0.0), before[1]
         fresh = dict.fromkeys(STAGES, 0.0)  # seconds since the epoch was begun here, as the loader's report has them
@@ -198,7 +200,9 @@ class Training:
             losses = losses + head.losses(own, target, smoothing=smoothing, weights=weights)
         self.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self._sums += torch.stack(tally.counted(task, outputs.detach(), targets, losses.detach()))
+            may_overflow = self.scaler.is_enabled()  # such a step is left out, and the scaler tries a smaller scale
+            sums = tally.counted(task, outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
+            self._sums += torch.stack(sums)
 
     def _update(self, update: int) -> None:
         if self.config.clip:
@@ -258,6 +262,8 @@ class Training:
         except StorageError as error:  # checkpoints are what counts, and they are looked after
             self._tell.line(f"{error} Training goes on.")
         self._tell.line(f"{title}: {_sentence(metrics, self.task)}")
+        if metrics.get("overflowed"):
+            self._tell.line(f"{metrics['overflowed']} losses overflowed 16 bits; their steps were left out.")
         self._tell.line(textwrap.fill(metrics["verdict"], 78, initial_indent="  ", subsequent_indent="  "))
 
     # --- what is known of it -----------------------------------------------------------------------------------------
@@ -281,13 +287,20 @@ class Training:
         sums = dict(zip(self._names, self._sums.tolist(), strict=True))
         if not math.isfinite(sums["loss"]):
             self._check(sums["loss"])
+        if sums["overflowed"] and self.scaler.get_scale() < 1:
+            raise WdstrainError(
+                f"16 bits overflow step after step at step {self.at.step} of {self._title}, at any scale of the loss. "
+                f"Use --amp bf16 or none, or set --clip; checkpoints before it are whole."
+            )
         return sums
 
     def _check(self, loss: float) -> None:
         """Raise WdstrainError if the loss, or a weight, is no number any more: the last loss may be one where its step made weights that are none."""
-        if not math.isfinite(loss) or not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
+        sound = all(bool(weight.isfinite().all()) for weight in self.model.parameters())
+        if not math.isfinite(loss) or not sound:
+            hint = "Look for pictures that hold NaN or infinity, lower" if sound else "Lower"
             raise WdstrainError(
-                f"the loss is not a number any more at step {self.at.step} of {self._title}. Lower --lr (now {self.config.lr}) or "
+                f"the loss is not a number any more at step {self.at.step} of {self._title}. {hint} --lr (now {self.config.lr}) or "
                 f"set --clip; checkpoints before it are whole."
             )
 
@@ -296,7 +309,7 @@ class Training:
         right = [value for name, value in sums.items() if name.startswith("right ")]
         accuracy = f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
         stall = (self.at.seconds["data"] + self.at.seconds["copy"]) / max(1e-9, seconds)
-        return f"loss {sums['loss'] / samples:.3f}{accuracy}, {rate:.0f} samples/s, stall {stall:.0%}"
+        return f"loss {_loss(sums):.3f}{accuracy}, {rate:.0f} samples/s, stall {stall:.0%}"
 
     def _record(self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]) -> None:
         new = {name: value - old for (name, value), old in zip(sums.items(), before, strict=True)}
@@ -304,7 +317,7 @@ class Training:
         line = {
             "epoch": self.at.epoch,
             "step": self.at.step,
-            "loss": new["loss"] / max(1.0, new["samples"]),
+            "loss": _loss(new),
             "lr": self.optimiser.param_groups[0]["lr"],
             "samples_per_second": new["samples"] * self._world.size / max(1e-9, seconds),
             **{f"{name}_seconds": round(value, 6) for name, value in window.items()},
@@ -322,10 +335,11 @@ class Training:
         plan = self.loader.plan(at.epoch)
         metrics: dict[str, Any] = {
             "epoch": at.epoch,
-            "loss": sums["loss"] / samples,
+            "loss": _loss(sums),
             "samples": int(samples),
             "left_out": plan.left_out,
             "bad": int(sums["bad"]),
+            **({"overflowed": int(sums["overflowed"])} if self.scaler.is_enabled() else {}),
             "lr": self.optimiser.param_groups[0]["lr"],
             "seconds": seconds,
             **{f"{name}_seconds": value for name, value in at.seconds.items()},
@@ -399,6 +413,8 @@ class Training:
         differing = former.differing(self.config)
         if state["task"] != self.task.state():
             differing.append(f"what is learnt was {Task.from_state(state['task'])}, is {self.task}")
+        if state["picture"] != self._picture:
+            differing.append(f"image was {_words(state['picture'])}, is {_words(self._picture)}")
         val = self.val_loader.index.fingerprint if self.val_loader is not None else None
         if state["val"] != val:
             differing.append("the validation data are others")
@@ -424,7 +440,9 @@ class Training:
         at.history, at.best, at.since_best = list(state["history"]), state["best"], state["since_best"]
         at.seconds, at.verdict = dict(state["seconds"]), state["verdict"]
         if self._world.leads:  # what all had counted together
-            self._sums = torch.tensor([state["sums"][name] for name in self._names], dtype=torch.float64, device=self._device)
+            self._sums = torch.tensor(
+                [state["sums"].get(name, 0.0) for name in self._names], dtype=torch.float64, device=self._device
+            )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -439,6 +457,16 @@ def _mixing(task: Task, config: Config) -> Augmentation | None:
     return Augmentation(
         normalise="imagenet", mixup=config.mixup, cutmix=config.cutmix, classes=len(head.classes), label=f"target {head.name}"
     )
+
+
+def _words(picture: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in picture.items() if name not in ("field", "names")}
+    return f"{picture.get('field')}({', '.join(f'{name}={value}' for name, value in rest.items())})"
+
+
+def _loss(sums: Mapping[str, float]) -> float:
+    """The mean loss of the samples whose loss is a number."""
+    return sums["loss"] / max(1.0, sums["samples"] - sums["overflowed"])
 
 
 def _sentence(metrics: Mapping[str, Any], task: Task) -> str:

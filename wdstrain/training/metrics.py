@@ -2,11 +2,12 @@
 
 Every state is a sum (counts of a confusion matrix, squared errors), so memory does not grow with the samples, a process
 for which no sample was left adds nothing, and processes add up to what one of them would have counted. AUROC is taken from
-counts at fixed thresholds for the same reason, 1 001 of them.
+counts of log-odds in narrow bins for the same reason.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from torchmetrics import classification, regression
 
 from wdstrain.training.task import Head, Task
 
-_THRESHOLDS = 1001  # of AUROC, for one of two classes
-_FEWER = 201  # the same for each of several classes
+_BINS, _FEWEST_BINS, _ALL_BINS = 1 << 14, 1 << 10, 1 << 21  # of AUROC: for a class, at least, for all classes together
+_FURTHEST = 32.0  # log-odds; beyond that a double is 0 or 1 as well
+_NEAR = 0.01  # log-odds up to which bins are equally wide, 0.00001; beyond that a thousandth of the log-odds
 _CURVES = 100  # classes, of which AUROC is taken at most
 _MATRIX = 2000  # classes, of which a confusion matrix is at most
 _WORST = ("loss", "mse", "mae")  # less is better
@@ -64,8 +66,12 @@ class Scores:
                 warnings.filterwarnings("ignore", message=".*before the.*update.*")  # of a process that got no sample
                 warnings.filterwarnings("ignore", message=".*No (positive|negative) samples.*")
                 own = part.compute()
-            matrix = own.pop("confusion", None)
+            matrix, counts, areas = (own.pop(name, None) for name in ("confusion", "counts", "auroc"))
             numbers = {name: float(value) for name, value in own.items() if value.ndim == 0}
+            if counts is not None:
+                numbers |= _of_counts(counts)
+            if areas is not None:
+                numbers |= _mean_area(areas, matrix.sum(1) if matrix is not None else counts[:, 4], samples)
             if matrix is not None:
                 numbers |= _of_matrix(head, matrix)
                 details[head.name] = {"confusion": matrix.tolist(), "classes": _right_of_each(head, matrix)}
@@ -80,6 +86,46 @@ class Scores:
         return found, details
 
 
+class _Areas(torchmetrics.Metric):
+    """AUROC of each class against the others, from counts by bin of its log-odds. Samples of one bin count as equal."""
+
+    full_state_update = False
+    counts: Tensor  # [classes, 2, bins]: samples without the class, and with it
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self._bins = min(_BINS, max(_FEWEST_BINS, _ALL_BINS // classes))
+        self.add_state("counts", torch.zeros(classes, 2, self._bins), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """preds: probabilities [b] or [b, classes], with target 0 or 1 of the same shape; or outputs with target class [b]."""
+        if preds.ndim == target.ndim:
+            odds, there = preds.double().logit(), target
+        else:
+            odds, there = _log_odds(preds.double()), torch.nn.functional.one_hot(target, preds.shape[1])
+        odds, there = odds.reshape(len(odds), -1), there.reshape(len(odds), -1).long()
+        near = odds.nan_to_num(-_FURTHEST).clamp(-_FURTHEST, _FURTHEST) / _NEAR
+        place = ((near.asinh() / math.asinh(_FURTHEST / _NEAR) + 1) / 2 * (self._bins - 1)).round().long()
+        row = 2 * torch.arange(odds.shape[1], device=odds.device) + there
+        at = (row * self._bins + place).flatten()
+        self.counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=self.counts.dtype))
+
+    def compute(self) -> Tensor:
+        """float64[classes]; NaN of a class that all samples have, or none."""
+        without, having = self.counts.double().unbind(1)
+        below = without.cumsum(1) - without / 2
+        return (having * below).sum(1) / (having.sum(1) * without.sum(1))
+
+
+def _log_odds(outputs: Tensor) -> Tensor:
+    """Of each class against the mean of the others, 0 where all are equal. [b, classes], also where a class is nearly certain."""
+    best = outputs.argmax(1, keepdim=True)
+    share = outputs.log_softmax(1)
+    others = outputs.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True)
+    odds = (share - torch.log1p(-share.exp())).scatter(1, best, outputs.gather(1, best) - others)
+    return odds + math.log(max(1, outputs.shape[1] - 1))
+
+
 def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricCollection]:
     classes = len(head.classes)
     if head.kind == "number":
@@ -87,14 +133,13 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
     if head.kind == "binary":
         return {
             "confusion": classification.BinaryConfusionMatrix(),
-            "auroc": classification.BinaryAUROC(thresholds=_THRESHOLDS),
+            "auroc": _Areas(1),
         }
     if head.kind == "multi":
         return {
-            "accuracy": classification.MultilabelAccuracy(classes, average="micro"),
+            "counts": classification.MultilabelStatScores(classes, average=None),
             "exact": classification.MultilabelExactMatch(classes),
-            "f1": classification.MultilabelF1Score(classes, average="macro"),
-            "auroc": classification.MultilabelAUROC(classes, thresholds=_FEWER),
+            "auroc": _Areas(classes),
         }
     found: dict[str, torchmetrics.Metric | torchmetrics.MetricCollection] = {}
     if classes <= _MATRIX:
@@ -102,7 +147,7 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
     else:
         found["accuracy"] = classification.MulticlassAccuracy(classes, average="micro")
     if classes <= _CURVES:
-        found["auroc"] = classification.MulticlassAUROC(classes, thresholds=_FEWER)
+        found["auroc"] = _Areas(classes)
     if classes > 5:
         found["top5"] = classification.MulticlassAccuracy(classes, top_k=5, average="micro")
     return found
@@ -113,9 +158,9 @@ def _seen(head: Head, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if head.kind == "number":
         return head.values(outputs.double()), target.double()
     if head.kind == "binary":
-        return outputs[:, 0].sigmoid(), target
+        return outputs[:, 0].double().sigmoid(), target
     if head.kind == "multi":
-        return outputs.sigmoid(), target.long()
+        return outputs.double().sigmoid(), target.long()
     return outputs, target
 
 
@@ -131,6 +176,27 @@ def _of_matrix(head: Head, matrix: Tensor) -> dict[str, float]:
         found |= {"precision": float(precision), "recall": float(recall)}
         found["f1"] = float(2 * precision * recall / (precision + recall).clamp(min=1e-12))
     return found
+
+
+def _of_counts(counts: Tensor) -> dict[str, float]:
+    """Accuracy of all yes and no, and F1 as a mean over the classes that some sample has.
+
+    counts: [classes, 5], true and false positives, true and false negatives, and samples that have the class.
+    """
+    hits, false, rest, missed, true = counts.double().unbind(1)
+    found = {"accuracy": float((hits + rest).sum() / (hits + false + rest + missed).sum().clamp(min=1))}
+    if (there := true > 0).any():
+        found["f1"] = float((2 * hits / (2 * hits + false + missed).clamp(min=1))[there].mean())
+    return found
+
+
+def _mean_area(areas: Tensor, true: Tensor, samples: int) -> dict[str, float]:
+    """AUROC as a mean over the classes that some samples have and others have not; nothing where there is none.
+
+    areas: of each class, or one for two classes; true: int[classes], the samples of each.
+    """
+    defined = (true > 0) & (true < samples)
+    return {"auroc": float(areas.expand(len(true))[defined].mean())} if defined.any() else {}
 
 
 def _right_of_each(head: Head, matrix: Tensor) -> dict[str, float]:
@@ -186,9 +252,11 @@ def _of_head(head: Head, metrics: Mapping[str, float], prefix: str) -> str:
         baseline = f" (predicting the mean gives {one('mse_of_mean'):.4f})" if f"{prefix}mse_of_mean" in metrics else ""
         explained = f", R2 {one('r2'):.3f}" if f"{prefix}r2" in metrics else ""
         return f"mse {one('mse'):.4f}{baseline}, mae {one('mae'):.4f}{explained}"
+    area = f", AUROC {one('auroc'):.4f}" if f"{prefix}auroc" in metrics else ""  # not where only one class was there
     if head.kind == "binary":
-        return f"accuracy {one('accuracy'):.2%}, AUROC {one('auroc'):.4f}, F1 {one('f1'):.4f}"
+        return f"accuracy {one('accuracy'):.2%}{area}, F1 {one('f1'):.4f}"
     if head.kind == "multi":
-        return f"accuracy {one('accuracy'):.2%}, F1 {one('f1'):.4f}, AUROC {one('auroc'):.4f}"
+        f1 = f", F1 {one('f1'):.4f}" if f"{prefix}f1" in metrics else ""
+        return f"accuracy {one('accuracy'):.2%}{f1}{area}"
     top5 = f", top-5 {one('top5'):.2%}" if f"{prefix}top5" in metrics else ""
     return f"accuracy {one('accuracy'):.2%}{top5}"

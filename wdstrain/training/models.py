@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -55,8 +56,10 @@ def build(name: str, outputs: int, image_size: int) -> nn.Module:
         ) from error
 
 
-def made_by(maker: Maker, name: str, outputs: int) -> nn.Module:
-    """What a function of the user's makes. Raises UsageError if it is no model."""
+def made_by(maker: Maker | nn.Module, name: str, outputs: int) -> nn.Module:
+    """What a function of the user's makes, or a copy of a model. Raises UsageError if it is none."""
+    if isinstance(maker, nn.Module):
+        return deepcopy(maker)
     try:
         model = maker(outputs)
     except TypeError as error:
@@ -151,15 +154,22 @@ def train_mode(model: nn.Module) -> None:
 
 def _function(name: str) -> Maker:
     module, _, function = name.partition(":")
-    here, path = os.getcwd(), sys.path[:]
+    if not function or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(
+            f"model={name}: a function of your own is named as module:function. Write for example models:make_net."
+        )
+    here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` has it
+        sys.path.insert(
+            0, here
+        )  # as `python -m` has it, and for good: a model may import its neighbours when it is made or run
     try:
         found = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
         raise UsageError(f"model={name}: {error}. The module is looked for in {here} and where Python looks.") from error
-    finally:
-        sys.path[:] = path
+    except Exception as error:  # the module is the user's
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"model={name}: importing {module} failed ({what}). Run: python -c 'import {module}'") from error
     if not callable(found):
         raise UsageError(f"model={name}: the module {module} has no function {function!r}.")
     return cast(Maker, found)

@@ -1,7 +1,8 @@
 """Predictions of a checkpoint, a row per picture: of shards, or of a plain folder of pictures.
 
 Rows come in the order of the shards, or of the sorted paths. A picture that cannot be read has its row all the same, with what is
-wrong with it, so a table has as many rows as there are pictures.
+wrong with it, so a table has as many rows as there are pictures. What is true is for people to compare with: a label that cannot
+be read is told, and the picture beside it is predicted all the same.
 """
 
 from __future__ import annotations
@@ -17,30 +18,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wdstrain.augment import DRAWS
+from wdstrain.augment import DRAWS, Draws
 from wdstrain.device import to_device
 from wdstrain.errors import UsageError
-from wdstrain.fields import Field
+from wdstrain.fields import Array, Field, Label, scalar, with_classes
 from wdstrain.indexing import Index
 from wdstrain.loader import Loader
 from wdstrain.opening import one_split, open_index
 from wdstrain.packing.folder import list_folder
 from wdstrain.processes import DeathsTold
 from wdstrain.storage import INDEX_NAME, Urls, put_whole
+from wdstrain.training.configuration import OF_PREDICTING
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
 from wdstrain.training.recipe import arithmetic
-from wdstrain.training.task import Head, normalised, picture_of
+from wdstrain.training.task import Head, normalised
 from wdstrain.training.telling import Tell, told
 from wdstrain.training.world import World, device_of
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What came of it: rows in all, and those of pictures that could not be read."""
+    """What came of it: rows in all, and those with something wrong: a picture, or a label beside it, that could not be read."""
 
     rows: int
     bad: int
@@ -52,7 +54,7 @@ def predict(
     urls: Urls,
     out: str | os.PathLike[str],
     *,
-    model: Maker | str | None = None,
+    model: Maker | nn.Module | str | None = None,
     image: Field | None = None,
     probabilities: bool = False,
     tell: Tell | None = None,
@@ -61,11 +63,13 @@ def predict(
     """Write predictions of a checkpoint to the CSV file `out`: a row per picture of shards, or of a folder of pictures.
 
     Columns: key; for each label what is said, how probable it is (of classes), and where the shards have it what is true; error.
-    model: as it was given to `train`, where that was a function or its name. probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir, cache_limit.
+    model: as it was given to `train`, where that was a function or its name. image: as it was given to `train`; a field of wt is
+    that of the checkpoint. probabilities: a column for each class too. options: batch_size, num_workers, device, amp, cache_dir,
+    cache_limit; others are refused, because the checkpoint says them.
     """
-    opened = Opened.of(checkpoint, model=model, options=options)
+    opened = Opened.of(checkpoint, model=model, options=options, known=OF_PREDICTING)
     device = device_of(opened.config.device, World())
-    field = image or picture_of(opened.config.image_size)
+    field = opened.field(image)
     opened.model.to(device)
     with told(tell, True) as speaker:
         return _written(opened, urls, os.fspath(out), field, device, probabilities, speaker)
@@ -78,14 +82,12 @@ def _written(
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
     else:
         index = one_split(open_index(urls), urls)
-        known = list(opened.task.heads)
+        known = list(opened.task.heads) if index.labels or index.own else []
         try:
-            opened.task.check(index)
+            opened.task.check(index) if known else None
         except UsageError as other:
             known = []
             tell.line(f"What is true is left away: {other}")
-        if not index.labels:
-            known = []
         found = _of_shards(index, opened, field, device, known, tell)
     rows = bad = 0
     with put_whole(out) as file, closing(found):
@@ -97,22 +99,56 @@ def _written(
         for key, outputs, targets, error in found:
             row = [key]
             for i, head in enumerate(opened.task.heads):
-                target = targets[i] if head in known and targets else None
-                row += _cells(head, outputs[i] if outputs is not None else None, target, probabilities, head in known)
+                row += _cells(head, outputs[i] if outputs is not None else None, probabilities)
+                row += [targets[i] if targets else ""] if head in known else []
             writer.writerow([*row, error])
             rows, bad = rows + 1, bad + bool(error)
         text.detach()
     return Predicted(rows, bad)
 
 
-Row = tuple[str, Sequence[Tensor] | None, Sequence[Tensor], str]  # key, outputs and targets by head, what is wrong
+Row = tuple[str, Sequence[Tensor] | None, Sequence[str], str]  # key, outputs and what is true by head, what is wrong
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The bytes of a label; None of a sample without it, which has its row too, for it has one of the pictures."""
+
+    label: str
+    pictures: tuple[str, ...]
+    example: None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.label, *self.pictures)
+
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> bytes | None:
+        return bytes(data) if name == self.label else None
+
+
+def _truth(head: Head, field: Field, number: int, data: bytes | None) -> tuple[str, str]:
+    """What the label of a sample says, in words, and what is wrong with it."""
+    try:
+        if data is None:
+            raise LookupError(f"it has no {head.target.field}")
+        if head.kind == "number":  # as it stands there, not as a float32 holds it
+            return _shown(float(scalar(memoryview(data), head.target.column))), ""
+        own = field.of(np.array([number]))[0] if isinstance(field, Label) and field.parts else field
+        assert field.example is not None
+        value = np.zeros(field.example.shape, field.example.dtype)
+        own.read(head.target.field, memoryview(data), value, np.zeros(DRAWS))
+    except Exception as error:  # a label that cannot be read is no reason to say nothing of the picture
+        return "", f"{head.name}: {error}"
+    return true_of(head, torch.from_numpy(value)), ""
 
 
 def _of_shards(
     index: Index, opened: Opened, field: Field, device: torch.device, known: Sequence[Head], tell: Tell
 ) -> Generator[Row, None, None]:
     config, task = opened.config, opened.task
-    fields = {"image": field, **({name: one for name, one in task.fields(field).items() if name != "image"} if known else {})}
+    fields: dict[str, Field] = {"image": field}
+    fields |= {f"true {i}": _Truth(head.target.field, field.names) for i, head in enumerate(known)}
+    readers = [with_classes(head.field(), index) for head in known]
     loader = Loader(
         index,
         fields,
@@ -122,25 +158,29 @@ def _of_shards(
         tail="keep",
         rank=0,
         world_size=1,
-        on_bad="replace",
+        on_bad="mark",
         max_bad=1.0,
         cache_dir=config.cache_dir,
         cache_limit=config.cache_limit,
     )
     number = 0
     with closing(loader), torch.inference_mode():
-        batches = loader.epoch(0)
+        batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, device)):
             outputs = _outputs(opened, batch["image"], device)
             split = [own.cpu() for own in task.split(outputs)]
-            targets = [one.cpu() for one in task.targets(batch)] if known else []
-            reasons = {one["key"]: one["reason"] for one in loader.report()["bad_samples"]}
+            bad = iter(batches.bad)
             for row, is_own in enumerate(batches.own.tolist()):
                 key = index.key(number)
                 if is_own:
-                    yield key, [own[row] for own in split], [one[row] for one in targets], ""
+                    truths = [
+                        _truth(head, reader, number, batch[f"true {i}"][row])
+                        for i, (head, reader) in enumerate(zip(known, readers, strict=True))
+                    ]
+                    wrong = "; ".join(problem for _, problem in truths if problem)
+                    yield key, [own[row] for own in split], [true for true, _ in truths], wrong
                 else:
-                    yield key, None, [], reasons.get(key, "it cannot be read")
+                    yield key, None, [], next(bad).reason
                 number += 1
             tell.step("predicting", step + 1, len(loader))
 
@@ -189,21 +229,25 @@ def _columns(head: Head, probabilities: bool, known: bool) -> list[str]:
     return [*names, f"{head.name} true"] if known else names
 
 
-def _cells(head: Head, outputs: Tensor | None, target: Tensor | None, probabilities: bool, known: bool) -> list[str]:
+def _cells(head: Head, outputs: Tensor | None, probabilities: bool) -> list[str]:
     if outputs is None:
-        return [""] * len(_columns(head, probabilities, known))
+        return [""] * len(_columns(head, probabilities, False))
     if head.kind == "number":
-        cells = [f"{float(head.values(outputs[None])):.6g}"]
+        return [_shown(float(f"{float(head.values(outputs[None].double())):.9g}"))]  # as many digits as a float32 has
+    shares = head.probabilities(outputs[None])[0].tolist()
+    if head.kind == "multi":
+        cells = ["|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)]
     else:
-        shares = head.probabilities(outputs[None])[0].tolist()
-        if head.kind == "multi":
-            cells = ["|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)]
-        else:
-            best = max(range(len(shares)), key=shares.__getitem__)
-            cells = [head.classes[best], f"{shares[best]:.6f}"]
-        if probabilities:
-            cells += [f"{share:.6f}" for share in shares]
-    return [*cells, true_of(head, target) if target is not None else ""] if known else cells
+        best = max(range(len(shares)), key=shares.__getitem__)
+        cells = [head.classes[best], f"{shares[best]:.6f}"]
+    if probabilities:
+        cells += [f"{share:.6f}" for share in shares]
+    return cells
+
+
+def _shown(value: float) -> str:
+    """A number with all its digits."""
+    return repr(value).removesuffix(".0")
 
 
 def _is_pictures(urls: Urls) -> bool:

@@ -156,10 +156,10 @@ def _gallery(title: str, samples: Sequence[Shown]) -> str:
         picture = charts.picture(one.pixels) if one.pixels is not None else ""
         words = []
         for name, said in one.said.items():
-            right = said == one.true[name] or said.rpartition(" ")[0] == one.true[name]
-            prefix = f"{name}: " if len(one.said) > 1 else ""
-            wrong = "" if right else f" <span class=wrong>({escape(one.true[name])})</span>"
-            words.append(f"{escape(prefix + said)}{wrong}")
+            prefix, kind = f"{name}: " if len(one.said) > 1 else "", "wrong" if name in one.wrong else "soft"
+            differs = name in one.wrong or one.true[name] not in (said, said.rpartition(" ")[0])
+            true = f" <span class={kind}>({escape(one.true[name])})</span>" if differs else ""
+            words.append(f"{escape(prefix + said)}{true}")
         figures.append(
             f'<figure>{picture}<figcaption>{"<br>".join(words)}<div class="key">{escape(one.key)}</div></figcaption></figure>'
         )

@@ -84,11 +84,11 @@ class Run:
     def close(self) -> None:
         """Let another process have the folder."""
         if self._fd >= 0:
-            os.close(self._fd)
+            locks.close(self._fd)
             self._fd = -1
 
     def _lock(self) -> None:
-        self._fd = os.open(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = locks.opened(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
         if locks.available and not locks.try_lock(self._fd, 0):
             raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
 

@@ -40,7 +40,7 @@ def score(
     scores, gallery = Scores(task, device), Gallery(task)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     with torch.inference_mode():
-        batches = loader.epoch(0)
+        batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, device)):
             if not batches.own.all():
                 batch = _only(batch, torch.from_numpy(batches.own))

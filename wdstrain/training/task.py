@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wdstrain.augment import Augment
 from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import UsageError
-from wdstrain.fields import Example, Field, image, label, number
+from wdstrain.fields import Example, Field, Image, Number, NumpyArray, image, label
 from wdstrain.indexing import Index, Label
 
 Kind = Literal["class", "binary", "multi", "number"]
@@ -58,13 +61,13 @@ class Head:
         """What reads the target: int64[b] of classes, float32[b, classes] of several, float32[b] of numbers."""
         column = self.target.column
         if self.kind == "number":
-            return number(self.target.field, column=column)
+            return Number((self.target.field,), column, is_finite=True)  # a loss of NaN would end the run
         return label(self.target.field, column=column, classes=self.classes, multi=self.kind == "multi")
 
     def losses(self, outputs: Tensor, target: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
         """float[b]: cross entropy, of yes and no for one of two and for several, or squared error in standard deviations.
 
-        outputs: [b, self.outputs]; target: as `field` reads it, or shares of classes [b, classes]; weights: of classes.
+        outputs: [b, self.outputs]; target: as `field` reads it, or shares of classes [b, classes]; weights: as `weights` has them.
         """
         if self.kind == "number":
             return (outputs[:, 0] - (target - self.mean) / self.deviation) ** 2
@@ -76,12 +79,21 @@ class Head:
         aimed = share * (1 - smoothing) + smoothing / 2
         found = functional.binary_cross_entropy_with_logits(outputs, aimed, reduction="none")
         if weights is not None:
-            found = found * (torch.lerp(weights[0], weights[1], share) if self.kind == "binary" else weights)
+            no, yes = weights if self.kind == "binary" else weights.unbind(1)
+            found = found * torch.lerp(no, yes, share)
         return found.mean(1)
 
-    def weights(self, counts: Mapping[str, int]) -> Tensor:
-        """float32[classes] with which rare classes count as much as frequent ones; their mean over the samples is 1."""
+    def weights(self, counts: Mapping[str, int], samples: int | None = None) -> Tensor:
+        """float32[classes] with which rare classes count as much as frequent ones; their mean over the samples is 1.
+
+        Of several classes at once float32[classes, 2]: for samples without the class and with it, which count as much together.
+        samples: how many the counts are of; default: their sum.
+        """
         found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
+        if self.kind == "multi":
+            whole = float(found.sum()) if samples is None else float(samples)
+            both = torch.stack([whole - found, found], 1)
+            return torch.where((both > 0).all(1, keepdim=True), whole / (2 * both.clamp(min=1)), torch.ones_like(both))
         present = found > 0
         return torch.where(present, found.sum() / (present.sum() * found.clamp(min=1)), torch.ones_like(found))
 
@@ -107,6 +119,10 @@ class Task:
     def of(cls, index: Index, asked: str | None = None) -> Task:
         """The task of an index: the labels that are asked for, as NAME or NAME:KIND with commas between, or its only one."""
         labels = {one.name: one for one in index.labels}
+        apart = {one.name: one for shard in index.own for one in shard if one.name not in labels}
+        for name, one in apart.items():
+            if name == (asked or "").strip() or (not labels and asked is None):
+                raise UsageError(f"{index.disagreement(*one.place)}. Pack them together, or leave the others away.")
         if not labels:
             raise UsageError(
                 "the index says nothing of labels. Convert with `wdstrain convert folder` or `convert table --label`."
@@ -148,17 +164,29 @@ class Task:
         return cast(Tensor, sum(head.losses(own, target) for head, own, target in parts))
 
     def check(self, index: Index) -> None:
-        """Raise UsageError if these shards label their samples otherwise than those the task comes from."""
+        """Raise UsageError for shards whose labels are not among those that the task learns, by the names of their classes.
+
+        Classes that have other numbers there are no fault: `fields` reads them by their names.
+        """
         theirs = {one.name: one for one in index.labels}
         for head in self.heads:
             other = theirs.get(head.name)
-            if theirs and other is None:
-                raise UsageError(f"these shards have no label {head.name!r}, but {', '.join(theirs)}.")
-            if other is not None and other.classes != head.classes:
+            if other is None and (why := index.disagreement(*head.target.place)):
+                raise UsageError(f"{why}. Learnt is: {head.target.numbering}. Pack the sets together, with one numbering.")
+            if other is None:
                 raise UsageError(
-                    f"the classes of these shards are {_some(other.classes)}; those that are learnt are {_some(head.classes)}. "
-                    f"Convert both together, so that classes have the same numbers."
+                    f"these shards have no label {head.name!r}, but {', '.join(theirs) or 'none'}. Learnt is: "
+                    f"{head.target.numbering}. Convert them with this label, so that their index names its classes."
                 )
+            if other.kind != head.target.kind or not set(other.classes) <= set(head.classes):
+                raise UsageError(
+                    f"the classes of these shards are {other.numbering}; those that are learnt are {head.target.numbering}. "
+                    f"Classes are joined by name, and each of these shards must be learnt. Convert them with the same names."
+                )
+
+    def is_as(self, other: Task) -> bool:
+        """Whether the same is learnt, whatever the scale of numbers."""
+        return [(one.target, one.kind) for one in self.heads] == [(one.target, one.kind) for one in other.heads]
 
     def state(self) -> list[dict[str, Any]]:
         """The task as plain values, for a checkpoint."""
@@ -196,12 +224,64 @@ def shape_of(example: Example) -> tuple[int, ...]:
     return (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
 
 
+def check_picture(picture: Field, *, channels_last: bool, mixes: bool) -> Example:
+    """What a model is given of a picture. Raises UsageError for what no model can be given, or not with these options."""
+    example = picture.example
+    if example is None:
+        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
+    shown = f"image= gives {example.dtype}{list(shape_of(example))}"
+    if np.dtype(example.dtype).kind not in "buif":
+        raise UsageError(f"{shown}: a model takes real numbers. Give the real and the imaginary part as two channels.")
+    if channels_last and len(example.shape) != 3:
+        raise UsageError(f"{shown}, and channels_last is for pictures of channels, height and width. Leave it away.")
+    if mixes and not is_rgb(shape_of(example), example.dtype):
+        raise UsageError(f"{shown}, and mixup and cutmix mix pictures of uint8[3, height, width]. Leave them away.")
+    return example
+
+
+def picture_state(picture: Field, example: Example) -> dict[str, Any]:
+    """What becomes of the pictures as plain values, for a checkpoint. A field of the user's has its class's name alone."""
+    found: dict[str, Any] = {"shape": list(shape_of(example)), "dtype": example.dtype}
+    if type(picture) is Image:
+        return {**found, "field": "image", "names": list(picture.names), "augment": vars(picture.augment)}
+    if type(picture) is NumpyArray:
+        return {**found, "field": "array", "names": list(picture.names)}
+    return {**found, "field": type(picture).__qualname__}
+
+
+def picture_from(state: Mapping[str, Any]) -> Field | None:
+    """The field that `picture_state` tells of; None for one of the user's."""
+    names, shape = tuple(state.get("names", ())), tuple(state["shape"])
+    if not names:
+        return None
+    if state["field"] == "image":
+        return Image(names, shape[1:], Augment(**state["augment"]))
+    return NumpyArray(names, Example(shape, state["dtype"]))
+
+
+def is_rgb(shape: Sequence[int], dtype: str) -> bool:
+    """Whether a picture is uint8[3, h, w], which ImageNet's mean and standard deviation are for."""
+    return dtype == "uint8" and len(shape) == 3 and shape[0] == 3
+
+
 def normalised(pixels: Tensor) -> Tensor:
-    """uint8 [b, 3, h, w] to float32, by ImageNet's mean and standard deviation; numbers that are no uint8 stay as they are."""
+    """float32: uint8 [b, 3, h, w] by ImageNet's mean and standard deviation, other uint8 in 0 to 1, other numbers as they are."""
     if pixels.dtype != torch.uint8:
-        return pixels
-    mean, std = (torch.tensor(one, device=pixels.device).view(3, 1, 1) * 255 for one in IMAGENET)
+        return pixels.float()
+    if pixels.ndim != 4 or pixels.shape[1] != 3:
+        return pixels.float() / 255
+    mean, std = _planes(pixels.device)
     return (pixels.float() - mean) / std
+
+
+@cache
+def _planes(device: torch.device) -> list[Tensor]:
+    """ImageNet's mean and deviation of 0 to 255, float32[3, 1, 1] each, on a device.
+
+    Copied there once: a copy of pageable memory makes the host wait for the device.
+    """
+    with torch.inference_mode(False):  # the first call may come from a validation
+        return [torch.tensor(one, device=device).view(3, 1, 1) * 255 for one in IMAGENET]
 
 
 def _head(target: Label, kind: str) -> Head:
@@ -215,7 +295,3 @@ def _head(target: Label, kind: str) -> Head:
     if target.kind != "number" and len(target.classes) < (1 if target.kind == "multi" else 2) and kind != "number":
         raise UsageError(f"the label {target.name!r} has {len(target.classes)} class; there is nothing to tell apart.")
     return Head(target, kind or ("binary" if two and target.kind == "class" else can[0]))
-
-
-def _some(classes: tuple[str, ...]) -> str:
-    return ", ".join(classes[:6]) + (f", ... ({len(classes)})" if len(classes) > 6 else "")

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,10 @@ class World:
 
     def __init__(self) -> None:
         self.rank, self.size, self.local = (_number(name, default) for name, default in _VARIABLES.items())
+        if dist.is_available() and dist.is_initialized():  # by the caller, who may have met the others without the environment
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
+                self.local = self.rank % torch.cuda.device_count()
         self._control: Any = None
         self._asked: tuple[Any, Tensor] | None = None
         self._owns = False
@@ -62,15 +67,15 @@ class World:
     def explained(self) -> Iterator[None]:
         """What a collective says in here when another process ended, as a WdstrainError.
 
-        A launcher ends the others as soon as one is gone (SIGTERM, and some time later SIGKILL). So SIGTERM is let pass from here on
-        to the end of this process: what it knows is said first.
+        A launcher ends the others as soon as one is gone (SIGTERM, and some time later SIGKILL). A process that ends with the run
+        (`last_words`) lets SIGTERM pass from here on: what it knows is said first.
         """
         try:
             yield
         except RuntimeError as error:
             if self.size == 1 or not any(word in str(error) for word in _LOST):
                 raise
-            if threading.current_thread() is threading.main_thread():
+            if _ENDS_WITH_RUN.get() and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[:200]  # without torch's own file and line
             raise WdstrainError(
@@ -147,6 +152,19 @@ def device_of(name: str, world: World) -> torch.device:
             f"device={name!r} cannot be used here ({str(error).splitlines()[0]}). Use cpu, cuda or auto."
         ) from error
     return device
+
+
+_ENDS_WITH_RUN = ContextVar("ends_with_run", default=False)
+
+
+@contextmanager
+def last_words() -> Iterator[None]:
+    """In here a run is all that this process does, and where it fails, the process says why and ends."""
+    token = _ENDS_WITH_RUN.set(True)
+    try:
+        yield
+    finally:
+        _ENDS_WITH_RUN.reset(token)
 
 
 _VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # as torchrun sets them

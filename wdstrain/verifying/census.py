@@ -1,13 +1,14 @@
-"""What only the whole set can tell: fields that samples lack, and samples that came twice.
+"""What only the whole set can tell: fields that samples lack, samples that came twice, and pictures in two splits.
 
 A field that nearly all samples have is one that training will ask for; that a few lack it is damage, that a third lack it is
 how the set is. Keys that come back in another shard are the custom of many sets, which number anew in each shard; that the same
-bytes come back with them is a sample that counts twice, or that stands in training and validation both. For each sample 24
-bytes are kept until the end; keys are read again for what is told.
+bytes come back with them is a sample that counts twice, or that stands in training and validation both. So does a picture
+that two splits have under different keys. For each sample 32 bytes are kept until the end; keys are read again for what is told.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ import numpy as np
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import Ints
 from wdstrain.meter import Finding
+from wdstrain.packing.listing import split_of
 from wdstrain.verifying.inspection import Inspection
 from wdstrain.verifying.survey import EXAMPLES, Fields
 
@@ -38,10 +40,12 @@ class Census:
         self._shards: list[tuple[str, str]] = []
         self._names: list[Ints] = []
         self._contents: list[Ints] = []
+        self._pictures: list[Ints] = []
+        self._splits: list[str] = []
         self._starts: list[Ints] = []
 
-    def add(self, done: Inspection, labels: Sequence[str]) -> None:
-        """Take a shard in. labels: the fields that its index names as labels."""
+    def add(self, done: Inspection, labels: Sequence[str], split: str) -> None:
+        """Take a shard in. labels: the fields that its index names as labels; split: what its index says, or its name."""
         found = done.found
         if found is None:
             return
@@ -54,6 +58,8 @@ class Census:
         self._shards.append((done.path, done.shown))
         self._names.append(found.names)
         self._contents.append(found.contents)
+        self._pictures.append(found.pictures)
+        self._splits.append(split or split_of(os.path.basename(done.path)))
         self._starts.append(done.starts)
 
     def missing(self) -> list[Finding]:
@@ -111,6 +117,39 @@ class Census:
                 more = f"; so are {len(places) - 1} more of this shard" if len(places) > 1 else ""
                 reason = f"the same sample, byte for byte, is in {self._shards[first][1]} at offset {before}{more}"
                 findings.append(Finding(self._shards[second][1], key, "", start, reason))
+        return findings
+
+    def divided(self, key_at: KeyAt) -> list[Finding]:
+        """Pictures that two splits have in samples that differ: one finding for each two splits, with the first of them."""
+        names = sorted(set(filter(None, self._splits)))
+        if len(names) < 2:
+            return []
+        counts = [len(one) for one in self._pictures]
+        pictures, keys = np.concatenate(self._pictures), np.concatenate(self._names)
+        contents = np.concatenate(self._contents)
+        shard = np.repeat(np.arange(len(counts)), counts)
+        split = np.array([names.index(one) if one else -1 for one in self._splits])[shard]
+        starts = np.concatenate(self._starts)
+        findings: list[Finding] = []
+        for first in range(len(names)):
+            for second in range(first + 1, len(names)):
+                ours, theirs = (np.flatnonzero((split == one) & (pictures != 0)) for one in (first, second))
+                ours = ours[np.argsort(pictures[ours], kind="stable")]
+                at = np.searchsorted(pictures[ours], pictures[theirs])
+                at[at == len(ours)] = 0
+                if not len(ours):
+                    continue
+                a, b = ours[at], theirs
+                same = (pictures[a] == pictures[b]) & ((keys[a] != keys[b]) | (contents[a] != contents[b]))  # not told as twins
+                if not same.any():
+                    continue
+                before, after = int(a[same][0]), int(b[same][0])
+                (path, shown), (other, elsewhere) = self._shards[shard[after]], self._shards[shard[before]]
+                count = len(set(pictures[b[same]].tolist()))
+                more = f"; so are {count - 1} more pictures of '{names[second]}'" if count > 1 else ""
+                where = f"also in split '{names[first]}': key {key_at(other, int(starts[before]))!r} in {elsewhere}"
+                reason = f"its picture (by size and crc32) is {where}{more}"
+                findings.append(Finding(shown, key_at(path, int(starts[after])), "", int(starts[after]), reason))
         return findings
 
     def _told(self, name: str) -> str:

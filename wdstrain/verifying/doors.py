@@ -94,7 +94,8 @@ def verify(
     def took(done: Inspection, promised: Index | None) -> None:
         result.shards += 1
         result.findings += done.findings
-        census.add(done, [label.field for label in promised.labels] if promised is not None else [])
+        labels = [label.field for label in promised.labels] if promised is not None else []
+        census.add(done, labels, promised.shards[0].split if promised is not None else "")
         result.samples = census.samples
         if done.found is not None:
             result.unindexed += not done.compared
@@ -108,7 +109,7 @@ def verify(
             progress(result, work.total)
 
     work.run(took, told)
-    result.findings += census.missing() + census.twins(_key_at)
+    result.findings += census.missing() + census.twins(_key_at) + census.divided(_key_at)
     result.fields, result.repeated = dict(census.fields.most_common()), census.repeated
     result.decoded, result.not_decoded, result.ignored = dict(tried), dict(untried), dict(ignored)
     told()
@@ -235,5 +236,5 @@ def _key_at(path: str, offset: int) -> str:
             read = lambda start, length: source.read(offset + start, length)  # noqa: E731
             first = next(salvage(read, source.size - offset, lambda key, field, data, size: 0, Walk()), None)
             return "" if first is None or isinstance(first, Damage) else first.key
-    except (WdstrainError, OSError):
+    except WdstrainError:
         return ""

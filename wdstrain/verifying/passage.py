@@ -97,10 +97,7 @@ class Passage:
     def _read(self, offset: int, length: int) -> bytes:
         if self._stopping.is_set():
             raise StorageError(f"{self.shown}: reading was stopped.")
-        try:
-            data = self._source.read(offset, length)
-        except OSError as error:
-            raise StorageError(f"{self.shown} cannot be read at offset {offset}: {error.strerror}.") from error
+        data = self._source.read(offset, length)
         if not data:
             raise ShardError(f"{self.shown} ends at offset {offset}: it was cut while it was read. Start again.")
         return data

@@ -158,7 +158,7 @@ def _entries(
         at = ("", one.start)
         for name, offset, size, crc in [] if why else one.members:
             at = (name, offset)
-            data = _read(source, offset, size, shown)
+            data = source.read(offset, size)
             if crc32(data) != crc:
                 why = "its bytes changed while they were read"
             elif one.doubtful and holds_header(data):
@@ -179,13 +179,6 @@ def _refusal(one: Whole) -> str:
     if sum(size for _, _, size, _ in one.members) > _MOST:
         return f"it claims more than {_MOST >> 30} GiB"
     return "a NUL character is in its name" if any("\0" in name for name in [one.key, *(m[0] for m in one.members)]) else ""
-
-
-def _read(source: Source, offset: int, size: int, shown: str) -> bytes:
-    try:
-        return source.read(offset, size)
-    except OSError as error:
-        raise StorageError(f"{shown} cannot be read at offset {offset}: {error.strerror}.") from error
 
 
 # --- the set ---------------------------------------------------------------------------------------------------------

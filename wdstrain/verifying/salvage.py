@@ -21,7 +21,6 @@ from wdstrain.tar import (
     END,
     EXTENSIONS,
     NO_KEY,
-    RECORD,
     Extra,
     Read,
     Walk,
@@ -29,6 +28,7 @@ from wdstrain.tar import (
     check_inside,
     check_plain,
     is_aside,
+    is_padding,
     name_in,
     other_kind,
     padding,
@@ -192,6 +192,7 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
 
     A damage that stops before the end of the shard stops where something begins.
     """
+    padding_fits = is_padding(read, offset, size)  # before what lies ahead is read
     stop = _zeros_until(read, offset, size)
     if stop < size:
         stop -= (stop - offset) % BLOCK
@@ -203,8 +204,8 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
         return Damage(begun, size, f"ends at offset {offset} after an extension header without its member")
     if size - offset < len(END):
         return Damage(offset, size, f"ends at byte {size} within the two zero blocks that end a tar: it was cut")
-    if size - offset > RECORD:
-        what = f"ends at offset {offset}, {size - offset} bytes before the file does; {RECORD} are the most that tar adds: it was zeroed in part"
+    if not padding_fits:
+        what = f"ends at offset {offset}, {size - offset} bytes before the file does, more than tar adds: it was zeroed in part"
         return Damage(offset, size, what)
     return None
 

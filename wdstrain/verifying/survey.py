@@ -13,6 +13,7 @@ import numpy as np
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError
+from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import MOST_FIELDS, Ints, Table, firsts
 from wdstrain.tar import Walk
 from wdstrain.verifying.passage import Passage
@@ -28,8 +29,9 @@ class Survey:
     """Samples of a shard in order, whole and doubtful ones.
 
     doubtful: places of samples beside a damage. twice: (place, field, offset) of members whose name was there before.
-    kinds: how many samples have these fields and no others; examples: the first of them, (key, offset). names, contents:
-    a 64-bit hash of each key, and of the fields of each sample with sizes and checksums, good within this process.
+    kinds: how many samples have these fields and no others; examples: the first of them, (key, offset). names, contents,
+    pictures: a 64-bit hash of each key, of the fields of each sample with sizes and checksums, and of the size and checksum
+    of its picture (jpg, png, ...; 0: it has none), good within this process.
     """
 
     def __init__(self) -> None:
@@ -65,7 +67,8 @@ class Survey:
         self._samples.extend((start, stop, len(raw), len(fields)))
         self._keys += raw
         contents.sort()
-        self._hashes.extend((hash(key), hash(tuple(contents))))
+        picture = [(size, crc) for name, size, crc in contents if name in EXTENSIONS and size]
+        self._hashes.extend((hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0))
         kind = frozenset([name for name, _, _ in fields])
         self.kinds[kind] += 1
         some = self.examples.setdefault(kind, [])
@@ -89,11 +92,15 @@ class Survey:
 
     @property
     def names(self) -> Ints:
-        return np.array(self._hashes[::2], np.int64)
+        return np.array(self._hashes[::3], np.int64)
 
     @property
     def contents(self) -> Ints:
-        return np.array(self._hashes[1::2], np.int64)
+        return np.array(self._hashes[1::3], np.int64)
+
+    @property
+    def pictures(self) -> Ints:
+        return np.array(self._hashes[2::3], np.int64)
 
     def _new(self, name: str) -> int:
         if len(self.fields) == MOST_FIELDS:

@@ -1,0 +1,140 @@
+"""A model of a data set in plain Python: which samples there are, and what a loader must deliver for each.
+
+Nothing here imports the package. The tars are written by Python's `tarfile`, the images by Pillow, the arrays by NumPy.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+CLASSES = ("ant", "bee", "cat", "dog")
+SHAPE = (3, 2)  # of the array of each sample
+SIDES = (5, 7)  # height and width of each image
+FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as its maker meant it: values, and the bytes of each tar field."""
+
+    number: int
+    key: str
+    label: int
+    angle: float
+    array: Array
+    pixels: Array
+    fields: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Samples by shard, in file order. `classes` names what the labels count; () if they are bare numbers."""
+
+    shards: tuple[tuple[Sample, ...], ...]
+    classes: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for shard in self.shards for sample in shard]
+
+    def by_number(self) -> dict[int, Sample]:
+        return {sample.number: sample for sample in self.samples}
+
+
+def draw_sample(rng: random.Random, number: int, key: str) -> Sample:
+    """A sample whose every field is drawn anew; `number` identifies it in the model and in the fields."""
+    values = np.random.default_rng(rng.getrandbits(64))
+    array = values.integers(0, 256, SHAPE).astype(np.uint8)
+    pixels = values.integers(0, 256, (*SIDES, 3)).astype(np.uint8)
+    label, angle = rng.randrange(len(CLASSES)), round(rng.uniform(-9, 9), 3)
+    fields = {
+        "number": str(number).encode(),
+        "cls": str(label).encode(),
+        "json": json.dumps({"number": number, "angle": angle, "kind": CLASSES[label]}).encode(),
+        "npy": _bytes_of(lambda file: np.save(file, array)),
+        "png": _bytes_of(lambda file: Image.fromarray(pixels).save(file, "PNG")),
+    }
+    if rng.random() < 0.7:  # some samples lack this field
+        fields["bin"] = values.bytes(rng.choice((0, 1, 511, 512, 513, rng.randrange(20_000))))
+    return Sample(number, key, label, angle, array, pixels, fields)
+
+
+def draw_data_set(rng: random.Random, *, first: int = 0, most: int = 60) -> DataSet:
+    """A set of drawn shard sizes; keys are unique, or begin anew in each shard as many writers have it."""
+    counts = [rng.randrange(1, most) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
+    anew, wide = rng.random() < 0.3, rng.random() < 0.2
+    shards, number = [], first
+    for count in counts:
+        samples = []
+        for place in range(count):
+            key = f"{place if anew else number:06d}"
+            key = f"folder/{'long-' * 30}{key}" if wide else key
+            samples.append(draw_sample(rng, number, key))
+            number += 1
+        shards.append(tuple(samples))
+    return DataSet(tuple(shards))
+
+
+def write(data: DataSet, folder: Path, rng: random.Random) -> list[Path]:
+    """Write the shards as one of the three tar formats; return their paths in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    form = rng.choice(FORMATS)
+    if form == tarfile.USTAR_FORMAT and any(len(s.key) > 90 for s in data.samples):
+        form = tarfile.GNU_FORMAT
+    paths = []
+    for index, shard in enumerate(data.shards):
+        path = folder / f"part-{index:03d}.tar"
+        with tarfile.open(path, "w", format=form) as tar:
+            for sample in shard:
+                names = list(sample.fields)
+                rng.shuffle(names)
+                for name in names:
+                    add(tar, f"{sample.key}.{name}", sample.fields[name])
+        paths.append(path)
+    return paths
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Append one member."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
+
+
+def read_tars(paths: Sequence[Path]) -> Iterator[tuple[Path, str, dict[str, bytes]]]:
+    """Yield (shard, key, fields) of each sample, by Python's `tarfile` and the rule of webdataset's keys."""
+    for path in paths:
+        key, fields = "", dict[str, bytes]()
+        with tarfile.open(path) as tar:
+            for member in tar:
+                folder, slash, base = member.name.rpartition("/")
+                stem, _, name = base.partition(".")
+                if key != folder + slash + stem:
+                    if fields:
+                        yield path, key, fields
+                    key, fields = folder + slash + stem, {}
+                file = tar.extractfile(member)
+                assert file is not None, f"{path}: {member.name} is no file"
+                assert name not in fields, f"{path}: {member.name} comes twice"
+                fields[name] = file.read()
+        if fields:
+            yield path, key, fields
+
+
+def _bytes_of(save: Any) -> bytes:
+    file = io.BytesIO()
+    save(file)
+    return file.getvalue()

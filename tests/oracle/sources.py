@@ -1,0 +1,206 @@
+"""Drawn sources of a conversion, each with a model of what the shards must hold.
+
+An item is identified by the bytes of one of its fields, which no other item has.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import wdstrain as wt
+from tests.oracle.data_set import DataSet, draw_data_set, write
+
+WORDS = ("ant", "bee", "Cat", "dog fish", "été", "10")
+NOISE = (".DS_Store", "notes.txt", "._0.png", "Thumbs.db")
+
+
+@dataclass
+class Item:
+    """One sample which the source offers: its fields as bytes, and its labels by name."""
+
+    identity: bytes
+    fields: dict[str, bytes] = field(default_factory=dict)
+    labels: dict[str, str | float] = field(default_factory=dict)
+
+
+@dataclass
+class Source:
+    """A source to convert, and the samples that the shards must hold.
+
+    field: the tar field that identifies an item. bad: samples that must be left out and counted.
+    change: alters the source, so that a resume must be refused; None if nothing can tell.
+    """
+
+    field: str
+    items: list[Item]
+    convert: Callable[..., wt.Index]
+    bad: int = 0
+    change: Callable[[], None] | None = None
+
+
+def draw_source(rng: random.Random, folder: Path) -> Source:
+    """A source of a drawn kind below `folder`."""
+    folder.mkdir(parents=True)
+    return rng.choice((draw_folder, draw_table, draw_arrays, draw_iterable, draw_tars))(rng, folder)
+
+
+def draw_image(rng: random.Random, form: str = "PNG") -> bytes:
+    """An image whose bytes no other has."""
+    file = io.BytesIO()
+    pixels = np.frombuffer(rng.randbytes(7 * 5 * 3), np.uint8).reshape(7, 5, 3)
+    Image.fromarray(pixels).save(file, form, quality=95)
+    return file.getvalue()
+
+
+def draw_folder(rng: random.Random, folder: Path) -> Source:
+    """Class folders with odd names, files that are no images, and dots and equal stems in names."""
+    items, paths = [], []
+    for name in rng.sample(WORDS, rng.randrange(1, len(WORDS))):
+        for number in range(rng.randrange(1, 12)):
+            form, ending = rng.choice((("PNG", "png"), ("JPEG", "jpg"), ("JPEG", "JPEG")))
+            data = draw_image(rng, form)
+            below = folder / name / rng.choice(("", "", "deep", "a.b"))
+            below.mkdir(parents=True, exist_ok=True)
+            path = below / rng.choice((f"{number}.{ending}", f"{number}.x.{ending}", f"ü {number}.{ending}"))
+            path.write_bytes(data)
+            paths.append(path)
+            items.append(Item(data, {}, {"class": name}))
+        if rng.random() < 0.3:
+            (folder / name / rng.choice(NOISE)).write_bytes(b"nothing")
+
+    def change() -> None:
+        path = rng.choice(paths)
+        path.write_bytes(draw_image(rng, "PNG" if path.suffix == ".png" else "JPEG"))
+
+    return Source("png;jpg;jpeg", items, lambda out, **options: wt.pack_folder(str(folder), out, **options), change=change)
+
+
+def draw_table(rng: random.Random, folder: Path) -> Source:
+    """A CSV of paths and labels; some images are missing, some labels are empty."""
+    items, bad, rows, good = [], 0, list[list[str]](), list[list[str]]()
+    words = rng.sample(WORDS[:-1], rng.randrange(2, len(WORDS)))
+    (folder / "images").mkdir()
+    absolute = rng.random() < 0.3
+    for number in range(rng.randrange(3, 40)):
+        data = draw_image(rng)
+        path = folder / "images" / f"{number:03d}.png"
+        kind, angle, text = rng.choice(words), round(rng.uniform(-1, 1), 4), rng.choice(('say "x"', "a,b", "00123", "\n", ""))
+        fault = rng.choice((None,) * 12 + ("missing", "empty label", "no number"))
+        if fault != "missing":
+            path.write_bytes(data)
+        if fault is None:
+            labels: dict[str, str | float] = {"kind": kind, "angle": angle}
+            items.append(Item(data, {}, labels))
+        bad += fault is not None
+        shown = str(path) if absolute else f"images/{number:03d}.png"
+        rows.append([shown, "" if fault == "empty label" else kind, "oops" if fault == "no number" else str(angle), text])
+        if fault is None:
+            good.append(rows[-1])
+    with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
+
+    def convert(out: str, **options: Any) -> wt.Index:
+        given = {"on_bad": "quarantine", **options}
+        labels = ["kind:class", "angle:number"]
+        return wt.pack_table(str(folder / "table.csv"), out, image="file", label=labels, **given)
+
+    def change() -> None:
+        good[0][3] += "another text"
+        with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
+
+    return Source("png", items, convert, bad, change)
+
+
+def draw_arrays(rng: random.Random, folder: Path) -> Source:
+    """Arrays of one length in .npy files or in memory, with class numbers."""
+    count = rng.randrange(2, 60)
+    values = np.random.default_rng(rng.getrandbits(64))
+    x = values.integers(0, 1 << 62, (count, 4))
+    labels = values.integers(0, 3, count)
+    labels[: min(3, count)] = np.arange(min(3, count))
+    x[:, 0] = np.arange(count)
+    names = ["zero", "one", "two"]
+    items = [Item(_npy(row), {}, {"class": names[label]}) for row, label in zip(x, labels.tolist(), strict=True)]
+    arrays: dict[str, Any] = {"x": x, "cls": labels}
+    if rng.random() < 0.6:
+        for name, array in arrays.items():
+            np.save(folder / f"{name}.npy", array)
+        arrays = {name: str(folder / f"{name}.npy") for name in arrays}
+
+    def change() -> None:
+        x[rng.randrange(count), 1] += 1
+        if isinstance(arrays["x"], str):
+            np.save(folder / "x.npy", x)
+
+    return Source("x.npy", items, lambda out, **options: wt.pack_arrays(arrays, out, classes=names, **options), change=change)
+
+
+def draw_iterable(rng: random.Random, folder: Path) -> Source:
+    """Samples of a generator: bytes, texts, arrays, class numbers, with or without keys."""
+    items, samples = [], []
+    keyed = rng.random() < 0.5
+    for number in range(rng.randrange(1, 60)):
+        data = draw_image(rng)
+        label = rng.randrange(3)
+        document = {"n": number, "ü": [1, None, "x"]}
+        sample: dict[str, Any] = {"png": data, "cls": label, "txt": f"text {number}", "json": document}
+        if keyed:
+            sample["__key__"] = rng.choice((f"key-{number}", f"a.b/{number}", f"{number // 2}"))
+        samples.append(sample)
+        items.append(Item(data, {"txt": f"text {number}".encode()}, {"class": WORDS[label]}))
+
+    def stream() -> Iterator[dict[str, Any]]:
+        yield from samples
+
+    return Source("png", items, lambda out, **options: wt.pack(stream(), out, classes=list(WORDS[:3]), **options))
+
+
+def draw_tars(rng: random.Random, folder: Path) -> Source:
+    """Shards that another program wrote, selected, and with fields dropped or renamed."""
+    data: DataSet = draw_data_set(rng)
+    write(data, folder / "tars", rng)
+    select = rng.choice((None, None, "cls == 1", "json.angle > 0 and cls != 2", "has.bin"))
+    chosen = {
+        None: lambda s: True,
+        "cls == 1": lambda s: s.label == 1,
+        "json.angle > 0 and cls != 2": lambda s: s.angle > 0 and s.label != 2,
+        "has.bin": lambda s: "bin" in s.fields,
+    }[select]
+    drop = rng.choice(((), ("npy",), ("bin", "json")))
+    rename = rng.choice(({}, {"png": "image.png"}))
+    items = []
+    for sample in filter(chosen, data.samples):
+        fields = {rename.get(n, n): v for n, v in sample.fields.items() if n not in drop}
+        items.append(Item(sample.fields["number"], fields, {}))
+
+    def convert(out: str, **options: Any) -> wt.Index:
+        return wt.pack_tars(str(folder / "tars"), out, select=select, drop=drop, rename=rename, **options)
+
+    def change() -> None:
+        sample = rng.choice([one for one in data.samples if chosen(one)])
+        sample.fields["number"] += b"000000"
+        write(data, folder / "tars", rng)
+
+    return Source("number", items, convert, change=change)
+
+
+def _npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def document_of(fields: dict[str, bytes]) -> Any:
+    """The sample's json field, parsed."""
+    return json.loads(fields["json"])

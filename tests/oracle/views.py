@@ -1,0 +1,94 @@
+"""The ways to ask a loader for samples, and what each must deliver for a sample of the model."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+import wdstrain as wt
+from tests.oracle.data_set import CLASSES, SHAPE, DataSet, Sample
+
+# field that a view decodes -> bytes which no decoder accepts
+BROKEN = {
+    "cls": b"not a class",
+    "npy": b"\x93NUMPY\x01\x00 cut off",
+    "png": b"\x89PNG\r\n\x1a\n cut off",
+    "json": b'{"angle": ',
+}
+
+
+def example(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's transform."""
+    return {
+        "number": int(sample["number"]),
+        "sum": zlib.crc32(sample["png"]),
+        "angle": json.loads(sample["json"])["angle"],
+    }
+
+
+def random_example(sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A user's transform that draws."""
+    return {**example(sample), "drawn": int(rng.integers(0, 1 << 62))}
+
+
+def options(view: str) -> dict[str, Any]:
+    """The arguments of `wt.Loader` for this view."""
+    if view == "bytes":
+        return {}
+    if view == "transform":
+        return {"transform": example}
+    if view == "random transform":
+        return {"transform": random_example}
+    fields: dict[str, Any] = {"number": wt.text("number")}
+    if view == "tensors":
+        fields |= {"x": wt.array("npy", shape=SHAPE, dtype="uint8"), "label": wt.label()}
+        fields |= {"image": wt.image("png", size=SIDE)}
+    else:
+        fields |= {"x": wt.array("npy"), "image": wt.image("png"), "document": wt.json("json")}
+        fields |= {"angle": wt.number("json", column="angle")}
+        fields |= {"kind": wt.label("json", column="kind", classes=CLASSES)}
+    return {"fields": fields}
+
+
+SIDE = (5, 7)
+VIEWS = ("bytes", "transform", "random transform", "tensors", "lists")
+DECODED = {"tensors": ("cls", "npy", "png"), "lists": ("npy", "png", "json"), "transform": ("json",)}
+
+
+def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
+    """The numbers of the samples of a batch, row by row; padding counts as a row."""
+    return [int(number) for number in batch["number"]]
+
+
+def compare(view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[str, ...] = ()) -> None:
+    """Assert that every row holds just what the model says of its sample."""
+    by_number = data.by_number()
+    for row, number in enumerate(rows(view, batch)):
+        sample = by_number[number]
+        assert batch["__key__"][row] == sample.key
+        if view == "bytes":
+            names = {name for one in by_number.values() for name in one.fields}
+            delivered = {name: batch[name][row] for name in names if batch[name][row] is not None}
+            assert delivered == sample.fields
+        elif "transform" in view:
+            assert int(batch["sum"][row]) == zlib.crc32(sample.fields["png"])
+            assert float(batch["angle"][row]) == sample.angle
+        else:
+            _compare_values(view, batch, row, sample, classes)
+
+
+def _compare_values(view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]) -> None:
+    assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
+    assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
+    if view == "tensors":
+        label = int(batch["label"][row])
+        assert (classes[label] if classes else label) == (CLASSES[sample.label] if classes else sample.label)
+    else:
+        assert batch["document"][row]["number"] == sample.number
+        assert float(batch["angle"][row]) == float(torch.tensor(sample.angle, dtype=torch.float32))
+        assert int(batch["kind"][row]) == sample.label

@@ -1,0 +1,336 @@
+"""Pictures come upright as Pillow's exif_transpose has them, wherever and however their orientation is written, on every way to pixels."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageOps
+
+import wdstrain as wt
+from tests.conftest import ROOT
+
+Pixels = npt.NDArray[np.uint8]
+
+BYTE, ASCII, SHORT, LONG, RATIONAL, FLOAT = 1, 2, 3, 4, 5, 11
+SIDE = 24  # of pictures of which all of it is taken, so that nothing is resized
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Pillow warns of odd metadata."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def noise(width: int, height: int) -> Pixels:
+    return np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
+
+
+def jpeg(width: int = SIDE, height: int = SIDE, mode: str = "RGB", **options: Any) -> bytes:
+    into = io.BytesIO()
+    Image.fromarray(noise(width, height)).convert(mode).save(into, "JPEG", **options)
+    return into.getvalue()
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    return b"\xff" + bytes([marker]) + struct.pack(">H", len(data) + 2) + data
+
+
+def entry(tag: int, kind: int, count: int, value: bytes, order: str = "<") -> bytes:
+    return struct.pack(order + "HHI", tag, kind, count) + value.ljust(4, b"\0")
+
+
+def tiff(entries: list[bytes], order: str = "<", at: int = 8, tail: bytes = b"") -> bytes:
+    """A directory that begins at byte `at`."""
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", at) + bytes(at - 8)
+    return head + struct.pack(order + "H", len(entries)) + b"".join(entries) + bytes(4) + tail
+
+
+def value_of(kind: int, number: int, order: str) -> bytes:
+    return struct.pack(order + {BYTE: "B", SHORT: "H", LONG: "I", FLOAT: "f"}[kind], number)
+
+
+def exif(number: int, order: str = "<", kind: int = SHORT, **words: Any) -> bytes:
+    """An EXIF segment as cameras write it: the orientation stands between others, whose values stand behind the directory."""
+    camera = entry(271, ASCII, 6, struct.pack(order + "I", 120), order)
+    resolution = entry(282, RATIONAL, 1, struct.pack(order + "I", 130), order)
+    made = [camera, entry(274, kind, 1, value_of(kind, number, order), order), resolution]
+    return segment(0xE1, b"Exif\0\0" + tiff(made, order, tail=bytes(200), **words))
+
+
+def xmp(text: str) -> bytes:
+    return segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0" + text.encode())
+
+
+def places(picture: bytes) -> list[int]:
+    """Where the segments of a JPEG begin."""
+    at, found = 2, [2]
+    while picture[at + 1] != 0xDA:
+        at += 2 + int.from_bytes(picture[at + 2 : at + 4], "big")
+        found.append(at)
+    return found
+
+
+def inserted(picture: bytes, what: bytes, place: int = 0) -> bytes:
+    at = places(picture)[place]
+    return picture[:at] + what + picture[at:]
+
+
+def by_pillow(data: bytes) -> Pixels:
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+def png(pixels: Pixels) -> bytes:
+    into = io.BytesIO()
+    Image.fromarray(pixels).save(into, "PNG")
+    return into.getvalue()
+
+
+def packed(pictures: list[bytes], folder: Path, field: str = "jpg") -> Path:
+    wt.pack(({"__key__": f"k{n:05d}", field: one} for n, one in enumerate(pictures)), str(folder), shuffle=False)
+    return folder
+
+
+def delivered(folder: Path, num_workers: int = 0, **options: Any) -> list[Pixels]:
+    """uint8[height, width, 3] each, in the order of the shard."""
+    fields = {"x": wt.image(**options)}
+    loader = wt.Loader(folder, fields, batch_size=16, shuffle=False, tail="keep", num_workers=num_workers)
+    with closing(loader):
+        return [one.permute(1, 2, 0).numpy() for batch in loader for one in batch["x"]]
+
+
+def check(pictures: list[bytes], folder: Path, names: list[Any]) -> None:
+    """Square pictures: one by one, and as rows of a batch."""
+    wanted = list(map(by_pillow, pictures))
+    packed(pictures, folder)
+    for options in ({}, {"size": SIDE}):
+        for name, one, other in zip(names, delivered(folder, **options), wanted, strict=True):
+            assert np.array_equal(one, other), (name, options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("augment", ["none", "flip", "rrc+flip"])
+def test_parts_of_turned_pictures_are_those_of_upright_ones(tmp_path: Path, augment: str, num_workers: int) -> None:
+    """Every orientation, in both byte orders, of pictures in colour, in grey and in several scans; and numbers that are none."""
+    plain = [jpeg(101, 60), jpeg(64, 80, "L"), jpeg(70, 50, progressive=True), jpeg(48, 48, subsampling=0)]
+    pictures = [inserted(one, exif(number, order)) for number in range(10) for order in "<>" for one in plain]
+    packed(pictures, tmp_path / "jpg")
+    packed([png(by_pillow(one)) for one in pictures], tmp_path / "png", "png")
+    for size in ((40, 40), (60, 101), (48, 48)):
+        words: dict[str, Any] = {"size": size, "augment": augment, "num_workers": num_workers}
+        for n, (one, other) in enumerate(
+            zip(delivered(tmp_path / "jpg", **words), delivered(tmp_path / "png", **words), strict=True)
+        ):
+            assert np.array_equal(one, other), (n, size)
+
+
+def test_orientation_of_any_type_at_any_offset(tmp_path: Path) -> None:
+    names = [
+        (number, order, kind, at)
+        for number in (0, 1, 2, 5, 6, 8, 9, 300)
+        for order in "<>"
+        for kind in (BYTE, SHORT, LONG, FLOAT)
+        for at in (8, 9, 31)
+        if kind != BYTE or number < 256
+    ]
+    pictures = [inserted(jpeg(), exif(number, order, kind, at=at)) for number, order, kind, at in names]
+    check(pictures, tmp_path / "set", names)
+
+
+SIX = exif(6)
+CASES = {
+    "XMP alone": xmp('<x tiff:Orientation="6"/>'),
+    "XMP, an element": xmp("<tiff:Orientation>8</tiff:Orientation>"),
+    "XMP, single quotes": xmp("<x tiff:Orientation='6'/>"),
+    "XMP, no number": xmp('<x tiff:Orientation="x"/><y tiff:Orientation="3"/>'),
+    "XMP, none": xmp("<x O tiff:Orientation"),
+    "XMP, zero": xmp('<x tiff:Orientation="0"/><y tiff:Orientation="3"/>'),
+    "two of XMP": xmp('<x tiff:Orientation="6"/>') + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF before XMP": SIX + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF after XMP": xmp('<x tiff:Orientation="3"/>') + SIX,
+    "EXIF that says nothing, and XMP": exif(0) + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF without it, and XMP": segment(0xE1, b"Exif\0\0" + tiff([])) + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF of no bytes, and XMP": segment(0xE1, b"Exif\0\0") + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF twice": exif(1) + SIX,
+    "EXIF in two segments": SIX[:2] + struct.pack(">H", 40) + SIX[4:42] + segment(0xE1, b"Exif\0\0" + SIX[42:]),
+    "fill bytes": b"\xff\xff\xff" + SIX,
+    "bytes between": segment(0xFE, b"x") + b"\0\0" + SIX,
+    "a comment": segment(0xFE, SIX),
+    "a long profile": segment(0xE2, b"y" * 60000) * 3 + SIX,
+    "capitals": segment(0xE1, b"EXIF" + SIX[8:]),
+    "two at once": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6"), entry(274, SHORT, 1, b"\3")])),
+    "two values": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 2, b"\6\0\3\0")])),
+    "no value": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 0, b"\6"), entry(274, SHORT, 1, b"\3")])),
+    "after a value beyond the end": segment(
+        0xE1, b"Exif\0\0" + tiff([entry(271, ASCII, 90, b"\x20"), entry(274, SHORT, 1, b"\6")])
+    ),
+    "after a type that is none": segment(0xE1, b"Exif\0\0" + tiff([entry(271, 99, 9, b"\x20"), entry(274, SHORT, 1, b"\6")])),
+    "a directory that is cut": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6")])[:-5]),
+    "a directory beyond the end": segment(0xE1, b"Exif\0\0" + b"II*\0\xff\xff\0\0"),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, -1])
+def test_orientation_wherever_it_stands(tmp_path: Path, place: int) -> None:
+    """At the front, behind the first segment, behind tables and the frame, and right before the scan."""
+    check([inserted(jpeg(), case, place) for case in CASES.values()], tmp_path / "set", list(CASES))
+
+
+def drawn_tiff(bits: random.Random) -> bytes:
+    """A directory of entries that may be anything, and the orientation among them."""
+    order, at = bits.choice("<>"), 8 + bits.choice([0, 0, 1, 5, 20])
+    made = []
+    for n in range(count := bits.choice([1, 1, 2, 3, 8])):
+        if n == count // 2 or bits.random() < 0.1:
+            kind = bits.choice([SHORT] * 6 + [LONG, LONG, BYTE, FLOAT])
+            made.append(entry(274, kind, bits.choice([1] * 9 + [0, 2, 3]), value_of(kind, bits.randrange(10), order), order))
+        else:
+            kind, size = bits.choice([1, 2, 3, 4, 5, 7, 10, 12] * 5 + [0, 14, 99]), bits.choice([0, 1, 4, 5, 20])
+            made.append(entry(bits.randrange(65536), kind, size, struct.pack(order + "I", bits.randrange(60)), order))
+    data = bytearray(tiff(made, order, at, bytes(bits.choice([0, 8, 200]))))
+    if bits.random() < 0.15:
+        data[bits.randrange(len(data))] = bits.randrange(256)
+    return bytes(data[: bits.randrange(len(data))] if bits.random() < 0.1 else data)
+
+
+def drawn(bits: random.Random, plain: list[bytes]) -> bytes:
+    picture = bits.choice(plain)
+    for at in sorted(bits.choices(places(picture), k=bits.choice([1, 1, 1, 2, 3])), reverse=True):
+        text = bits.choice(['tiff:Orientation="{}"', "tiff:Orientation>{}", "tiff:Orientation", "Orientation={}"])
+        rare = [xmp(text.format(bits.randrange(10)) * 2), segment(0xFE, SIX), b"\xff", b"\xff\xd0", segment(0xE0, b"JFIF\0")]
+        picture = picture[:at] + bits.choice([segment(0xE1, b"Exif\0\0" + drawn_tiff(bits))] * 6 + rare) + picture[at:]
+    return picture
+
+
+def compare_drawn(count: int, seed: int, folder: Path) -> None:
+    print(f"seed {seed}")
+    bits = random.Random(seed)
+    plain = [jpeg(), jpeg(progressive=True), jpeg(mode="L")]
+    pictures = []
+    while len(pictures) < count:
+        try:
+            one = drawn(bits, plain)
+            by_pillow(one)
+        except Exception:  # Pillow raises whatever its parsers meet
+            continue
+        pictures.append(one)
+    check(pictures, folder, [f"seed {seed}, number {n}" for n in range(count)])
+
+
+def test_drawn_segments_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
+    compare_drawn(200, random.randrange(1 << 32), tmp_path / "set")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_thousands_of_drawn_segments_are_read_as_pillow_reads_them(tmp_path: Path, part: int) -> None:
+    compare_drawn(1000, random.randrange(1 << 32), tmp_path / "set")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_other_formats_come_upright(tmp_path: Path, kind: str) -> None:
+    pictures = []
+    for number in range(10):
+        tags = Image.Exif()
+        tags[274] = number
+        into = io.BytesIO()
+        Image.fromarray(noise(31, 20)).save(into, kind, exif=tags)
+        pictures.append(into.getvalue())
+    packed(pictures, tmp_path / "set", kind.lower())
+    for one, other in zip(delivered(tmp_path / "set"), map(by_pillow, pictures), strict=True):
+        assert np.array_equal(one, other)
+
+
+DELIVERED = """
+import sys
+if "jpeg" in sys.argv[3]:
+    sys.modules["turbojpeg"] = None  # as where the package is not installed
+import numpy as np
+import wdstrain as wt
+fields = {"x": wt.image(size=(30, 40), augment="rrc+flip"), "whole": wt.image(size=24)}
+found = {"x": [], "whole": []}
+for batch in wt.Loader(sys.argv[1], fields, batch_size=16, shuffle=False, tail="keep"):
+    for name in found:
+        found[name].append(batch[name].numpy())
+np.savez(sys.argv[2], **{name: np.concatenate(values) for name, values in found.items()})
+"""
+
+
+def test_pixels_are_the_same_without_what_is_compiled(tmp_path: Path) -> None:
+    """Without the package's part in C, without libjpeg-turbo's package, and without both."""
+    pictures = [inserted(one, exif(number)) for number in range(1, 9) for one in (jpeg(), jpeg(101, 60), jpeg(61, 90))]
+    packed([*pictures, *(inserted(jpeg(), case) for case in CASES.values())], tmp_path / "set")
+    shutil.copytree(ROOT / "wdstrain", tmp_path / "bare" / "wdstrain", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    found = []
+    for way, package in (("all", ROOT), ("no jpeg", ROOT), ("no c", tmp_path / "bare"), ("no c, no jpeg", tmp_path / "bare")):
+        words = [str(tmp_path / "set"), str(tmp_path / f"{way}.npz"), way]
+        ended = subprocess.run(
+            [sys.executable, "-c", DELIVERED, *words],
+            env={**os.environ, "PYTHONPATH": str(package)},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        found.append(dict(np.load(tmp_path / f"{way}.npz")))
+    for other in found[1:]:
+        assert all(np.array_equal(found[0][name], other[name]) for name in ("x", "whole"))
+
+
+def test_pictures_made_smaller_when_they_are_packed_are_turned_likewise(tmp_path: Path) -> None:
+    cases: list[Callable[[], bytes]] = [lambda: exif(6), lambda: exif(6, kind=BYTE), lambda: xmp('<x tiff:Orientation="6"/>')]
+    packed([inserted(jpeg(100, 60), case()) for case in cases], tmp_path / "set")
+    wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=30, shuffle=False)
+    assert [one.shape[:2] for one in delivered(tmp_path / "small")] == [(50, 30), (30, 50), (50, 30)]
+
+
+DRIVER = """
+#include <stdio.h>
+int main(void) {
+    unsigned char size[4];
+    long long sum = 0;
+    while (fread(size, 1, 4, stdin) == 4) {
+        int64_t count = size[0] | size[1] << 8 | size[2] << 16 | (int64_t)size[3] << 24;
+        unsigned char *data = malloc(count ? count : 1); /* of its own, so that what lies beyond is found out */
+        if (!data || fread(data, 1, count, stdin) != (size_t)count)
+            return 2;
+        sum += orientation(data, count);
+        free(data);
+    }
+    printf("%lld", sum);
+    return 0;
+}
+"""
+
+
+def test_nothing_leads_the_parser_beyond_its_bytes(tmp_path: Path) -> None:
+    """Drawn pictures, and each of some cut at every byte, under the compiler's checks of memory and of undefined behaviour."""
+    (tmp_path / "it.c").write_text(f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "bulk.c"}"\n{DRIVER}')
+    command = ["cc", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
+    try:
+        subprocess.run([*command, "-o", str(tmp_path / "it"), str(tmp_path / "it.c")], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("there is no C compiler with sanitizers")
+    seed = random.randrange(1 << 32)
+    bits, plain = random.Random(seed), [jpeg(8, 8)]
+    pictures = [drawn(bits, plain) for _ in range(1000)]
+    for case in [*CASES.values(), exif(6, ">"), xmp("tiff:Orientation=")]:
+        whole = inserted(plain[0], case)[: len(case) + 40 if len(case) < 400 else 60]
+        pictures += [whole[:stop] for stop in range(len(whole))]
+    given = b"".join(struct.pack("<I", len(one)) + one for one in pictures)
+    ended = subprocess.run([str(tmp_path / "it")], input=given, capture_output=True)
+    assert ended.returncode == 0, f"seed {seed}: {ended.stderr.decode(errors='replace')[-2000:]}"

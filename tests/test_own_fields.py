@@ -1,0 +1,274 @@
+"""Fields of the user's own: what they are given stays as it is, and what they give arrives as it was."""
+
+from __future__ import annotations
+
+import io
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from wdstrain.errors import SampleError, UsageError, WdstrainError
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+
+
+def body(number: int) -> bytes:
+    """Bytes that tell the number of their sample; a few bytes more or less each."""
+    return (b"%06d" % number) * (500 + number % 7)
+
+
+def pack(folder: Path, count: int) -> Path:
+    wt.pack(({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count)), str(folder), shard_samples=100)
+    return folder
+
+
+class Own:
+    """A field of no fixed size."""
+
+    names: tuple[str, ...] = ("bin",)
+    example: wt.Example | None = None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return data
+
+
+class View(Own):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.frombuffer(data, np.uint8)
+
+
+class Backwards(Own):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.frombuffer(data, np.uint8)[::-1]
+
+
+class Nested(Own):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return {"x": np.frombuffer(data, np.uint8)}
+
+
+def held(value: Any, kind: type[Own]) -> bytes:
+    value = value["x"] if isinstance(value, dict) else value
+    found = bytes(value.numpy() if isinstance(value, torch.Tensor) else value)
+    return found[::-1] if kind is Backwards else found
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pack(tmp_path_factory.mktemp("many"), 600)
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", [Own, View, Backwards, Nested])
+def test_what_a_field_returns_does_not_change_after_delivery(many: Path, kind: type[Own], num_workers: int) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": 32, "num_workers": num_workers}
+    with closing(wt.Loader(many, {"x": kind()}, **options)) as loader:
+        batches = list(loader)
+    assert len(batches) == 600 // 16
+    for batch in batches:
+        assert [held(value, kind) for value in batch["x"]] == [body(int(key[1:])) for key in batch["__key__"]]
+
+
+class Halves(Own):
+    """Writes to the bytes that it is given."""
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        values = np.frombuffer(data, np.uint8)
+        values //= 2
+        return values
+
+
+class HalvesInto(Halves):
+    example = wt.Example((), "int64")
+
+
+class Redraws(Own):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        draws[:] = 0
+
+
+@pytest.mark.parametrize("kind", [Halves, HalvesInto, Redraws])
+def test_a_field_cannot_change_what_other_fields_are_given(tmp_path: Path, kind: type[Own]) -> None:
+    folder = pack(tmp_path / "set", 20)
+    with (
+        closing(wt.Loader(folder, {"own": kind(), "x": Own()}, batch_size=5)) as loader,
+        pytest.raises(SampleError, match=r"field 'bin' at offset \d+: .*read-only"),
+    ):
+        list(loader)
+
+
+class Tokens(Own):
+    """Fills a part of `out`."""
+
+    names, example = ("id",), wt.Example((8,), "int64")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        out[: len(data)] = np.frombuffer(data, np.uint8)
+
+
+@WORKERS
+def test_where_a_field_writes_nothing_there_are_zeros(many: Path, num_workers: int) -> None:
+    with closing(wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers)) as loader:
+        for batch in (batch for _ in range(2) for batch in loader):
+            wanted = [list(str(int(key[1:])).encode().ljust(8, b"\0")) for key in batch["__key__"]]
+            assert batch["x"].tolist() == wanted
+    apply = wt.to_example({"x": Tokens()})
+    assert apply({"__key__": "k", "id": b"12"})["x"].tolist() == [49, 50, 0, 0, 0, 0, 0, 0]
+
+
+class Returns(Tokens):
+    """Returns a value that `out` should hold."""
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.arange(8)
+
+
+class ReturnsOut(Tokens):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        out[:] = int(bytes(data))
+        return out
+
+
+def test_a_value_that_is_returned_where_out_is_delivered_is_refused(tmp_path: Path) -> None:
+    folder = pack(tmp_path / "set", 20)
+    with (
+        closing(wt.Loader(folder, {"x": Returns()}, batch_size=5)) as loader,
+        pytest.raises(SampleError, match=r"read\(\) returned ndarray, and a field with an example writes"),
+    ):
+        list(loader)
+    with closing(wt.Loader(folder, {"x": ReturnsOut()}, batch_size=5)) as loader:
+        for batch in loader:
+            assert batch["x"].tolist() == [[int(key[1:])] * 8 for key in batch["__key__"]]
+
+
+class OwnArray(type(wt.array("x.npy"))):  # type: ignore[misc]
+    """An array, twice as large as it was packed."""
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        super().read(name, data, out, draws)
+        out *= 2
+
+
+def test_an_array_that_a_user_changes_is_read_by_the_user(tmp_path: Path) -> None:
+    """Also where it is large enough to be read straight to its place."""
+    wt.pack(({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8)), str(tmp_path / "set"))
+    plain = wt.array("x.npy", shape=(64, 64), dtype="float32")
+    with closing(wt.Loader(tmp_path / "set", {"x": OwnArray(plain.names, plain.example)}, batch_size=4)) as loader:
+        for batch in loader:
+            assert [one.unique().tolist() for one in batch["x"]] == [[2.0 * int(key[1:])] for key in batch["__key__"]]
+
+
+class Sometimes(Own):
+    """An array for some samples and something else for others."""
+
+    names = ("id",)
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        number = int(bytes(data))
+        return [None, np.arange(3), "text", np.arange(number)][number % 4]
+
+
+@WORKERS
+@pytest.mark.parametrize("on_bad", ["raise", "replace"])
+def test_values_of_several_kinds_are_a_list(tmp_path: Path, num_workers: int, on_bad: str) -> None:
+    folder = pack(tmp_path / "set", 60)
+    with closing(wt.Loader(folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_bad=on_bad)) as loader:
+        for batch in loader:
+            assert isinstance(batch["x"], list)
+            for key, found in zip(batch["__key__"], batch["x"], strict=True):
+                wanted = Sometimes().read("id", memoryview(str(int(key[1:])).encode()), None, None)
+                if isinstance(wanted, np.ndarray):
+                    assert isinstance(found, torch.Tensor)
+                    assert found.tolist() == wanted.tolist()
+                else:
+                    assert found == wanted
+
+
+KINDS = {
+    "big-endian": np.arange(6, dtype=">i4"),
+    "big-endian floats": np.arange(6, dtype=">f8"),
+    "uint16": np.arange(6, dtype="uint16"),
+    "uint64": np.arange(6, dtype="uint64"),
+    "float16": np.arange(6, dtype="float16"),
+    "bool": np.arange(6) % 2 == 0,
+    "complex": np.arange(6, dtype="complex64"),
+    "no dimension": np.array(3.5),
+    "no value": np.zeros((0, 3)),
+    "columns first": np.asfortranarray(np.arange(6).reshape(2, 3)),
+    "a column of records": np.zeros(3, [("a", "i1"), ("b", "f8")])["b"],
+}
+
+
+def npy(value: Any) -> bytes:
+    into = io.BytesIO()
+    np.save(into, value)
+    return into.getvalue()
+
+
+class Given(Own):
+    """Arrays of the kind that is under test, of this process alone: not as numpy has stored them."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return KINDS[self._kind] if bytes(data) == b"odd" else np.arange(4)
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("among", [1, 4])
+def test_arrays_arrive_as_tensors_of_their_values(tmp_path: Path, kind: str, among: int, num_workers: int) -> None:
+    """In a batch of their own, and one among others of another shape."""
+    value = KINDS[kind]
+    rows = [
+        {"__key__": f"k{n}", "x.npy": npy(value if n % among == 0 else np.arange(4)), "bin": b"odd" if n % among == 0 else b""}
+        for n in range(4)
+    ]
+    wt.pack(rows, str(tmp_path / "set"), shuffle=False)
+    fields: dict[str, Any] = {"x": wt.array("x.npy"), "own": Given(kind)}
+    if among == 1 and value.dtype.isnative:
+        fields["fixed"] = wt.array("x.npy", shape=value.shape, dtype=value.dtype.name)
+    with closing(wt.Loader(tmp_path / "set", fields, batch_size=4, shuffle=False, num_workers=num_workers)) as loader:
+        (batch,) = loader
+    for name in fields:
+        for n, found in enumerate(batch[name]):
+            wanted = value if n % among == 0 else np.arange(4)
+            assert isinstance(found, torch.Tensor)
+            assert found.numpy().dtype == wanted.dtype.newbyteorder("=")
+            assert np.array_equal(found.numpy(), wanted)
+
+
+@pytest.mark.skipif(np.dtype("longdouble").itemsize == 8, reason="numpy's longest floats are float64 here")
+@WORKERS
+def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_workers: int) -> None:
+    rows = [{"__key__": f"k{n}", "x.npy": npy(np.arange(3, dtype="longdouble" if n == 2 else "int64"))} for n in range(4)]
+    wt.pack(rows, str(tmp_path / "set"), shuffle=False)
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "num_workers": num_workers}
+    with (
+        closing(wt.Loader(tmp_path / "set", {"x": wt.array("x.npy")}, **options)) as loader,
+        pytest.raises(SampleError, match=r"train-000000.tar: 'k2', field 'x.npy' .* is an array of float\d+, which torch"),
+    ):
+        list(loader)
+    with closing(wt.Loader(tmp_path / "set", {"x": wt.array("x.npy")}, on_bad="replace", max_bad=0.5, **options)) as loader:
+        (batch,) = loader
+        assert batch["x"].tolist() == [[0, 1, 2]] * 4
+        assert loader.report()["bad"] == 1
+    with pytest.raises(UsageError, match="longdouble.*dtype that torch has"):
+        wt.array("x.npy", shape=(3,), dtype="longdouble")
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "U3", "datetime64[s]", ">i4", "nonsense"])
+def test_an_example_of_a_dtype_that_torch_does_not_have_is_refused_at_once(tmp_path: Path, dtype: str) -> None:
+    folder = pack(tmp_path / "set", 4)
+
+    class Fixed(Own):
+        example = wt.Example((3,), dtype)
+
+    with pytest.raises(WdstrainError, match=f"field 'x' has an example of '{dtype}'".replace("[", r"\[")):
+        wt.Loader(folder, {"x": Fixed()}, batch_size=2)

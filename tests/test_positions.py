@@ -1,0 +1,304 @@
+"""Where a loop is: what a state says, what a copy of a loader does, and what is refused as a number."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import write_shards, write_tar
+
+Make = Callable[..., wt.Loader]
+
+
+def keys(loader: wt.Loader) -> list[list[str]]:
+    return [batch["__key__"] for batch in loader]
+
+
+def numbers(folder: Path, count: int, bad: set[int]) -> Path:
+    """A shard with a number in each sample, but for the bad ones."""
+    write_tar(folder / "a.tar", [(f"k{i:04d}", {"val": b"x" if i in bad else b"%d" % i}) for i in range(count)])
+    return folder
+
+
+# --- bad samples and the position ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(tmp_path: Path, num_workers: int) -> None:
+    folder = numbers(tmp_path / "s", 100, {57})
+
+    def loader(**options: Any) -> wt.Loader:
+        fields = {"y": wt.number("val")}
+        return wt.Loader(folder, fields, batch_size=10, shuffle=False, on_bad="replace", num_workers=num_workers, **options)
+
+    strict = loader(max_bad=0.0)
+    batches = iter(strict)
+    assert len(list(islice(batches, 5))) == 5
+    with pytest.raises(wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_bad=0.0"):
+        next(batches)
+    state, report = strict.state_dict(), strict.report()
+    strict.close()
+    assert state["step"] == report["batches"] == 5
+    assert report["samples"] == 50
+    assert report["bad"] == 1
+    lenient = loader(max_bad=1.0)
+    lenient.load_state_dict(state)
+    assert len(keys(lenient)) == 5
+    lenient.close()
+
+
+@pytest.mark.parametrize("at", [1, 10, 95, 99])
+def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(tmp_path: Path, at: int) -> None:
+    """What the undisturbed run does not survive, the resumed one does not either, at the same batch."""
+    bad = {103, 255, 961, 964, 985}
+
+    def loader(max_bad: float) -> wt.Loader:
+        fields = {"y": wt.number("val")}
+        return wt.Loader(tmp_path, fields, batch_size=10, shuffle=False, on_bad="replace", max_bad=max_bad)
+
+    def given(one: wt.Loader, steps: int | None = None) -> tuple[int, str]:
+        count = 0
+        try:
+            for _ in islice(one, steps):
+                count += 1
+        except wt.SampleError as error:
+            return count, str(error)
+        return count, ""
+
+    numbers(tmp_path, 1000, bad)
+    for max_bad in (0.0, 0.001, 0.004, 0.005, 1.0):
+        whole, why = given(loader(max_bad))
+        first = loader(max_bad)
+        before, _ = given(first, at)
+        second = loader(max_bad)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        after, again = given(second)
+        assert before + after == whole, max_bad
+        assert again.split(" are bad")[0] == why.split(" are bad")[0]
+        following = keys(second) if not why else []
+        assert len(following) == (100 if not why else 0)  # the count begins anew with the next epoch
+
+
+def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
+    numbers(tmp_path, 100, {1, 2})
+
+    def rank(number: int) -> wt.Loader:
+        options: dict[str, Any] = {"batch_size": 10, "shuffle": False, "on_bad": "replace", "max_bad": 0.05}
+        return wt.Loader(tmp_path, {"y": wt.number("val")}, rank=number, world_size=2, **options)
+
+    first, second = rank(0), rank(1)
+    for _ in islice(first, 2):
+        pass
+    state = first.state_dict()
+    assert state["bad"] == 2
+    second.load_state_dict(state)
+    assert second.state_dict()["bad"] == 0
+    assert len(keys(second)) == 3
+
+
+# --- set_epoch, break and states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(shards: Path, step: int, device: bool) -> None:
+    plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
+    epochs = [[batch["__key__"] for batch in plain.epoch(number)] for number in range(8)]
+    given = list[list[str]]()
+    for taken, batch in enumerate(wt.to_device(loader, "cpu") if device else loader, start=1):
+        given.append(batch["__key__"])
+        if taken == step:
+            loader.set_epoch(7)
+            state = loader.state_dict()
+    begun = loader.state_dict()
+    assert given == epochs[0]
+    assert (begun["epoch"], begun["step"]) == (7, 0)
+    assert keys(loader) == epochs[7]
+    resumed = wt.Loader(shards, batch_size=4)
+    resumed.load_state_dict(state)
+    assert keys(resumed) == (epochs[0][step:] if step < 5 else epochs[7])
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(shards: Path, step: int) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    for _ in islice(loader, step):
+        pass
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == ((0, step) if step < 5 else (1, 0))
+    assert loader.begins == (1, 0)
+    loader.set_epoch(3)
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == loader.begins == (3, 0)
+
+
+def test_a_state_that_is_loaded_within_a_loop_is_the_state(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    other = {**loader.state_dict(), "epoch": 3, "step": 2}
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(other)
+    next(batches)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == loader.begins == (3, 2)
+    assert len(keys(loader)) == 3
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+INTEGERS = {"int": int, "np.int64": np.int64, "np.uint8": np.uint8, "torch": torch.tensor}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_of_any_type_mean_the_same_and_states_stay_json(shards: Path, kind: str) -> None:
+    of = INTEGERS[kind]
+    plain = wt.Loader(shards, batch_size=4, seed=3, shuffle_buffer=9, lanes=2)
+    options: dict[str, Any] = {"batch_size": of(4), "seed": of(3), "shuffle_buffer": of(9), "lanes": of(2)}
+    loader = wt.Loader(shards, rank=of(0), world_size=of(1), num_workers=of(0), **options)
+    loader.set_epoch(of(2))
+    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(2)]
+    assert [batch["__key__"] for batch in loader.epoch(of(1), start=of(2))] == [
+        batch["__key__"] for batch in plain.epoch(1, start=2)
+    ]
+    state = loader.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    loader.load_state_dict({**state, "epoch": of(5), "step": of(1)})
+    assert json.loads(json.dumps(loader.state_dict())) == {**state, "epoch": 5, "step": 1}
+    assert keys(loader) == [batch["__key__"] for batch in plain.epoch(5, start=1)]
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit"])
+@pytest.mark.parametrize("value", [1.0, True, "1", np.float64(1), [1], float("nan")])
+def test_what_is_no_integer_is_refused_with_the_value(shards: Path, tmp_path: Path, name: str, value: Any) -> None:
+    if name == "cache_limit" and value == "1":
+        return  # sizes may be written
+    options = {name: value} | ({"world_size": 1} if name == "rank" else {}) | {"cache_dir": tmp_path / "cache"}
+    with pytest.raises(wt.UsageError, match=f"^{name}=.*: must be an integer"):
+        wt.Loader(shards, **{"batch_size": 4, **options})
+    with pytest.raises(wt.UsageError, match=r"^epoch=.*: must be an integer >= 0\."):
+        wt.Loader(shards, batch_size=4).set_epoch(value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"patience": None}, "patience=None: must be a number of seconds >= 0"),
+        ({"patience": float("nan")}, "patience=nan"),
+        ({"patience": "60"}, "patience='60'"),
+        ({"max_bad": None}, "max_bad=None"),
+        ({"max_bad": "1%"}, "max_bad='1%'|max_bad=1%"),
+        ({"max_bad": float("nan")}, "max_bad=nan"),
+        ({"batch_size": None}, "batch_size=None: must be an integer >= 1"),
+        ({"seed": None}, "seed=None: must be an integer"),
+        ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
+    ],
+)
+def test_what_is_no_number_is_refused_in_words(shards: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.Loader(shards, **{"batch_size": 4, **options})
+
+
+def test_a_wrong_epoch_is_refused_where_it_is_said(shards: Path) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    with pytest.raises(wt.UsageError, match="epoch=-1: must be an integer >= 0"):
+        loader.set_epoch(-1)
+    with pytest.raises(wt.UsageError, match="start=-1: must be an integer >= 0"):
+        loader.epoch(0, start=-1)
+    with pytest.raises(wt.UsageError, match="an epoch has 5 steps"):
+        loader.epoch(0, start=5)
+
+
+@pytest.mark.parametrize("seed", [1.0, True, None, "1"])
+def test_seeds_are_integers_wherever_something_is_drawn(shards: Path, tmp_path: Path, seed: Any) -> None:
+    samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
+    for call in (
+        lambda: wt.pack(samples, tmp_path / "out", seed=seed),
+        lambda: wt.peek(shards, 2, order="random", seed=seed),
+        lambda: wt.foresee(shards, batch_size=4, seed=seed),
+        lambda: wt.mix({"a": shards}, batch_size=4, seed=seed),
+        lambda: wt.stream(shards, seed=seed),
+        lambda: wt.to_example({"label": wt.label()}, seed=seed),
+    ):
+        with pytest.raises(wt.UsageError, match="seed=.*: must be an integer"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+WEIGHTS = [
+    {"a": float("nan"), "b": 1},
+    {"a": float("inf"), "b": 1},
+    {"a": "1", "b": 1},
+    {"a": None, "b": 1},
+    {"a": -1, "b": 1},
+    [1, 2],
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weights_that_are_no_weights_are_refused(shards: Path, weights: Any) -> None:
+    with pytest.raises(wt.UsageError, match=r"weights=.*: each of the sources a, b needs one above 0"):
+        wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, np.uint8, Fraction])
+def test_weights_of_any_type_of_number_mean_the_same(shards: Path, kind: Any) -> None:
+    plain = wt.mix({"a": shards, "b": shards}, weights={"a": 3, "b": 1}, batch_size=4)
+    other = wt.mix({"a": shards, "b": shards}, weights={"a": kind(3), "b": kind(1)}, batch_size=4)
+    assert keys(other) == keys(plain)
+    assert json.loads(json.dumps(other.state_dict())) == plain.state_dict()
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+COPIES: dict[str, Callable[[wt.Loader], wt.Loader]] = {
+    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+@pytest.fixture(params=["one set", "mixture"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    sets = {name: write_shards(tmp_path / name, counts) for name, counts in (("a", [7, 13, 1]), ("b", [30]))}
+
+    def made(**options: Any) -> wt.Loader:
+        given: dict[str, Any] = {"fields": {"label": wt.label()}, "batch_size": 4, "seed": 5, "shuffle_buffer": 9, **options}
+        return wt.Loader(sets["a"], **given) if request.param == "one set" else wt.mix(sets, weights={"a": 2, "b": 1}, **given)
+
+    return made
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_copy_of_a_loader_is_a_fresh_one_at_its_position(make: Make, how: str, num_workers: int) -> None:
+    whole = keys(make())
+    loader = make(num_workers=num_workers)
+    untouched = COPIES[how](loader)
+    given = list[list[str]]()
+    for batch in loader:
+        given.append(batch["__key__"])
+        if len(given) == 2:
+            taken = COPIES[how](loader)
+    loader.close()
+    assert given == keys(untouched) == whole
+    assert keys(taken) == whole[2:]
+    for one in (untouched, taken):
+        one.close()
+
+
+def test_a_copy_has_the_rank_and_the_settings_of_its_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = wt.Loader(shards, batch_size=4, rank=1, world_size=2, tail="pad", on_bad="replace", max_bad=0.5)
+    sent = pickle.dumps(loader)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert keys(pickle.loads(sent)) == keys(loader)

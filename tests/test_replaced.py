@@ -1,0 +1,93 @@
+"""A foreign shard that is replaced on its server is never given the keys of the one before it, whatever the server says of it."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import wdstrain as wt
+from tests.servers import Served, serving
+from wdstrain.errors import ShardError
+
+SAYS = ("strong", "weak", "modified", "nothing")
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def content(number: int, size: int) -> bytes:
+    return (f"<{number}>" * size).encode()[:size]
+
+
+def put(folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "") -> None:
+    """A tar in which sample k<n> holds its number over and over; all of these tars have one size. at: when it was written."""
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / "new", "w", format=FORMATS[kind]) as tar:
+        for number, size in enumerate(sizes, first):
+            for name in (f"{long}k{number}.txt", f"{long}k{number}.name"):
+                member = tarfile.TarInfo(name)
+                member.size = size
+                (folder / "data").write_bytes(content(number, size))
+                with open(folder / "data", "rb") as data:
+                    tar.addfile(member, data)
+    os.utime(folder / "new", (at, at))
+    os.replace(folder / "new", folder / "a.tar")
+
+
+def given(loader: wt.Loader) -> dict[str, bytes]:
+    with closing(loader):
+        return {key: text for batch in loader for key, text in zip(batch["__key__"], batch["txt"], strict=True)}
+
+
+@pytest.fixture
+def www(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return tmp_path / "www"
+
+
+@pytest.fixture(params=SAYS)
+def server(request: pytest.FixtureRequest, www: Path) -> Iterator[Served]:
+    with serving(www, says=request.param) as served:
+        yield served
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_remembered_of_a_shard_is_not_believed_of_another(server: Served, www: Path, cached: bool) -> None:
+    options = {"cache_dir": www.parent / "cache"} if cached else {}
+    for at, first, sizes in ((1, 0, [100, 200, 300]), (2, 50, [300, 100, 200]), (2, 50, [300, 100, 200])):
+        put(www, first, sizes, at=at)
+        found = given(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
+        assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
+@pytest.mark.parametrize("sizes", [[300, 100, 200], [100, 200, 300]])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
+    server: Served, www: Path, cached: bool, sizes: list[int]
+) -> None:
+    put(www, 0, [100, 200, 300], at=1)
+    loader = wt.Loader(f"{server.url}/a.tar", batch_size=3, **({"cache_dir": www.parent / "cache"} if cached else {}))
+    put(www, 50, sizes, at=2)
+    with pytest.raises(ShardError, match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again"):
+        given(loader)
+
+
+@pytest.mark.parametrize("long", ["", "folder/" * 20])
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, long: str) -> None:
+    put(www, 7, [0, 1, 511, 512, 513, 70_000, 200_000], at=1, kind=kind, long=long)
+    with serving(www, says="nothing") as served:
+        found = given(wt.Loader(f"{served.url}/a.tar", batch_size=2, tail="keep"))
+    assert found == {f"{long}k{n}": content(n, size) for n, size in enumerate([0, 1, 511, 512, 513, 70_000, 200_000], 7)}
+
+
+def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
+    """A server tells times in seconds: what was written a moment ago may be written again in the same second."""
+    with serving(www, says="modified") as served:
+        for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):
+            put(www, first, sizes, at=4_000_000_000)  # never older than the answer
+            found = given(wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache"))
+            assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}

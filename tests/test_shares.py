@@ -1,0 +1,118 @@
+"""Sets whose samples differ in size and share fit into the memory that a loader sets aside, whatever the settings."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from wdstrain.indexing import Table
+
+
+def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
+    """A shard with samples of these sizes whose data are holes. Of some the last eight bytes are their number."""
+    (folder / name).mkdir(parents=True)
+    path, count = folder / name / "a.tar", len(sizes)
+    size = np.array(sizes, np.int64)
+    stop = np.cumsum(512 + -(-size // 512) * 512)
+    start = stop - 512 - -(-size // 512) * 512
+    with open(path, "wb") as file:
+        every = 1 + count // 1000  # a hole takes no block of the disk
+        for number, end in list(enumerate((start + 512 + size).tolist()))[::every]:
+            os.pwrite(file.fileno(), b"%08d" % number, end - 8)
+        file.truncate(int(stop[-1]) + 1024)
+    keys = b"".join(b"%s%06d" % (name.encode(), number) for number in range(count))
+    table = Table(
+        start=start,
+        stop=stop,
+        key_first=7 * np.arange(count + 1),
+        member_first=np.arange(count + 1),
+        member_field=np.zeros(count, np.uint16),
+        member_offset=start + 512,
+        member_size=size,
+        member_crc=np.zeros(0, np.uint32),
+        keys=np.frombuffer(keys, np.uint8),
+    )
+    return wt.Index((wt.Shard(str(path), count, path.stat().st_size),), ("bin",), table)
+
+
+def check(loader: wt.Loader, steps: int | None = None) -> None:
+    """Every sample that comes is itself, and none comes twice."""
+    seen = set[str]()
+    for step, batch in enumerate(loader):
+        assert len(batch["__key__"]) == loader.batch_size
+        assert not seen.intersection(batch["__key__"])
+        seen.update(batch["__key__"])
+        for key, data in zip(batch["__key__"], batch["bin"], strict=True):
+            assert data[-8:] in (bytes(8), b"%08d" % int(key[1:]))
+        if step == steps:
+            break
+    loader.close()
+
+
+@pytest.mark.parametrize(("count", "size", "share"), [(200_000, 13_000, 0.01), (300_000, 2000, 0.002), (60_000, 60_000, 0.05)])
+def test_a_source_with_a_small_share_waits_for_long_and_fits(tmp_path: Path, count: int, size: int, share: float) -> None:
+    sets = {"a": sparse(tmp_path, "a", [size] * count), "b": sparse(tmp_path, "b", [size] * 4000)}
+    check(wt.mix(sets, weights={"a": 1 - share, "b": share}, batch_size=16, shuffle_buffer=1000), 100)
+
+
+def test_thousands_of_small_samples_beside_large_ones_fit(tmp_path: Path) -> None:
+    """A read takes all small ones at once, of which many leave long after."""
+    folder = sparse(tmp_path, "a", [*[3_000_000] * 60, *[10] * 5000])
+    for shuffle in (False, True):
+        check(wt.Loader(folder, batch_size=4, shuffle=shuffle, shuffle_buffer=20), 800)
+
+
+def drawn(seed: int) -> tuple[dict[str, list[int]], dict[str, Any], int]:
+    """(sizes of the samples of each source, options, steps) of one case."""
+    bits = random.Random(seed)
+    sets = dict[str, list[int]]()
+    for name in "abcd"[: bits.choice([1, 2, 2, 3, 4])]:
+        scale = bits.choice([10, 1000, 20_000, 200_000])
+        kind, count = bits.choice(["alike", "wide", "two"]), bits.choice([3, 40, 400, 3000])
+        count = min(count, 100_000_000 // scale)
+        wide = {"alike": lambda s=scale: s, "wide": lambda s=scale: int(s * 2 ** bits.uniform(-3, 3)) + 8}
+        two = [scale] * (count // 2) + [20 * scale] * min(40, count // 2)
+        sets[name] = two if kind == "two" else [max(8, wide[kind]()) for _ in range(count)]
+    lanes, world = bits.choice([1, 1, 2, 4]), bits.choice([1, 1, 2])
+    options: dict[str, Any] = {
+        "batch_size": lanes * bits.choice([1, 3, 8, 20]),
+        "lanes": lanes * world,
+        "rank": bits.randrange(world),
+        "world_size": world,
+        "shuffle": bits.random() < 0.8,
+        "shuffle_buffer": bits.choice([1, 10, 100, 2000, None]),
+        "seed": seed,
+    }
+    if len(sets) > 1 and bits.random() < 0.7:
+        options["weights"] = {name: bits.choice([1, 1, 5, 50, 400]) for name in sets}
+    return sets, options, bits.choice([20, 300])
+
+
+def check_drawn(folder: Path, seed: int) -> None:
+    sets, options, steps = drawn(seed)
+    made = {name: sparse(folder, name, sizes) for name, sizes in sets.items()}
+    try:
+        loader = wt.mix(made, **options) if len(made) > 1 else wt.Loader(made["a"], **options)
+    except wt.UsageError as error:
+        if not any(words in str(error) for words in ("cannot", "gives no sample", "below 1/65536")):
+            raise
+        return
+    check(loader, steps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> None:
+    check_drawn(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_many_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> None:
+    check_drawn(tmp_path, seed)

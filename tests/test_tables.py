@@ -1,0 +1,395 @@
+"""Tables: one rule finds the pictures, and the kind of a label comes from its type and from what the user says."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import shutil
+import tarfile
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+import wdstrain as wt
+from tests.conftest import picture
+from wdstrain.cli.main import main
+from wdstrain.errors import SourceError, UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with IMG/0.png to IMG/5.png."""
+    return with_pictures(tmp_path, range(6))
+
+
+def with_pictures(folder: Path, numbers: Any) -> Path:
+    (folder / "IMG").mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        (folder / "IMG" / f"{number}.png").write_bytes(picture(number))
+    return folder
+
+
+def table(folder: Path, rows: list[list[Any]], columns: tuple[str, ...] = ("file", "y"), name: str = "t.csv") -> str:
+    folder.mkdir(exist_ok=True)
+    with open(folder / name, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([columns, *rows])
+    return str(folder / name)
+
+
+def labelled(folder: Path, cells: list[Any]) -> str:
+    """A table of one picture for each cell."""
+    with_pictures(folder, range(len(cells)))
+    return table(folder, [[f"IMG/{number}.png", cell] for number, cell in enumerate(cells)])
+
+
+def read(out: Path) -> dict[str, dict[str, bytes]]:
+    """{key: {field: bytes}} of every shard, by tarfile."""
+    found: dict[str, dict[str, bytes]] = {}
+    for path in sorted(out.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                base = member.name.rpartition("/")[2]
+                field = base[base.index(".") + 1 :]
+                file = tar.extractfile(member)
+                assert file is not None
+                found.setdefault(member.name.removesuffix(f".{field}"), {})[field] = file.read()
+    return found
+
+
+def bad_rows(out: Path) -> dict[int, str]:
+    """{row: reason} of the quarantine."""
+    if not (out / "bad.jsonl").exists():
+        return {}
+    return {row["row"]: row["reason"] for row in map(json.loads, (out / "bad.jsonl").read_text().splitlines())}
+
+
+def sides(index: wt.Index) -> dict[str, str]:
+    """{key: split}"""
+    return {index.key(n): index.shards[int(index.shard_of(np.array([n]))[0])].split for n in range(len(index))}
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rooted", [False, True])
+def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_missing(tmp_path: Path, rooted: bool) -> None:
+    with_pictures(tmp_path / "old" / "a", [1])
+    with_pictures(tmp_path / "here", [1, 2])  # others of the same names
+    (tmp_path / "here" / "IMG" / "1.png").write_bytes(picture(9))
+    rows = [[f"{tmp_path}/old/a/IMG/1.png", "x"], [f"{tmp_path}/old/b/IMG/2.png", "y"]]
+    options = {"root": str(tmp_path / "here")} if rooted else {}
+    file = table(tmp_path / "here", rows)
+    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label="y", on_bad="quarantine", **options)  # type: ignore[arg-type]
+    assert [fields["png"] for fields in read(tmp_path / "out").values()] == [picture(1)]
+    assert "the picture is not there" in bad_rows(tmp_path / "out")[3]
+    assert index.info["quarantined"] == 1
+    assert "1 of 2 paths lead to a file" in index.info["source"]["decided"][0]
+
+
+def test_absolute_paths_of_another_machine_need_a_root(folder: Path) -> None:
+    file = table(folder, [["/gone/IMG/1.png", "a"]])
+    with pytest.raises(SourceError, match=r"row 2: /gone/IMG/1.png: the picture is not there; --root"):
+        wt.pack_table(file, str(folder / "out"), image="file", label="y")
+
+
+@pytest.mark.parametrize("beginning", ["/", "/data/set/", "C:\\data\\set\\", "d:/", "\\\\server\\share\\"])
+def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(folder: Path, beginning: str) -> None:
+    shutil.copy(folder / "IMG" / "5.png", folder / "0.png")  # the same name, nearer to the root
+    turned = [f"{beginning}IMG/{n}.png".replace("/", "\\") if "\\" in beginning else f"{beginning}IMG/{n}.png" for n in (0, 1)]
+    file = table(folder, [[turned[0], "a"], [turned[1], "b"]])
+    index = wt.pack_table(file, str(folder / "out"), image="file", label="y", root=str(folder))
+    assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {f"IMG/{n}": picture(n) for n in (0, 1)}
+    assert "2 of 2 paths lead to a file" in index.info["source"]["decided"][0]
+
+
+def test_one_beginning_is_left_out_of_all_paths(folder: Path) -> None:
+    """A shorter end of one path is no reason to take it: the rule that finds the others is the rule for all."""
+    shutil.copy(folder / "IMG" / "5.png", folder / "7.png")
+    file = table(folder, [[f"/x/IMG/{n}.png", "ab"[n % 2]] for n in (0, 1, 7)])
+    index = wt.pack_table(file, str(folder / "out"), image="file", label="y", root=str(folder), on_bad="quarantine")
+    assert set(read(folder / "out")) == {"IMG/0", "IMG/1"}
+    assert list(bad_rows(folder / "out")) == [4]
+    assert index.info["source"]["decided"][0].startswith("pictures: 2 of 3 paths lead to a file; they are taken below the root")
+
+
+def test_the_rule_and_the_kinds_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = table(folder, [[f"IMG\\{n}.png", ["cat ", "Cat", "dog", "dog", "n", ""][n]] for n in range(6)])
+    words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--label", "y", "--on-bad", "quarantine"]
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == (
+        "pictures: 5 of 5 paths lead to a file; they are taken as they are written, relative ones from the root, "
+        "backslashes as slashes"
+    )
+    assert lines[1] == "label y: 4 classes (Cat, cat, dog, n), 5 of 6 values fit"
+    assert lines[2] == "label y: the classes 'Cat' and 'cat' look alike"
+    assert main([*words, "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["decided"] == lines[:3]
+
+
+def test_backslashes_of_a_name_stay_where_such_a_file_exists(folder: Path) -> None:
+    (folder / "IMG\\0.png").write_bytes(picture(8))
+    wt.pack_table(table(folder, [["IMG\\0.png", "a"]]), str(folder / "out"), image="file", label="y")
+    assert [fields["png"] for fields in read(folder / "out").values()] == [picture(8)]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_row_more_changes_no_key_and_no_split(tmp_path: Path, absolute: bool) -> None:
+    with_pictures(tmp_path / "set" / "day1", range(40))
+    with_pictures(tmp_path / "set" / "day2", [99])
+    before = f"{tmp_path}/set" if absolute else "../set"
+    rows = [[f"{before}/day1/IMG/{n}.png", n % 2] for n in range(40)]
+    more = [*rows[:20], [f"{before}/day2/IMG/99.png", 1], *rows[20:], rows[3]]
+    found = []
+    for name, some in (("a", rows), ("b", more)):
+        file = table(tmp_path / "tables", some, name=f"{name}.csv")
+        index = wt.pack_table(file, str(tmp_path / name), image="file", label="y", split={"train": 0.7, "val": 0.3})
+        splits = sides(index)
+        found.append({(key, splits[key], fields["png"]) for key, fields in read(tmp_path / name).items()})
+    assert len(found[1]) == 42
+    assert found[0] < found[1]
+
+
+# --- one picture, several rows ---------------------------------------------------------------------------------------
+
+
+def test_rows_of_one_picture_come_to_one_split(folder: Path) -> None:
+    with_pictures(folder, range(30))
+    file = table(folder, [[f"{['', './', 'IMG/../'][n % 3]}IMG/{n % 30}.png", n % 3] for n in range(90)])
+    index = wt.pack_table(file, str(folder / "out"), image="file", label="y", split={"train": 0.5, "val": 0.5})
+    splits, places = sides(index), {}
+    for key, fields in read(folder / "out").items():
+        places.setdefault(fields["png"], set()).add(splits[key])
+    assert len(places) == 30
+    assert all(len(found) == 1 for found in places.values())
+    assert index.info["divided"] == 0
+    assert "60 rows name a picture that an earlier row names too" in index.info["source"]["decided"][-1]
+
+
+def test_absolute_and_relative_paths_of_one_picture_come_to_one_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_pictures(folder, range(20))
+    table(folder, [[f"{['', f'{folder}/'][n // 20]}IMG/{n % 20}.png", n % 2] for n in range(40)])
+    monkeypatch.chdir(folder)
+    index = wt.pack_table("t.csv", "out", image="file", label="y", split={"train": 0.5, "val": 0.5})
+    splits, places = sides(index), {}
+    for key, fields in read(folder / "out").items():
+        places.setdefault(fields["png"], set()).add(splits[key])
+    assert len(places) == 20
+    assert all(len(found) == 1 for found in places.values())
+
+
+def test_an_object_that_names_an_entry_twice_is_a_bad_row(folder: Path) -> None:
+    rows = [
+        '{"file": "IMG/0.png", "y": 0}',
+        '{"file": "IMG/1.png", "y": 0, "y": 1}',
+        '{"file": "IMG/2.png", "y": 1, "z": {"a": 1, "a": 2}}',
+    ]
+    (folder / "t.jsonl").write_text("\n".join(rows))
+    index = wt.pack_table(str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_bad="quarantine")
+    assert len(index) == 1
+    reasons = bad_rows(folder / "out")
+    assert set(reasons) == {2, 3}
+    assert "names 'y' 2 times" in reasons[2]
+    assert "names 'a' 2 times" in reasons[3]
+
+
+def test_equal_bytes_of_a_table_come_to_one_split(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]})
+    index = wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y", split={"train": 0.5, "val": 0.5})
+    splits, places = sides(index), {}
+    for key, fields in read(tmp_path / "out").items():
+        places.setdefault(fields["png"], set()).add(splits[key])
+    assert [len(found) for found in places.values()] == [1] * 20
+
+
+def test_a_picture_in_two_splits_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [[f"IMG/{n % 3}.png", n % 2, "train" if n < 4 else "val"] for n in range(6)]
+    file = table(folder, rows, ("file", "y", "part"))
+    words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--label", "y", "--split-by", "part"]
+    assert main(words) == 0
+    assert "2 pictures are in two splits or more" in capsys.readouterr().out
+
+
+# --- kinds of labels -------------------------------------------------------------------------------------------------
+
+_NUMBERS = ["0.5", "0.25", "1.5", "2.5", "-1"]
+
+
+@pytest.mark.parametrize("label", ["y", "y:number"])
+@pytest.mark.parametrize("odd", ["nan", "NA", "n/a", "None", "-", "?", "inf", "abc", "", "0.5.1", "1_000"])
+def test_one_bad_cell_never_makes_numbers_classes(tmp_path: Path, odd: str, label: str) -> None:
+    file = labelled(tmp_path, [*_NUMBERS[:2], odd, *_NUMBERS[2:]])
+    with pytest.raises(SourceError, match="row 4"):
+        wt.pack_table(file, str(tmp_path / "out"), image="file", label=label)
+    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine")
+    assert (index.labels[0].kind, len(index), list(bad_rows(tmp_path / "out"))) == ("number", 5, [4])
+    assert "5 of 6 values fit" in index.info["source"]["decided"][1]
+    found = {key: json.loads(fields["json"])["y"] for key, fields in read(tmp_path / "out").items()}
+    assert found == {f"IMG/{n}": float(cell) for n, cell in zip((0, 1, 3, 4, 5), _NUMBERS, strict=True)}
+
+
+@pytest.mark.parametrize("small", ["1e-100", "2.5e-100", "1E+3", "+.5", "-0"])
+def test_numbers_may_be_written_in_any_way(tmp_path: Path, small: str) -> None:
+    index = wt.pack_table(labelled(tmp_path, [*_NUMBERS, small]), str(tmp_path / "out"), image="file", label="y")
+    assert (index.labels[0].kind, len(index)) == ("number", 6)
+
+
+@pytest.mark.parametrize(
+    ("cells", "label", "classes", "bad"),
+    [
+        (["cat ", "cat", " dog", "dog"], "y", ("cat", "dog"), []),
+        (["2", "0", "NA", "1", "0"], "y", ("0", "1", "2"), [4]),
+        (["2", "0", "x", "1", "0"], "y", ("0", "1", "2"), [4]),
+        (["2", "0", "x", "1", "0"], "y:class", ("0", "1", "2", "x"), []),
+        (["0", "1", "-1", "1", "0"], "y", ("0", "1"), [4]),
+        (["0", "1", "-1", "1", "0"], "y:class", ("-1", "0", "1"), []),
+        (["0", "3"], "y", ("0", "1", "2", "3"), []),  # class numbers are kept as they are
+        (["1", "2", "99999"], "y:class", ("1", "2", "99999"), []),
+        (["007", "010", "100"], "y", ("007", "010", "100"), []),
+        (["true", "False", "TRUE"], "y", ("False", "True"), []),
+        (["true", "False", "yes", "true"], "y", ("False", "True"), [4]),
+        (["1.5", "2.5", "1.5"], "y:class", ("1.5", "2.5"), []),
+        (["NA", "DE", "AT"], "y", ("AT", "DE", "NA"), []),
+        (["cat", "dog", "7"], "y", ("7", "cat", "dog"), []),
+        (["a|b", "b", "a"], "y", ("a", "a|b", "b"), []),
+    ],
+)
+def test_classes_are_decided_by_nearly_all_cells(
+    tmp_path: Path, cells: list[str], label: str, classes: tuple[str, ...], bad: list[int]
+) -> None:
+    file = labelled(tmp_path, cells)
+    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine")
+    assert (index.labels[0].kind, index.labels[0].classes) == ("class", classes)
+    assert list(bad_rows(tmp_path / "out")) == bad
+    for key, fields in read(tmp_path / "out").items():
+        cell = cells[int(key.rpartition("/")[2])].strip()
+        assert classes[int(fields["cls"])].lower() == cell.lower()
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ([str(n) for n in range(1001)], "1001 different whole numbers up to 1000.*--label y:class or y:number"),
+        (["1", "2", "99999"], "3 different whole numbers up to 99999.*y:class or y:number"),
+        (["1", "-1", "1"], "-1 and whole numbers from 1.*y:class or y:number"),
+        (["1", "2", "a", "b"], "2 numbers and 2 texts, such as 'a'.*y:class or y:number"),
+        ([*["0", "1"] * 20, "0.5"], "40 whole numbers and 1 others, such as 0.5.*y:class or y:number"),
+    ],
+)
+def test_a_column_of_two_meanings_is_asked_about(tmp_path: Path, cells: list[str], words: str) -> None:
+    with_pictures(tmp_path, [0])
+    file = table(tmp_path, [["IMG/0.png", cell] for cell in cells])
+    with pytest.raises(UsageError, match=words):
+        wt.pack_table(file, str(tmp_path / "out"), image="file", label="y", on_bad="quarantine")
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) -> None:
+    with_pictures(tmp_path, [0])
+    file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])
+    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label="y:class")
+    assert index.labels[0].classes == tuple(map(str, range(1001)))
+    assert wt.pack_table(file, str(tmp_path / "b"), image="file", label="y:number").labels[0].kind == "number"
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_label(tmp_path: Path, several: bool) -> None:
+    told = {"info": {"features": {"label": {"names": ["1", "0", "bird"], "_type": "ClassLabel"}}}}
+    made = pyarrow.table({"image": [picture(n) for n in range(4)], "label": [0, 2, -1, 1], "x": [0.5] * 4})
+    pyarrow.parquet.write_table(made.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "t.parquet")
+    labels = ["label", "x"] if several else ["label"]
+    index = wt.pack_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image", label=labels, on_bad="quarantine")
+    assert index.labels[0].classes == ("1", "0", "bird")
+    assert bad_rows(tmp_path / "out") == {3: "the label column 'label' holds -1, which means that there is no label"}
+    field = wt.label("json", column="label") if several else wt.label()
+    batch = next(iter(wt.Loader(index, {"y": field}, batch_size=3, shuffle=False)))
+    assert dict(zip(batch["__key__"], batch["y"].tolist(), strict=True)) == {
+        "row-000000001": 0,
+        "row-000000002": 2,
+        "row-000000004": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("cells", "label", "words"),
+    [
+        ([[0.1, 0.2], [0.3, 0.4]], "y", "lists of 0.1 and the like"),
+        ([[0, 1, 0], [1, 0, 0]], "y", "lists of 3 numbers each.*y:multi"),
+        ([[[1]], [[2]]], "y", r"lists of \[1\] and the like"),
+        ([{"a": 1}, {"a": 2}], "y", "which is no class and no number"),
+        ([[0.5], [1.5]], "y:multi", r"holds \[0.5\], which is no list of classes"),
+        ([[1], [2]], "y:class", r"holds \[1\], which is no class"),
+    ],
+)
+def test_lists_that_are_no_classes_are_refused(tmp_path: Path, cells: list[Any], label: str, words: str) -> None:
+    frame = pandas.DataFrame({"image": [picture(n) for n in range(len(cells))], "y": cells})
+    with pytest.raises(UsageError, match=words):
+        wt.pack_table(frame, str(tmp_path / "out"), image="image", label=label)
+
+
+def test_whole_numbers_that_became_floats_by_an_empty_cell_are_asked_about(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"image": [picture(n) for n in range(4)], "y": [0, 1, None, 1]})
+    with pytest.raises(UsageError, match="whole numbers as floats beside empty cells.*y:class or y:number"):
+        wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y", on_bad="quarantine")
+    index = wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y:class", on_bad="quarantine")
+    assert index.labels[0].classes == ("0", "1")
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
+    before = csv.field_size_limit()
+    file = table(folder, [["IMG/0.png", "a", "n" * 200_000]], ("file", "y", "note"))
+    wt.pack_table(file, str(folder / "out"), image="file", label="y")
+    assert json.loads(read(folder / "out")["IMG/0"]["json"])["note"] == "n" * 200_000
+    assert csv.field_size_limit() == before
+
+
+def test_bytes_in_lists_and_objects_become_fields_of_their_own(tmp_path: Path) -> None:
+    crops = pyarrow.array([[picture(1), b"\xff\xd8 no"], []], pyarrow.list_(pyarrow.binary()))
+    rows = pyarrow.table({"image": [picture(0), picture(9)], "crops": crops, "a/b": [{"mask": picture(2), "n": 1}] * 2})
+    pyarrow.parquet.write_table(rows, tmp_path / "t.parquet")
+    wt.pack_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image")
+    found = read(tmp_path / "out")
+    assert set(found["row-000000001"]) == {"png", "crops.0.png", "crops.1.bin", "a_b.mask.png", "json"}
+    assert found["row-000000001"]["crops.0.png"] == picture(1)
+    assert found["row-000000001"]["crops.1.bin"] == b"\xff\xd8 no"
+    assert found["row-000000001"]["a_b.mask.png"] == picture(2)
+    assert json.loads(found["row-000000001"]["json"]) == {
+        "crops": ["crops.0.png", "crops.1.bin"],
+        "a/b": {"mask": "a_b.mask.png", "n": 1},
+    }
+    assert set(found["row-000000002"]) == {"png", "a_b.mask.png", "json"}
+
+
+def test_columns_of_bytes_that_would_be_one_field_are_refused(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"image": [picture(0)], "Mask": [picture(1)], "mask": [picture(2)]})
+    with pytest.raises(SourceError, match="two of its columns would be one field: png, mask.png, mask.png; rename one"):
+        wt.pack_table(frame, str(tmp_path / "out"), image="image", on_bad="quarantine")
+
+
+def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
+    cells = [Decimal("1.10"), datetime.datetime(2024, 1, 2, 3), Path("a/b"), np.datetime64("2024-01-02"), bytearray(b"\0x")]
+    frame = pandas.DataFrame({"image": [picture(n) for n in range(5)], "x": pandas.Series(cells, dtype=object)})
+    wt.pack_table(frame, str(tmp_path / "out"), image="image")
+    found = read(tmp_path / "out")
+    assert [json.loads(found[f"row-00000000{n}"]["json"])["x"] for n in range(1, 5)] == [
+        "1.10",
+        "2024-01-02 03:00:00",
+        "a/b",
+        "2024-01-02",
+    ]
+    assert found["row-000000005"]["x.bin"] == b"\0x"
+    for odd in (object(), {1, 2}, 1j, Image.new("L", (2, 2))):
+        frame = pandas.DataFrame({"image": [picture(0)], "x": pandas.Series([odd], dtype=object)})
+        with pytest.raises(UsageError, match=f"a cell of the table is {type(odd).__name__}"):
+            wt.pack_table(frame, str(tmp_path / "odd"), image="image")
