@@ -211,7 +211,7 @@ def run_written(data: bytes) -> None:
 def run_salvage(data: bytes) -> None:
     """The walk past damage: never raises, forward and apart; finds no damage exactly where the reader finds none."""
     read = _reading(data)
-    pieces = list(salvage(read, len(data), lambda key, name, offset, size: crc32(read(offset, size)), Walk()))
+    pieces = list(salvage(read, len(data), lambda key, name, offset, size: (crc32(read(offset, size)), 0), Walk()))
     found = sorted((one for one in pieces if isinstance(one, Found)), key=lambda one: one.start)
     at = 0
     for one in found:

@@ -148,7 +148,7 @@ class Census:
                 count = len(set(pictures[b[same]].tolist()))
                 more = f"; so are {count - 1} more pictures of '{names[second]}'" if count > 1 else ""
                 where = f"also in split '{names[first]}': key {key_at(other, int(starts[before]))!r} in {elsewhere}"
-                reason = f"its picture (by size and crc32) is {where}{more}"
+                reason = f"its picture is {where}{more}"
                 findings.append(Finding(shown, key_at(path, int(starts[after])), "", int(starts[after]), reason))
         return findings
 

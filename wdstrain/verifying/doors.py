@@ -234,7 +234,7 @@ def _key_at(path: str, offset: int) -> str:
     try:
         with open_source(path) as source:
             read = lambda start, length: source.read(offset + start, length)  # noqa: E731
-            first = next(salvage(read, source.size - offset, lambda key, field, data, size: 0, Walk()), None)
+            first = next(salvage(read, source.size - offset, lambda key, field, data, size: (0, 0), Walk()), None)
             return "" if first is None or isinstance(first, Damage) else first.key
     except WdstrainError:
         return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError, StorageError
@@ -18,6 +18,22 @@ from wdstrain.storage import LocalFile, Source
 
 _PIECE = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for
+_WHOLE = 16 << 20  # bytes of the largest member that is held whole to be hashed
+
+
+def sums(parts: Iterable[bytes | memoryview], length: int) -> tuple[int, int]:
+    """The crc32 of a member of `length` bytes, and a 64-bit hash of them that is good within this process.
+
+    A crc32 tells damage; it does not tell two pictures apart: PNGs hold crc32s of their own, and so agree in 16 of its 32 bits.
+    """
+    if length <= _WHOLE:
+        data = b"".join(parts)
+        return crc32(data), hash(data)
+    crc, hashed = 0, hashlib.blake2b(digest_size=8)
+    for part in parts:
+        crc = crc32(part, crc)
+        hashed.update(part)
+    return crc, int.from_bytes(hashed.digest(), "little", signed=True)
 
 
 class Passage:
@@ -56,14 +72,12 @@ class Passage:
             yield part
             offset += len(part)
 
-    def crc32(self, offset: int, length: int) -> int:
-        """The crc32 of a member, taken as its bytes go by."""
-        at, found = offset - self._base, 0
+    def sums(self, offset: int, length: int) -> tuple[int, int]:
+        """The crc32 of a member and a 64-bit hash of its bytes, taken as they go by."""
+        at = offset - self._base
         if at + length <= len(self._held):  # as most often
-            return crc32(self._held[at : at + length])
-        for part in self.parts(offset, length):
-            found = crc32(part, found)
-        return found
+            return sums([self._held[at : at + length]], length)
+        return sums(self.parts(offset, length), length)
 
     def again(self, offset: int, length: int) -> int:
         """The crc32 of bytes that lie behind; they are read once more."""

@@ -40,7 +40,8 @@ from wdstrain.verifying.search import Search
 
 _ZEROS = 1 << 20  # bytes that are looked at together where there may be nothing but zeros
 
-Look = Callable[[str, str, int, int], int]  # (key, field, offset, size) of a member that is passed -> its crc32
+# (key, field, offset, size) of a member that is passed -> its crc32, and a 64-bit hash of its bytes
+Look = Callable[[str, str, int, int], tuple[int, int]]
 
 
 class Damage(NamedTuple):
@@ -59,7 +60,7 @@ class Damage(NamedTuple):
 class Found:
     """A sample as the walk came by it: `start`, `stop` and `fields` as of `tar.Sample`.
 
-    crcs: of its members. doubtful: it is the last before a damage, or the first behind one: it may have lost members.
+    crcs, hashes: of its members. doubtful: it is the last before a damage, or the first behind one: it may have lost members.
     twice: (field, offset) of members whose name another member of the sample has.
     """
 
@@ -68,6 +69,7 @@ class Found:
     stop: int = 0
     fields: list[tuple[str, int, int]] = field(default_factory=list)
     crcs: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
     doubtful: bool = False
     twice: list[tuple[str, int]] = field(default_factory=list)
 
@@ -76,7 +78,7 @@ def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | D
     """What a shard of `size` bytes holds, in order of the offsets; a damage comes before the sample that ends at it.
 
     read: is asked forward, but for what lies less than 2 MiB before what it was asked for last. look: is told of each
-    member before the walk goes on, and gives its crc32. walk: counts what is passed over.
+    member before the walk goes on, and gives its crc32 and a hash. walk: counts what is passed over.
     """
     current: Found | None = None
     after = False
@@ -100,13 +102,14 @@ def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | D
             current, named = Found(key, start, doubtful=after), set()
         after = False
         current.stop = min(size, data + length + padding(length))  # a cut may have taken padding alone
-        crc = look(key, field_name, data, length)
+        crc, hashed = look(key, field_name, data, length)
         if field_name in named:
             current.twice.append((field_name, data))
             continue
         named.add(field_name)
         current.fields.append((field_name, data, length))
         current.crcs.append(crc)
+        current.hashes.append(hashed)
     if current is not None:
         yield current
 

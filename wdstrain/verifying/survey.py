@@ -11,12 +11,11 @@ from collections import Counter
 
 import numpy as np
 
-from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError
 from wdstrain.formats import EXTENSIONS
 from wdstrain.indexing import MOST_FIELDS, Ints, Table, firsts
 from wdstrain.tar import Walk
-from wdstrain.verifying.passage import Passage
+from wdstrain.verifying.passage import Passage, sums
 from wdstrain.verifying.salvage import Damage, Found, salvage
 from wdstrain.verifying.trial import MOST, Readers, Trials
 
@@ -30,8 +29,8 @@ class Survey:
 
     doubtful: places of samples beside a damage. twice: (place, field, offset) of members whose name was there before.
     kinds: how many samples have these fields and no others; examples: the first of them, (key, offset). names, contents,
-    pictures: a 64-bit hash of each key, of the fields of each sample with sizes and checksums, and of the size and checksum
-    of its picture (jpg, png, ...; 0: it has none), good within this process.
+    pictures: a 64-bit hash of each key, of each sample's fields with their bytes, and of the bytes of its picture (jpg, png,
+    ...; 0: it has none), good within this process.
     """
 
     def __init__(self) -> None:
@@ -60,14 +59,14 @@ class Survey:
             self.doubtful.add(place)
         self.twice += [(place, name, offset) for name, offset in found.twice]
         contents = []
-        for (name, offset, size), crc in zip(fields, found.crcs, strict=True):
+        for (name, offset, size), crc, hashed in zip(fields, found.crcs, found.hashes, strict=True):
             number = self._numbers.get(name)
             self._members.extend((self._new(name) if number is None else number, offset, size, crc))
-            contents.append((name, size, crc))
+            contents.append((name, size, hashed))
         self._samples.extend((start, stop, len(raw), len(fields)))
         self._keys += raw
         contents.sort()
-        picture = [(size, crc) for name, size, crc in contents if name in EXTENSIONS and size]
+        picture = [(size, hashed) for name, size, hashed in contents if name in EXTENSIONS and size]
         self._hashes.extend((hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0))
         kind = frozenset([name for name, _, _ in fields])
         self.kinds[kind] += 1
@@ -117,16 +116,16 @@ def survey(passage: Passage, readers: Readers | None = None, trials: Trials | No
     """
     found = Survey()
 
-    def look(key: str, field: str, offset: int, size: int) -> int:
+    def look(key: str, field: str, offset: int, size: int) -> tuple[int, int]:
         read = readers.of(field) if readers is not None else None
         if trials is None or read is None or size > MOST:
             if trials is not None:
                 found.untried[field] += 1
-            return passage.crc32(offset, size)
+            return passage.sums(offset, size)
         data = b"".join(passage.parts(offset, size))
         found.tried[field] += 1
         trials.put(key, field, offset, data, read)
-        return crc32(data)
+        return sums([data], size)
 
     for one in salvage(passage.read, passage.size, look, found.walk):
         if isinstance(one, Damage):
