@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
+from tests.conftest import alike, picture, read_with_webdataset, write_class_folder, write_shards, write_tar
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.packing import catalog
@@ -497,6 +497,17 @@ def test_a_finished_set_is_not_taken_for_that_of_another_source(
     if kind == "samples":
         with pytest.raises(UsageError, match="a finished conversion of another source.*: samples holds no samples"):
             sources.pack(kind, resume=True)
+
+
+def test_a_picture_of_the_same_size_and_crc32_is_another(tmp_path: Path) -> None:
+    mine, other = alike()
+    picture_of = tmp_path / "photos" / "cat" / "a.png"
+    picture_of.parent.mkdir(parents=True)
+    picture_of.write_bytes(mine)
+    wt.pack_folder(str(tmp_path / "photos"), str(tmp_path / "out"))
+    picture_of.write_bytes(other)
+    with pytest.raises(UsageError, match=r"the bytes of train-000000\.tar are others \(sha256\)"):
+        wt.pack_folder(str(tmp_path / "photos"), str(tmp_path / "out"), resume=True)
 
 
 def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(photos: Path, tmp_path: Path) -> None:

@@ -12,17 +12,15 @@ import shutil
 import signal
 import tarfile
 import threading
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_shards, write_tar
+from tests.conftest import Sample, alike, picture, write_shards, write_tar
 from tests.servers import serving
 from wdstrain.bits import bits
 from wdstrain.cli import main
@@ -363,16 +361,7 @@ def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None
 
 
 def test_pictures_of_one_size_and_crc32_are_not_the_same_picture(tmp_path: Path) -> None:
-    """PNGs hold crc32s of their own, by which their whole crc32 has 16 free bits: two of a few hundred agree in it."""
-    seen: dict[tuple[int, int], bytes] = {}
-    random = np.random.default_rng(0)
-    while True:
-        data = io.BytesIO()
-        Image.fromarray(random.integers(0, 256, (8, 8), np.uint8)).save(data, "png", compress_level=0)
-        mine = data.getvalue()
-        other = seen.setdefault((len(mine), zlib.crc32(mine)), mine)
-        if other != mine:
-            break
+    mine, other = alike()
     write_tar(tmp_path / "train-000000.tar", [("a", {"png": mine, "cls": b"0"}), ("b", {"png": other, "cls": b"0"})])
     write_tar(tmp_path / "val-000000.tar", [("a", {"png": other, "cls": b"0"})])
     findings = wt.verify(tmp_path).findings
