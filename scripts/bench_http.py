@@ -115,10 +115,10 @@ from PIL import Image
 from stolen import undisturbed
 
 import wdstrain as wt
-from wdstrain.forward import Fetchers, Forward, Reading, Tally
-from wdstrain.indexing import Index
 from wdstrain.serving import Server
-from wdstrain.storage import LocalFile
+from wdstrain.shards.index import Index
+from wdstrain.storage.local import LocalFile
+from wdstrain.storage.prefetch import Fetchers, Forward, Reading, Tally
 
 PIECE = 4 << 20  # bytes of one read of our reader
 RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections

@@ -39,7 +39,7 @@ What was measured last; ratios carry over to other machines, samples/s do not.
         12.34 times one, and 0.15 of a core: met; decode alone there 12929 (12624 to 17028)
     R7  73 MB beyond buffer and slots in R2, 56 and 62 in R3: met; epochs 8 to 10 by 2 to 4: 1.00 to 1.02: met
 
-    With `bulk.c`, on a machine whose memory is half as fast, 2026-11-22:
+    With `kernels.c`, on a machine whose memory is half as fast, 2026-11-22:
     R3  0.68 of readinto (0.64 to 0.71), 0.33 without it in the same minutes: MISSED. FFCV was not there
     R4  ours 218164 (199591 to 224210), webdataset 17006: 12.83 times: met; without it 9.7. Read 16 MB at a time and compared there,
         on a slower day: ours 141414 (124310 to 144100), webdataset 10024: 14.11 times (12.29 to 14.65): met
@@ -84,7 +84,7 @@ loop's thread; but a third of the time of two cores is waiting for the interpret
 without comparing it was 1.2 times as fast. FFCV copies once, from a mapped file, compares nothing, and plans in compiled code. R4:
 1.7 in the reader, 2.1 in the decoder, 2.1 in planning a batch and handing it over.
 
-With `bulk.c` R3 takes 15.5 on a machine where `readinto` takes 7.7: 10.4 reading and comparing by hands that need no lock, 2.7 the
+With `kernels.c` R3 takes 15.5 on a machine where `readinto` takes 7.7: 10.4 reading and comparing by hands that need no lock, 2.7 the
 loop's thread (3.5 before costs were a tuple), 1.4 the reader's, 0.3 who tells. On one where `readinto` takes 9 it took 21. Reading takes more than `readinto` because a window of batches is in no processor's cache:
 into 128 MB it takes 13. Hands are idle for 0.03 of the time; 0.14 before the next epoch was planned in a pause of this one, and
 before the loop waited a moment where the reader may go on: at the end of an epoch the loop has all it needs, makes no pause, and

@@ -25,9 +25,9 @@ import numpy as np
 from PIL import Image
 
 import wdstrain as wt
-from wdstrain.machine import cores
-from wdstrain.pipeline import Pipeline
-from wdstrain.watching import Desk, Desks, Watch
+from wdstrain.loader.pipeline import Pipeline
+from wdstrain.runtime.machine import cores
+from wdstrain.runtime.watchdog import Desk, Desks, Watch
 
 GOAL = 0.01
 TIMES = 100_000

@@ -1,4 +1,4 @@
-"""Compiles `wdstrain/bulk.c` when the package is installed or built, where there is a C compiler; hatchling calls it.
+"""Compiles `wdstrain/native/kernels.c` when the package is installed or built, where there is a C compiler; hatchling calls it.
 
 Without one, or where the compiler fails, the package is installed all the same and does the same things piece by piece, slower.
 The library is plain C that is loaded by ctypes: it needs no headers of Python, and one fits all versions of it. It carries the hash of
@@ -23,10 +23,10 @@ try:
 except ImportError:  # run by hand
     BuildHookInterface = object  # type: ignore[assignment,misc,unused-ignore]
 
-PACKAGE = Path(__file__).resolve().parent.parent / "wdstrain"
+NATIVE = Path(__file__).resolve().parent.parent / "wdstrain" / "native"
 
 
-def compiled(source: Path = PACKAGE / "bulk.c", library: Path = PACKAGE / "libbulk.so") -> str:
+def compiled(source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libkernels.so") -> str:
     """Compile the source to the library. Why it could not be, or nothing; a library that was there before is then gone."""
     number = int.from_bytes(blake2b(source.read_bytes(), digest_size=8).digest(), "little")
     flags = ["-O2", "-shared", "-fPIC", "-pthread", f"-DSOURCE={number}ULL"]
@@ -57,7 +57,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc,unused-
         if why := compiled():
             self.app.display_warning(f"wdstrain is installed without its compiled part, and reads small samples slower: {why}")
             return
-        build_data["artifacts"].append("wdstrain/libbulk.so")
+        build_data["artifacts"].append("wdstrain/native/libkernels.so")
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
 

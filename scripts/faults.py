@@ -27,9 +27,11 @@ from dying import Kill, Lie, inside, typed
 from works import Converting, Filling, Remembering, Training, Work, closing, epoch, foreign
 
 import wdstrain as wt
-from wdstrain import course, forward, pipeline
 from wdstrain.errors import WdstrainError
+from wdstrain.loader import pipeline
+from wdstrain.reader import read_blocks
 from wdstrain.serving import Server
+from wdstrain.storage import prefetch
 
 Trial = Callable[[Path, random.Random], str]
 
@@ -331,7 +333,7 @@ def _samples(
 ) -> Iterator[tuple[str, bytes]]:
     fields = {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")} if kind == "arrays" else {"bin": _Bytes()}
     # little is read ahead, so that what happens does so in time
-    course.READ_SAMPLES, pipeline._AHEAD_BYTES, forward.RANGE = 8, 1 << 14, 1 << 13
+    read_blocks.READ_SAMPLES, pipeline._AHEAD_BYTES, prefetch.RANGE = 8, 1 << 14, 1 << 13
     loader = wt.Loader(
         address,
         fields,

@@ -40,23 +40,24 @@ import tar_mutations
 import urllib3
 from PIL import Image
 
-from wdstrain import decode, fields, http
-from wdstrain.bits import uniform
-from wdstrain.checksum import crc32
-from wdstrain.decode import decode_image
+from wdstrain.decode import codecs, fields
+from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.fields import Field
+from wdstrain.decode.jpeg_batch import Members
 from wdstrain.errors import SampleError, ShardError, WdstrainError
-from wdstrain.fields import Field
-from wdstrain.index_files import pack_part, save_index, scan, unpack_part
-from wdstrain.indexing import Index, Label
-from wdstrain.opening import make_index, open_index, recall
-from wdstrain.pictures import Members
+from wdstrain.native.checksum import crc32
+from wdstrain.order.rng import uniform
+from wdstrain.runtime.watchdog import Desk
 from wdstrain.serving.answering import Connection
 from wdstrain.serving.places import Places
-from wdstrain.tar import ASIDE, BLOCK, END, NO_KEY, Walk, header, is_aside, padding, samples, split_name
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
+from wdstrain.shards.resolve import make_index, open_index, recall
+from wdstrain.shards.tar import ASIDE, BLOCK, END, NO_KEY, Walk, header, is_aside, padding, samples, split_name
+from wdstrain.storage import http
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import rescue
 from wdstrain.verifying.salvage import Damage, Found, salvage
-from wdstrain.watching import Desk
 
 SPLIT = b"\n-- 8< --\n"
 MOST_PIXELS = 1 << 20  # of pictures here, so that those which claim to be giants are refused soon
@@ -762,7 +763,7 @@ _ARRAY_WORDS = (
 
 def run_image(data: bytes) -> None:
     """A picture, whole and in part: pixels of one shape, the part being that of the whole, or a bad sample in both cases."""
-    with _instead(decode, MAX_PIXELS=MOST_PIXELS), warnings.catch_warnings():
+    with _instead(codecs, MAX_PIXELS=MOST_PIXELS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of odd tags
         whole = _decoded(data)
         if whole is not None:
@@ -876,22 +877,22 @@ def _folder() -> str:
 
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # which go when the process does
 
-_TAR_CODE = ("wdstrain.tar",)
+_TAR_CODE = ("wdstrain.shards.tar",)
 TARGETS = {
     one.name: one
     for one in (
-        Target("tar", run_tar, _tar_seeds, ("wdstrain.tar",), (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
+        Target("tar", run_tar, _tar_seeds, ("wdstrain.shards.tar",), (b"ustar\0", b"ustar  \0", b" path=", b" size="), _mutated_tar),
         Target("written", run_written, lambda: [b"a.txt=1\na.cls=2\nb/c.txt=", b"x" * 99 + b"/" + b"y" * 99 + b".txt=z"], _TAR_CODE),
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.verifying.salvage", "wdstrain.verifying.search"), (), _mutated_tar),
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.verifying.rescue", "wdstrain.verifying.survey"), (), _mutated_tar),
-        Target("index", run_index, _index_seeds, ("wdstrain.index_files", "wdstrain.opening"), (SPLIT,), _mutated_index),
-        Target("part", run_part, _part_seeds, ("wdstrain.index_files:unpack_part", "wdstrain.index_files:_arrays"), (), _mutated_part),
-        Target("http", run_http, _http_seeds, ("wdstrain.http", "wdstrain.bodies"), _HTTP_WORDS, None, 4096),
+        Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
+        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_arrays"), (), _mutated_part),
+        Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_body"), _HTTP_WORDS, None, 4096),
         Target("request", run_request, _request_seeds, ("wdstrain.serving.asking", "wdstrain.serving.answering"), _REQUEST_WORDS, None, 4096),
-        Target("label", run_label, _label_seeds, ("wdstrain.fields:Label", "wdstrain.fields:Labels", "wdstrain.fields:Number", "wdstrain.fields:scalar", "wdstrain.fields:_whole"), (b'{"n": ',), None, 512),
-        Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.fields:Json", "wdstrain.fields:Text")),
-        Target("array", run_array, _array_seeds, ("wdstrain.fields:NumpyArray", "wdstrain.fields:_npy", "wdstrain.fields:_npy_head"), _ARRAY_WORDS, None, 2048),
-        Target("image", run_image, _image_seeds, ("wdstrain.decode", "wdstrain.turbo:decode_part", "wdstrain.turbo:_decode"), _IMAGE_WORDS, None, 8192),
+        Target("label", run_label, _label_seeds, ("wdstrain.decode.fields:Label", "wdstrain.decode.fields:Labels", "wdstrain.decode.fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.fields:_whole"), (b'{"n": ',), None, 512),
+        Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
+        Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
+        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_region:decode_part", "wdstrain.decode.jpeg_region:_decode"), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip
 

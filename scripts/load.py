@@ -110,9 +110,9 @@ import numpy as np
 from load_faults import FAULTS, RARE, serve
 
 import wdstrain as wt
-from wdstrain import children
-from wdstrain.fields import Field
-from wdstrain.locks import try_lock
+from wdstrain.decode.fields import Field
+from wdstrain.runtime import child_process
+from wdstrain.runtime.file_locks import try_lock
 
 SHARDS, OF_SHARD, VALUES = 8, 500, 8192  # 43 MB in shards of 5.4 MB, which are two requests each
 BATCH, WINDOW = 50, 1000
@@ -194,7 +194,7 @@ class Reader:
 
 def read(reader: Reader) -> None:
     """Read until the file `stop` is there. What is found goes into the log, a line for each pass."""
-    children.begin()
+    child_process.begin()
     multiprocessing.set_start_method(None, force=True)  # workers begin as they do on this system, not as this process did
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are meant here
     with open(reader.log, "a", buffering=1) as log, open(reader.said, "a") as said:

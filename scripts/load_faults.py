@@ -21,7 +21,7 @@ from collections import Counter
 from email.utils import formatdate
 from multiprocessing.connection import Connection
 
-from wdstrain import children
+from wdstrain.runtime import child_process
 
 LARGE = 256 << 10  # bytes of an answer that may be damaged, at least
 OFTEN, SELDOM = 0.16, 0.004  # share of the answers with one of the faults below
@@ -180,7 +180,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:
     """Serve a folder, for so many seconds at most; the port is sent through the pipe. To be run as a process."""
-    children.begin()
+    child_process.begin()
     words = {"root": root, "rng": random.Random(seed), "counts": _Counts()}
     with _Server(("127.0.0.1", 0), type("Served", (Handler,), words)) as server:
         pipe.send(server.server_address[1])

@@ -63,11 +63,11 @@ import webdataset
 from tar_mutations import BLOCK, KINDS
 
 import wdstrain as wt
-from wdstrain.checksum import crc32
 from wdstrain.errors import WdstrainError
-from wdstrain.index_files import save_index, scan
-from wdstrain.indexing import Index
-from wdstrain.tar import END, header, is_aside, padding, split_name
+from wdstrain.native.checksum import crc32
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_io import save_index, scan
+from wdstrain.shards.tar import END, header, is_aside, padding, split_name
 
 Sample = tuple[str, dict[str, bytes]]
 Read = Callable[[str], list[Sample]]

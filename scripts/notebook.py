@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import wdstrain as wt
-from wdstrain import charts
+from wdstrain.report import charts
 
 # what a notebook does with the last line of a cell, anywhere in it
 display = import_module("IPython.display").display if find_spec("IPython") else print

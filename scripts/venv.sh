@@ -31,7 +31,7 @@ setup() {
     local extra=$1 python stamp had log="$VENV/install.log" work
     python=$(find_python) || exit 1
     # what is installed depends on the project file, the Python and the place; dev contains demo
-    stamp=$({ cat "$ROOT/pyproject.toml" "$ROOT/scripts/compile.py" "$ROOT/wdstrain/bulk.c"; "$python" --version; printf '%s\n' "$VENV"; } | cksum)
+    stamp=$({ cat "$ROOT/pyproject.toml" "$ROOT/scripts/compile.py" "$ROOT/wdstrain/native/kernels.c"; "$python" --version; printf '%s\n' "$VENV"; } | cksum)
     for had in "$extra" dev; do
         if [ "$(cat "$VENV/installed-$had" 2>/dev/null)" = "$stamp" ] && "$VENV/bin/python" -c '' 2>/dev/null; then
             return 0

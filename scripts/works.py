@@ -19,12 +19,12 @@ from dying import Lie, inside, typed
 from PIL import Image
 
 import wdstrain as wt
-from wdstrain import cache, forward
-from wdstrain import http as http_
 from wdstrain.errors import WdstrainError
-from wdstrain.index_files import scan
-from wdstrain.indexing import ARRAYS, Index
-from wdstrain.opening import open_index
+from wdstrain.shards.index import ARRAYS, Index
+from wdstrain.shards.index_io import scan
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage import http as http_
+from wdstrain.storage import prefetch, shard_cache
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, names, read_checkpoint, read_last
 from wdstrain.training.doors import train
 
@@ -255,7 +255,7 @@ class Filling(Work):
         return shared / "served"
 
     def run(self, place: Path) -> None:
-        forward.RANGE = cache.BLOCK = BLOCK
+        prefetch.RANGE = shard_cache.BLOCK = BLOCK
         http_._FIRST_PAUSE = 0.001
         with closing(wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")) as loader:
             if epoch(loader) != self.order:
@@ -278,7 +278,7 @@ class Filling(Work):
 
     def reboot(self) -> None:
         boot = os.urandom(16)
-        cache._boot = lambda: boot  # type: ignore[assignment]
+        shard_cache._boot = lambda: boot  # type: ignore[assignment]
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def pictures(folder: Path, count: int) -> None:
 
 def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"") -> None:
     """Shards without an index: sample n has its number in its key, its class and its bytes."""
-    from wdstrain.tar import END, header, padding
+    from wdstrain.shards.tar import END, header, padding
 
     folder.mkdir(parents=True)
     number = 0

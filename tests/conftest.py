@@ -18,7 +18,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from wdstrain.tar import END, header, padding
+from wdstrain.shards.tar import END, header, padding
 
 ROOT = Path(__file__).parent.parent
 

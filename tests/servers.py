@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from wdstrain import cache, forward, pipeline
-from wdstrain import http as http_
+from wdstrain.loader import pipeline
+from wdstrain.storage import http as http_
+from wdstrain.storage import prefetch, shard_cache
 
 Fault = Callable[["Handler", Path, int, int], bool]
 
@@ -247,8 +248,8 @@ def serving(root: Path, *, tls: ssl.SSLContext | None = None, **options: object)
 
 def small_and_quick(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Ranges and blocks that are smaller than the shards of tests, little read ahead, and pauses that are short."""
-    monkeypatch.setattr(forward, "RANGE", block)
-    monkeypatch.setattr(cache, "BLOCK", block)
+    monkeypatch.setattr(prefetch, "RANGE", block)
+    monkeypatch.setattr(shard_cache, "BLOCK", block)
     monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
     monkeypatch.setattr(http_, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(http_, "_LONGEST_PAUSE", 0.01)

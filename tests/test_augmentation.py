@@ -14,8 +14,8 @@ from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.augment import random_crop, random_crops
-from wdstrain.augmentation import DRAWS, beta_quantiles
+from wdstrain.decode.transforms import random_crop, random_crops
+from wdstrain.loader.gpu_augment import DRAWS, beta_quantiles
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # where an augmentation looks in a sample's draws

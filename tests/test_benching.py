@@ -23,9 +23,9 @@ from PIL import Image
 import wdstrain as wt
 from tests.conftest import picture, write_shards, write_tar
 from tests.servers import serving
-from wdstrain.limits import excerpt
-from wdstrain.machine import cores
-from wdstrain.opening import open_index
+from wdstrain.runtime.machine import cores
+from wdstrain.shards.resolve import open_index
+from wdstrain.tuning.stages import excerpt
 
 SHORT = 1.5  # seconds of a measurement
 

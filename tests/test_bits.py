@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from wdstrain.bits import below, bits, key, uniform
+from wdstrain.order.rng import below, bits, key, uniform
 
 
 def test_a_golden_value_never_changes() -> None:

@@ -28,9 +28,9 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
-from wdstrain.decode import decode_image
+from wdstrain.decode.codecs import decode_image
 from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError, WdstrainError
-from wdstrain.tar import END, header
+from wdstrain.shards.tar import END, header
 
 BESIDE = 16 << 20  # bytes for what is done beside
 PER_HEADER_BYTE, PER_PIXEL, PER_VALUE_BYTE, PER_JSON_BYTE = 2, 12, 12, 48
@@ -418,7 +418,7 @@ def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
 @pytest.mark.parametrize("answer", [_without_end, _unfolding])
 def test_an_index_without_an_end_is_refused(answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """For a machine of 256 MB, so that the test is quick."""
-    monkeypatch.setattr("wdstrain.http.memory", lambda: 256 << 20)
+    monkeypatch.setattr("wdstrain.storage.http.memory", lambda: 256 << 20)
     with (
         answering(answer) as address,
         pytest.raises(StorageError, match="has more than 67108864 bytes, too many to hold at once"),
@@ -429,7 +429,7 @@ def test_an_index_without_an_end_is_refused(answer: Callable[..., None], monkeyp
 def test_an_index_is_taken_apart_only_if_memory_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_shards(tmp_path / "set", [8])
     wt.index(folder)
-    monkeypatch.setattr("wdstrain.index_files.memory", lambda: 128 * 200)
+    monkeypatch.setattr("wdstrain.shards.index_io.memory", lambda: 128 * 200)
     with pytest.raises(ShardError, match="bytes of JSON, and 200 are the most"):
         wt.Loader(folder)
 
@@ -463,7 +463,7 @@ def test_reasons_are_short_whatever_a_transform_says(tmp_path: Path) -> None:
 
 
 def test_the_largest_picture_is_the_same_for_every_decoder() -> None:
-    from wdstrain.formats import MAX_PIXELS
+    from wdstrain.decode.image_formats import MAX_PIXELS
 
     assert Image.MAX_IMAGE_PIXELS is not None
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS

@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture
-from wdstrain import compiled
-from wdstrain.bulk import Places, Sums, of_samples
-from wdstrain.memory import Memory
-from wdstrain.pieces import Pieces
+from wdstrain.memory.pieces import Pieces
+from wdstrain.memory.scatter import Places, Sums, of_samples
+from wdstrain.memory.shared import Memory
+from wdstrain.native import kernels
 
 WAYS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(compiled.library is None, reason="there was no C compiler")),
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler")),
     pytest.param(False, id="piece by piece"),
 ]
 
@@ -37,7 +37,7 @@ WAYS = [
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
-        monkeypatch.setattr(compiled, "library", None)
+        monkeypatch.setattr(kernels, "library", None)
     return bool(request.param)
 
 
@@ -293,8 +293,8 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path,
         shard.write_bytes(data[: len(data) // 2 if name == "short" else None])
     fields = {"x": wt.array("x.npy", shape=(40, 40), dtype="uint8"), "image": wt.image(size=16), "label": wt.label()}
     found = []
-    for library in (compiled.library, None):
-        monkeypatch.setattr(compiled, "library", library)
+    for library in (kernels.library, None):
+        monkeypatch.setattr(kernels, "library", library)
         for name in ("sound", "damaged", "short"):
             for what in (fields, {"x": fields["x"]}, None):
                 loader = wt.Loader(tmp_path / name, what, batch_size=7, on_bad="replace", max_bad=1.0, tail="drop")
@@ -313,19 +313,19 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path,
 
 def test_a_library_of_another_source_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clone that was updated and not installed again has one whose functions may take other things."""
-    if compiled.library is None:
+    if kernels.library is None:
         pytest.skip("there was no C compiler")
-    assert compiled._compiled() is not None
-    (tmp_path / "bulk.c").write_text(Path(compiled.SOURCE).read_text() + "\n")
-    monkeypatch.setattr(compiled, "SOURCE", str(tmp_path / "bulk.c"))
-    assert compiled._compiled() is None
+    assert kernels._compiled() is not None
+    (tmp_path / "kernels.c").write_text(Path(kernels.SOURCE).read_text() + "\n")
+    monkeypatch.setattr(kernels, "SOURCE", str(tmp_path / "kernels.c"))
+    assert kernels._compiled() is None
 
 
 @pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")])
 def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(tmp_path: Path, compiler: str, why: str) -> None:
     code = (
-        "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import PACKAGE, compiled;"
-        f"print(compiled(PACKAGE / 'bulk.c', Path({str(tmp_path / 'lib.so')!r})))"
+        "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import NATIVE, compiled;"
+        f"print(compiled(NATIVE / 'kernels.c', Path({str(tmp_path / 'lib.so')!r})))"
     )
     (tmp_path / "lib.so").write_bytes(b"of before")
     environment = {**os.environ, "CC": compiler}

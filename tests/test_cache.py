@@ -22,11 +22,11 @@ import pytest
 import wdstrain as wt
 from tests.conftest import write_shards
 from tests.servers import Handler, Served, cut, fine, serving, small_and_quick, status
-from wdstrain import cache, forward
-from wdstrain.cache import Cache
 from wdstrain.errors import UsageError
-from wdstrain.indexing import Index
-from wdstrain.opening import open_index
+from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage import prefetch, shard_cache
+from wdstrain.storage.shard_cache import Cache
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def asked(server: Served) -> list[tuple[str, str | None]]:
 
 
 def whole(folder: Path) -> list[Path]:
-    return sorted((folder / cache.FOLDER).glob("*.tar"))
+    return sorted((folder / shard_cache.FOLDER).glob("*.tar"))
 
 
 def check_content(folder: Path, made: Path) -> None:
@@ -77,7 +77,7 @@ def blocks_in(folder: Path, index: Index) -> set[tuple[str, int]]:
     for shard in index.shards:
         with Cache(str(folder)).open(shard) or nullcontext() as file:
             if file is not None:
-                count = range(-(-shard.bytes // cache.BLOCK))
+                count = range(-(-shard.bytes // shard_cache.BLOCK))
                 found |= {(f"/{shard.name}", number) for number in count if file._there(number)}
     return found
 
@@ -156,7 +156,7 @@ def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(made: Pa
     assert epoch(loader) == wanted
     loader.close()
     repeated = sum(count - 1 for count in Counter(asked(served)).values())
-    assert repeated <= forward._FETCHERS  # requests that were broken off with the first loader
+    assert repeated <= prefetch._FETCHERS  # requests that were broken off with the first loader
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
@@ -324,7 +324,7 @@ def test_what_lies_under_a_final_name_and_is_no_shard_is_not_believed(
         file = one.open(shard)
         assert file is not None
         file.close()
-        os.replace(one.place_of(shard) + cache.PART, one.place_of(shard))
+        os.replace(one.place_of(shard) + shard_cache.PART, one.place_of(shard))
     for _ in range(2):
         assert epoch(loader) == wanted
         loader.close()
@@ -335,7 +335,7 @@ def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(served: Ser
     one, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
     first = one.open(shard)
     assert first is not None
-    first.fill(0, shard.bytes - cache.BLOCK)
+    first.fill(0, shard.bytes - shard_cache.BLOCK)
     one.forget(shard)
     second = one.open(shard)
     assert second is not None
@@ -358,7 +358,7 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, 
     for _ in range(2):
         assert epoch(loader) == wanted
         loader.close()
-        assert 0 < sum(path.stat().st_size for path in (tmp_path / cache.FOLDER).glob("*.tar*")) <= limit
+        assert 0 < sum(path.stat().st_size for path in (tmp_path / shard_cache.FOLDER).glob("*.tar*")) <= limit
     check_content(tmp_path, made)
     one, shards = Cache(str(tmp_path / "other"), limit), loader.index.shards
     for number in (0, 1, 0, 2):
@@ -378,8 +378,8 @@ def test_only_what_a_cache_wrote_is_ever_taken_out(made: Path, served: Served, t
         wanted = epoch(loader)
     for path in whole(tmp_path):  # of the names that a cache gives, beside its folder
         shutil.copy(path, tmp_path)
-    (tmp_path / cache.FOLDER / "notes.tar").write_bytes(bytes(100_000))
-    mine = {path: path.read_bytes() for path in [*tmp_path.glob("*.*"), tmp_path / cache.FOLDER / "notes.tar"]}
+    (tmp_path / shard_cache.FOLDER / "notes.tar").write_bytes(bytes(100_000))
+    mine = {path: path.read_bytes() for path in [*tmp_path.glob("*.*"), tmp_path / shard_cache.FOLDER / "notes.tar"]}
     limit = max(path.stat().st_size for path in made.glob("*.tar"))
     there = [path for path in whole(tmp_path) if path.name != "notes.tar"]
     for gone in there[:2]:  # which pushes others out when it is read again
@@ -391,11 +391,11 @@ def test_only_what_a_cache_wrote_is_ever_taken_out(made: Path, served: Served, t
 
 
 def test_a_folder_that_somebody_else_filled_is_no_cache(served: Served, tmp_path: Path) -> None:
-    (tmp_path / cache.FOLDER).mkdir()
-    (tmp_path / cache.FOLDER / "thesis.tar").write_bytes(b"mine")
+    (tmp_path / shard_cache.FOLDER).mkdir()
+    (tmp_path / shard_cache.FOLDER / "thesis.tar").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"wdstrain-cache holds thesis.tar, which no cache wrote"):
         loader_of(served.url, tmp_path)
-    os.unlink(tmp_path / cache.FOLDER / "thesis.tar")
+    os.unlink(tmp_path / shard_cache.FOLDER / "thesis.tar")
     loader_of(served.url, tmp_path).close()  # an empty one, as a kill may leave it
 
 
@@ -473,11 +473,11 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(made: Pa
             server.faults.clear()
             loader = loader_of(server.url, folder)
             there = blocks_in(folder, loader.index)
-            assert len(there) >= moment - 1 - forward._FETCHERS
+            assert len(there) >= moment - 1 - prefetch._FETCHERS
             server.requests.clear()
             assert epoch(loader) == wanted
             loader.close()
-            again = {(path, int(span[6:].split("-")[0]) // cache.BLOCK) for path, span in asked(server) if span}
+            again = {(path, int(span[6:].split("-")[0]) // shard_cache.BLOCK) for path, span in asked(server) if span}
             assert not again & there
         check_content(folder, made)
         assert len(whole(folder)) == len(list(made.glob("*.tar")))

@@ -16,10 +16,12 @@ import pytest
 import wdstrain as wt
 from tests.conftest import write_shards
 from tests.servers import Handler, serving, stall
-from wdstrain import course, forward, landing, workers
-from wdstrain.comparing import Found
+from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import Reader
+from wdstrain.reader import read_blocks, slot_sink
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.verifier import Found
+from wdstrain.storage import prefetch
 
 RANGE = 64 << 10  # bytes: some 32 samples
 
@@ -27,8 +29,8 @@ RANGE = 64 << 10  # bytes: some 32 samples
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request brings few samples."""
-    monkeypatch.setattr(forward, "RANGE", RANGE)
-    monkeypatch.setattr(course, "_FAR", RANGE)
+    monkeypatch.setattr(prefetch, "RANGE", RANGE)
+    monkeypatch.setattr(read_blocks, "_FAR", RANGE)
 
 
 def checked(batch: dict[str, Any]) -> int:
@@ -101,7 +103,7 @@ def test_other_threads_may_close_a_loader_at_any_moment(tmp_path: Path, where: s
 @pytest.mark.usefixtures("small")
 def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request has brought its bytes, one a part, the others wait for an answer."""
-    monkeypatch.setattr(forward, "_PARTING", 0.5)
+    monkeypatch.setattr(prefetch, "_PARTING", 0.5)
     write_shards(tmp_path, [400])
     wt.index(tmp_path)
     released = threading.Event()
@@ -225,7 +227,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         tmp_path / "set", {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")}, batch_size=8, shuffle=False
     )
 
-    def get(self: landing._Taken, clock: int, default: int) -> int:
+    def get(self: slot_sink._Taken, clock: int, default: int) -> int:
         slot = dict.get(self, clock, default)
         assert loader._pipeline is not None
         closer = threading.Thread(target=loader._pipeline._reader.end)
@@ -233,7 +235,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         closer.join(20)
         return slot
 
-    monkeypatch.setattr(landing._Taken, "get", get, raising=False)
+    monkeypatch.setattr(slot_sink._Taken, "get", get, raising=False)
     with pytest.raises(WdstrainError, match="stopped"):
         next(iter(loader))
     loader.close()

@@ -12,11 +12,12 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_shards
 from tests.servers import serving, small_and_quick
-from wdstrain import compiled, tasks
-from wdstrain.bulk import Ints, Truths
-from wdstrain.comparing import Comparison, Found, Packed
-from wdstrain.indexing import Table
-from wdstrain.memory import Memory
+from wdstrain.loader import task_blocks
+from wdstrain.memory.scatter import Ints, Truths
+from wdstrain.memory.shared import Memory
+from wdstrain.native import kernels
+from wdstrain.reader.verifier import Comparison, Found, Packed
+from wdstrain.shards.index import Table
 
 COUNT = 60
 FIELDS = {"image": wt.image(size=16), "label": wt.label()}
@@ -26,14 +27,14 @@ FIELDS = {"image": wt.image(size=16), "label": wt.label()}
 def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many members of each batch its decoder has to compare."""
     found: list[int] = []
-    original = tasks.Laid.task
+    original = task_blocks.Laid.task
 
-    def recorded(self: tasks.Laid, *words: Any, **named: Any) -> Any:
+    def recorded(self: task_blocks.Laid, *words: Any, **named: Any) -> Any:
         task = original(self, *words, **named)
         found.append(len(task.doubtful))
         return task
 
-    monkeypatch.setattr(tasks.Laid, "task", recorded)
+    monkeypatch.setattr(task_blocks.Laid, "task", recorded)
     return found
 
 
@@ -140,9 +141,9 @@ def doubts(found: Found, place: int, count: int) -> list[int]:
 @pytest.fixture(params=["in C", "in Python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in Python":
-        monkeypatch.setattr(compiled, "library", None)
-    elif compiled.library is None:
-        pytest.skip("bulk.c was not compiled")
+        monkeypatch.setattr(kernels, "library", None)
+    elif kernels.library is None:
+        pytest.skip("kernels.c was not compiled")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.augmentation import DRAWS
-from wdstrain.indexing import Label
-from wdstrain.memory import Memory
-from wdstrain.pinned import Locked
+from wdstrain.loader.gpu_augment import DRAWS
+from wdstrain.memory.pinned import Locked
+from wdstrain.memory.shared import Memory
+from wdstrain.shards.index import Label
 from wdstrain.training import tally
 from wdstrain.training.task import Head, Task, normalised
 

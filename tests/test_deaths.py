@@ -22,20 +22,21 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
-from wdstrain import cache, index_files
-from wdstrain.cache import Cache
+from wdstrain.decode.worker_processes import death_of_a_worker
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.index_files import load, save_index
-from wdstrain.interrupts import Held
-from wdstrain.locks import try_lock
-from wdstrain.opening import open_index
 from wdstrain.packing import jobs
 from wdstrain.packing import shard as shard_
 from wdstrain.packing.options import Packing
 from wdstrain.packing.spill import _Pass
 from wdstrain.packing.stage import Stage
-from wdstrain.processes import death_of_a_worker
-from wdstrain.storage import LocalFile, is_state, state_of
+from wdstrain.runtime.file_locks import try_lock
+from wdstrain.runtime.signals import Held
+from wdstrain.shards import index_io
+from wdstrain.shards.index_io import load, save_index
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage import shard_cache
+from wdstrain.storage.local import LocalFile, is_state, state_of
+from wdstrain.storage.shard_cache import Cache
 from wdstrain.training import checkpoints
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, read_checkpoint
 
@@ -316,7 +317,7 @@ def test_an_index_is_replaced_as_one_and_keeps_its_checksums_through_a_kill(
     write_class_folder(tmp_path / "in", {"cat": 12})
     wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"), shard_samples=4)
     (tmp_path / "set" / "train-000002.tar").unlink()
-    before, write = load(str(tmp_path / "set" / "index.json")), index_files.write_whole
+    before, write = load(str(tmp_path / "set" / "index.json")), index_io.write_whole
 
     def killed(path: str, data: bytes) -> None:
         if path.endswith("index.json"):
@@ -324,11 +325,11 @@ def test_an_index_is_replaced_as_one_and_keeps_its_checksums_through_a_kill(
         write(path, data)
 
     for _ in range(2):  # the second time, what the first left is there
-        monkeypatch.setattr(index_files, "write_whole", killed)
+        monkeypatch.setattr(index_io, "write_whole", killed)
         with pytest.raises(BrokenOffError):
             wt.index(tmp_path / "set")
         assert np.array_equal(load(str(tmp_path / "set" / "index.json")).table.start, before.table.start)
-    monkeypatch.setattr(index_files, "write_whole", write)
+    monkeypatch.setattr(index_io, "write_whole", write)
     index = wt.index(tmp_path / "set")
     assert np.array_equal(index.table.member_crc, before.table.member_crc[: len(index.table.member_field)])
     assert len(index.table.member_crc) == 16
@@ -337,11 +338,11 @@ def test_an_index_is_replaced_as_one_and_keeps_its_checksums_through_a_kill(
 
 def test_offsets_of_another_index_are_refused_though_former_ones_lie_there(tmp_path: Path) -> None:
     write_shards(tmp_path / "s", [3, 4])
-    save_index(index_files.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.bin", tmp_path / "s" / ".index.bin.former")
-    save_index(index_files.scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
+    save_index(index_io.scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.json", tmp_path / "kept.json")
-    save_index(index_files.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
+    save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "kept.json", tmp_path / "s" / "index.json")
     with pytest.raises(ShardError, match="belongs to another index.json"):
         load(str(tmp_path / "s" / "index.json"))
@@ -415,7 +416,7 @@ def test_what_changed_while_it_was_walked_over_is_neither_indexed_nor_remembered
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_shards(tmp_path / "s", [9, 9])
-    samples, data = index_files.samples, (folder / "part-001.tar").read_bytes()
+    samples, data = index_io.samples, (folder / "part-001.tar").read_bytes()
     os.utime(folder / "part-001.tar", ns=(0, 0))
 
     def changing(read: Any, size: int, shown: str, walk: Any) -> Any:
@@ -424,11 +425,11 @@ def test_what_changed_while_it_was_walked_over_is_neither_indexed_nor_remembered
             (folder / "part-001.tar").write_bytes(data)
         return found
 
-    monkeypatch.setattr(index_files, "samples", changing)
+    monkeypatch.setattr(index_io, "samples", changing)
     with pytest.raises(ShardError, match="part-001.tar was written to while it was walked over"):
         wt.index(folder)
     open_index(str(folder))
-    monkeypatch.setattr(index_files, "samples", samples)
+    monkeypatch.setattr(index_io, "samples", samples)
     told: list[str] = []
     open_index(str(folder), note=told.append)
     assert "walked over the headers of 9 samples" in told[0]
@@ -532,11 +533,11 @@ def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
     """All threads of a reader open the first shard at once, and find what was made and not yet marked when a process was killed."""
     wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
     shard, one = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
-    part = one.place_of(shard) + cache.PART
+    part = one.place_of(shard) + shard_cache.PART
     Path(part).touch()
     looking = os.open(part, os.O_RDWR)
-    assert try_lock(looking, cache._IN_USE, shared=True)
-    taken_out = cache._removed
+    assert try_lock(looking, shard_cache._IN_USE, shared=True)
+    taken_out = shard_cache._removed
 
     def removed(fd: int, path: str) -> bool:
         done = taken_out(fd, path)
@@ -544,7 +545,7 @@ def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
             os.close(looking)  # the other has seen it
         return done
 
-    monkeypatch.setattr(cache, "_removed", removed)
+    monkeypatch.setattr(shard_cache, "_removed", removed)
     file = one.open(shard)
     assert file is not None
     assert file.sound
@@ -555,7 +556,7 @@ def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path
     """As nothing that was flushed can be, and what a disk of another mind may give after a power cut."""
     index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
     one, shard = Cache(str(tmp_path / "cache")), replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar")
-    part = Path(one.place_of(shard) + cache.PART)
+    part = Path(one.place_of(shard) + shard_cache.PART)
     part.write_bytes(bytes(shard.bytes))
     file = one.open(shard)
     assert file is not None
@@ -622,7 +623,7 @@ def test_want_of_memory_for_a_batch_is_a_sentence(shards: Path, monkeypatch: pyt
     def no_memory(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("wdstrain.decoder.Decoder._read_fields", no_memory)
+    monkeypatch.setattr("wdstrain.decode.decoder.Decoder._read_fields", no_memory)
     with pytest.raises(WdstrainError, match="there was no memory to make a batch"):
         list(loader)
     loader.close()

@@ -17,8 +17,8 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.batches import Batches
-from wdstrain.device import Sent, ahead
+from wdstrain.loader.device import Sent, ahead
+from wdstrain.loader.epoch import Batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -118,7 +118,7 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
 
 def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk answers no more; the loop is left, and its thread is not waited for without end."""
-    from wdstrain.reader import Reader
+    from wdstrain.reader.reader import Reader
 
     loader = wt.Loader(pictures, FIELDS, batch_size=2, shuffle_buffer=4)
     never = threading.Event()

@@ -18,8 +18,8 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError
-from wdstrain.formats import EXTENSIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of odd metadata
 

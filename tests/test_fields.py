@@ -19,12 +19,13 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import picture
-from wdstrain import compiled, turbo
-from wdstrain.augment import DRAWS, Augment, middle_crop, random_crop, region
-from wdstrain.bits import uniform
-from wdstrain.decode import decode_image
+from wdstrain.decode import jpeg_region
+from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.resize import fit
+from wdstrain.decode.transforms import DRAWS, Augment, middle_crop, random_crop, region
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.fitting import fit
+from wdstrain.native import kernels
+from wdstrain.order.rng import uniform
 
 NO_DRAWS = np.zeros(DRAWS)
 
@@ -240,7 +241,7 @@ def test_resizing_is_torchvisions() -> None:
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 224])
 def test_pictures_of_any_width_are_turned_around(width: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiles:
-        monkeypatch.setattr(compiled, "library", None)
+        monkeypatch.setattr(kernels, "library", None)
     whole = np.random.default_rng(width).integers(0, 256, (6, 2 * width, 3), np.uint8)
     memory = np.zeros((8, width, 3), np.uint8)
     for part in (whole[:, :width].copy(), whole[:, width:], whole[:, ::2]):
@@ -300,7 +301,7 @@ def photo(width: int, height: int, *, mode: str = "RGB", **options: Any) -> byte
 
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "Gray", "progressive"])
 def test_a_part_is_exactly_that_part_of_the_whole(subsampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if turbo._library() is None:
+    if jpeg_region._library() is None:
         pytest.skip("libjpeg-turbo 3 is not here: pip install turbojpeg, or the system's libturbojpeg of version 3")
     draws = np.random.default_rng(0)
     for width, height in ((1, 1), (7, 3), (16, 16), (129, 77), (333, 250)):
@@ -312,23 +313,23 @@ def test_a_part_is_exactly_that_part_of_the_whole(subsampling: str, monkeypatch:
         for _ in range(30):
             top, left = int(draws.integers(height)), int(draws.integers(width))
             box = (top, left, int(draws.integers(1, height - top + 1)), int(draws.integers(1, width - left + 1)))
-            part = turbo.decode_part(data, box, 10**6)
+            part = jpeg_region.decode_part(data, box, 10**6)
             assert part is not None
             with monkeypatch.context() as without:
-                without.setattr(turbo, "_library", lambda: None)
+                without.setattr(jpeg_region, "_library", lambda: None)
                 assert np.array_equal(part, decode_image(data, lambda h, w, box=box: box))
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
 def test_with_and_without_the_library_pixels_are_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, field = photo(190, 140, mode=mode), wt.image(size=64, augment="rrc+flip")
-    with_it, exif = turbo._library, Image.Exif()
+    with_it, exif = jpeg_region._library, Image.Exif()
     exif[0x0112] = 6
     turned = photo(190, 140, mode=mode, exif=exif)
     for number in range(20):
         draws, found = np.random.default_rng(number).random(DRAWS), []
         for library in (with_it, lambda: None):
-            monkeypatch.setattr(turbo, "_library", library)
+            monkeypatch.setattr(jpeg_region, "_library", library)
             for one in (data, turned):
                 out = np.zeros((64, 64, 3), np.uint8)
                 field.read("jpg", memoryview(one), out, draws)
@@ -358,9 +359,9 @@ def test_a_good_picture_after_a_bad_one_is_good(data: Callable[[str], Path]) -> 
     good, whole = photo(129, 77), (0, 0, 77, 129)
     wanted = decode_image(good)
     for path in sorted(data("difficult").rglob("*.jp*g")):
-        turbo.decode_part(path.read_bytes() + b"\xff\xd9", whole, 10**6)
+        jpeg_region.decode_part(path.read_bytes() + b"\xff\xd9", whole, 10**6)
         assert np.array_equal(decode_image(good), wanted), path.name
-        assert turbo._library() is None or turbo.decode_part(good, whole, 10**6) is not None
+        assert jpeg_region._library() is None or jpeg_region.decode_part(good, whole, 10**6) is not None
 
 
 def test_every_thread_decodes_for_itself() -> None:
@@ -378,7 +379,7 @@ def test_a_part_of_a_picture_that_has_the_size_of_the_batch(library: bool, monke
     data, field = photo(64, 64) + (b"x" if library else b""), wt.image(size=64, augment="rrc+flip")
     whole = decode_image(data)
     if not library:
-        monkeypatch.setattr(turbo, "_library", lambda: None)
+        monkeypatch.setattr(jpeg_region, "_library", lambda: None)
     for number in range(300):
         draws = np.random.default_rng(number).random(DRAWS)
         out, expected = np.zeros((64, 64, 3), np.uint8), np.zeros((64, 64, 3), np.uint8)

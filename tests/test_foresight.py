@@ -17,8 +17,6 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_shards, write_tar
-from wdstrain import course, reader
-from wdstrain.bits import bits, uniform
 from wdstrain.cli import main
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.foresight import doors, itinerary
@@ -26,12 +24,14 @@ from wdstrain.foresight.doors import foresee
 from wdstrain.foresight.itinerary import Seen, reads_of, seen, waiting
 from wdstrain.foresight.outlook import lines, page, verdict
 from wdstrain.foresight.shuffling import NeighbourCount, batches_drawn, class_mix, parts_of
-from wdstrain.indexing import Index, Ints
-from wdstrain.opening import open_index
-from wdstrain.plan import Plan
+from wdstrain.order.plan import Plan
+from wdstrain.order.rng import bits, uniform
+from wdstrain.reader import read_blocks, reader
 from wdstrain.serving import Server
-from wdstrain.storage import LocalFile
-from wdstrain.tar import END, header, padding
+from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.resolve import open_index
+from wdstrain.shards.tar import END, header, padding
+from wdstrain.storage.local import LocalFile
 
 SIZES: list[dict[str, Any]] = [
     {"batch_size": 4},
@@ -79,8 +79,8 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     folder = odd_shards(tmp_path / "odd") if kind == "odd" else write_shards(tmp_path / "few", [7, 13, 1])
-    monkeypatch.setattr(course, "_NEAR", 4 << 20)
-    for module in (course, itinerary):
+    monkeypatch.setattr(read_blocks, "_NEAR", 4 << 20)
+    for module in (read_blocks, itinerary):
         monkeypatch.setattr(module, "READ_SAMPLES", 1024)
     sources: list[Recorder] = []
 

@@ -22,9 +22,11 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from tests.conftest import ROOT
-from wdstrain import decode, fields, http, index_files, tar
+from wdstrain.decode import codecs, fields
 from wdstrain.errors import SampleError, ShardError
-from wdstrain.tar import header, padding, samples
+from wdstrain.shards import index_io, tar
+from wdstrain.shards.tar import header, padding, samples
+from wdstrain.storage import http
 
 sys.path.append(str(ROOT / "scripts"))  # behind all others: some scripts are called like packages
 fuzzing = importlib.import_module("fuzzing")
@@ -60,7 +62,7 @@ def test_what_a_fuzzer_begins_with_holds_and_lies_within_its_limit(name: str) ->
     ("module", "name", "fault", "case"),
     [
         (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
-        (index_files, "_check_table", lambda index, path: None, "part/member-outside-its-sample"),
+        (index_io, "_check_table", lambda index, path: None, "part/member-outside-its-sample"),
         (http, "_SPAN", re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"), "http/range-of-5000-digits"),
         (fields, "_plain", lambda value: value, "label/name-that-python-takes-for-a-number"),
     ],
@@ -199,7 +201,7 @@ def test_pixels_of_any_shape_come_back_from_formats_that_keep_them(height: int, 
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind)
     targets.run_image(buffer.getvalue())
-    assert np.array_equal(decode.decode_image(buffer.getvalue()), pixels)
+    assert np.array_equal(codecs.decode_image(buffer.getvalue()), pixels)
 
 
 @some

@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from wdstrain import compiled
-from wdstrain.bulk import Places, Sums
-from wdstrain.hands import Hands
-from wdstrain.memory import Memory
+from wdstrain.memory.scatter import Places, Sums
+from wdstrain.memory.shared import Memory
+from wdstrain.native import kernels
+from wdstrain.storage.io_pool import Hands
 
 BEFORE: set[threading.Thread] = set()
 DATA = np.random.default_rng(0).bytes(1_000_000)
 
 WAYS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(compiled.library is None, reason="there was no C compiler")),
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler")),
     pytest.param(False, id="in Python"),
 ]
 
@@ -36,7 +36,7 @@ WAYS = [
 @pytest.fixture(params=WAYS)
 def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None) -> Iterator[Hands]:
     if not request.param:
-        monkeypatch.setattr(compiled, "library", None)
+        monkeypatch.setattr(kernels, "library", None)
     made = Hands(3)
     yield made
     made.stop()
@@ -131,7 +131,7 @@ def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands:
 @pytest.mark.parametrize("way", WAYS)
 def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way:
-        monkeypatch.setattr(compiled, "library", None)
+        monkeypatch.setattr(kernels, "library", None)
     made, done = Hands(2), threading.Event()
     made.fill(file, 0, whole(Memory(50_000)), done.set)
     assert done.wait(30)

@@ -40,11 +40,11 @@ from tests.servers import (
     stall,
     status,
 )
-from wdstrain import forward, http
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.http import HttpFile, redacted
-from wdstrain.storage import expand
+from wdstrain.storage import http, prefetch
+from wdstrain.storage.http import HttpFile, redacted
+from wdstrain.storage.local import expand
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_connections_are_used_again(made: Path, served: Served) -> None:
 
     served.faults += [note] * 1000
     epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
-    assert 1 <= len(names) <= forward._FETCHERS + 1
+    assert 1 <= len(names) <= prefetch._FETCHERS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 
@@ -221,8 +221,8 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
 ) -> None:
     """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
     wt.pack(({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)), str(tmp_path / "set"), shuffle=False)
-    monkeypatch.setattr("wdstrain.course._FAR", 16 << 10)
-    monkeypatch.setattr("wdstrain.pipeline._AHEAD_BYTES", 128 << 10)
+    monkeypatch.setattr("wdstrain.reader.read_blocks._FAR", 16 << 10)
+    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 128 << 10)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
         begun, held = [0], []

@@ -17,9 +17,9 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.index_files import save_index
-from wdstrain.opening import open_index
-from wdstrain.storage import expand
+from wdstrain.shards.index_io import save_index
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage.local import expand
 
 
 def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:

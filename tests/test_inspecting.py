@@ -30,7 +30,7 @@ from wdstrain.inspecting import glimpses
 from wdstrain.inspecting.contents import Looker
 from wdstrain.inspecting.dimensions import Value
 from wdstrain.serving import Server
-from wdstrain.tar import END
+from wdstrain.shards.tar import END
 
 
 def content(name: str, *values: bytes) -> Any:

@@ -79,7 +79,7 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
     tmp_path: Path, arrays: Path, files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where as many are, the reader reads itself, by the same way: also what is damaged."""
-    monkeypatch.setattr("wdstrain.landing._OPEN", files)
+    monkeypatch.setattr("wdstrain.reader.slot_sink._OPEN", files)
     direct, copied = (wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED))
     for number in range(2):
         assert same(epoch(direct, number), epoch(copied, number))
@@ -302,7 +302,7 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
 def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain import landing as module
+    from wdstrain.reader import slot_sink as module
 
     folder = pack(tmp_path / "set", 40)
     original, laid = module.Landing._read, module.Landing.places

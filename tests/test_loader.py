@@ -26,8 +26,8 @@ from torchvision.transforms import v2
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_class_folder, write_shards, write_tar
-from wdstrain import bits
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
+from wdstrain.order import rng
 from wdstrain.packing.convert import convert
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.options import Options
@@ -542,7 +542,7 @@ def test_what_torch_draws_for_a_sample_in_a_worker_process_is_told_by_seed_epoch
     loader = wt.Loader(shards, transform=seeded, batch_size=1, num_workers=1, seed=7)
     batches = loader.epoch(0)
     for batch in batches:
-        torch_s_own = torch.Generator().manual_seed(bits.key("sample", 7, 0, int(batches.ids[0])))
+        torch_s_own = torch.Generator().manual_seed(rng.key("sample", 7, 0, int(batches.ids[0])))
         assert torch.equal(batch["noise"][0], torch.rand(3, generator=torch_s_own))
     loader.close()
 
@@ -606,7 +606,7 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, 
     for n, shard in enumerate(samples):
         write_tar(tmp_path / f"b-{n}.tar", shard)
     reads: list[tuple[str, int, int]] = []
-    from wdstrain.storage import LocalFile
+    from wdstrain.storage.local import LocalFile
 
     original = LocalFile.read_into
 

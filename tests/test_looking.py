@@ -20,7 +20,7 @@ import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_tar
 from tests.servers import serving
 from wdstrain.cli import main
-from wdstrain.fields import image
+from wdstrain.decode.fields import image
 from wdstrain.looking.doors import peek_varied
 from wdstrain.looking.picking import Wanted
 

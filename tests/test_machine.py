@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wdstrain.machine import cores
+from wdstrain.runtime.machine import cores
 
 _HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -78,7 +78,7 @@ def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_p
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or _HERE < 2, reason="needs two processors and their affinity")
 def test_a_process_that_was_bound_to_processors_does_not_share_them() -> None:
-    code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:-1]); from wdstrain.machine import cores; print(cores())"
+    code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:-1]); from wdstrain.runtime.machine import cores; print(cores())"
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert int(done.stdout) == min(_HERE - 1, cores())

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from wdstrain.arena import Arena
+from wdstrain.decode.batch_slots import Layout, Slots
+from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
-from wdstrain.fields import Example
-from wdstrain.memory import Memory
-from wdstrain.slots import Layout, Slots
+from wdstrain.memory.arena import Arena
+from wdstrain.memory.shared import Memory
 
 
 def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:

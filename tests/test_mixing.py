@@ -14,9 +14,10 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
-from wdstrain import course, pipeline, reader
 from wdstrain.errors import PlanError, UsageError
-from wdstrain.mixing import Mixture, _turns
+from wdstrain.loader import pipeline
+from wdstrain.order.mixture import Mixture, _turns
+from wdstrain.reader import read_blocks, reader
 
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
@@ -163,7 +164,7 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(sourc
 
 def test_a_source_is_not_read_over_what_waits_while_another_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows go by the sizes of the sources; what is read ahead is one number for all."""
-    for module in (course, reader):
+    for module in (read_blocks, reader):
         monkeypatch.setattr(module, "READ_SAMPLES", 16)
     monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 16 << 10)
     sources = {"a": 3000, "b": 1000}

@@ -18,10 +18,10 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
-from wdstrain import forward, objects
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.objects import list_folder_of, put, read_object
+from wdstrain.storage import object_store, prefetch
+from wdstrain.storage.object_store import list_folder_of, put, read_object
 
 server = pytest.importorskip("moto.server", reason="moto is not installed")
 pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wdstrain[s3]'")
@@ -52,10 +52,10 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     for name, value in (amazon if request.param == "s3" else google).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    objects._store.cache_clear()
+    object_store._store.cache_clear()
     urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
     yield f"{request.param}://bucket"
-    objects._store.cache_clear()
+    object_store._store.cache_clear()
     urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")).close()
     running.stop()
 
@@ -174,7 +174,7 @@ def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
 
 
 def test_large_shards_are_put_in_parts_and_read_in_ranges(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "RANGE", 1 << 20)
+    monkeypatch.setattr(prefetch, "RANGE", 1 << 20)
     bits = np.random.default_rng(0)
     blobs = {f"k{number:03d}": bits.bytes(200_000) for number in range(80)}
     wt.pack(({"__key__": key, "bin": data} for key, data in blobs.items()), f"{bucket}/large")

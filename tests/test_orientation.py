@@ -319,7 +319,7 @@ int main(void) {
 
 def test_nothing_leads_the_parser_beyond_its_bytes(tmp_path: Path) -> None:
     """Drawn pictures, and each of some cut at every byte, under the compiler's checks of memory and of undefined behaviour."""
-    (tmp_path / "it.c").write_text(f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "bulk.c"}"\n{DRIVER}')
+    (tmp_path / "it.c").write_text(f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "native" / "kernels.c"}"\n{DRIVER}')
     command = ["cc", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
     try:
         subprocess.run([*command, "-o", str(tmp_path / "it"), str(tmp_path / "it.c")], check=True, capture_output=True)

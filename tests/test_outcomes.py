@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import wdstrain as wt
 from tests.conftest import write_tar
 from tests.servers import serving, small_and_quick
-from wdstrain import charts
 from wdstrain.cli import main
-from wdstrain.meter import Meter
+from wdstrain.loader.stats import Meter
+from wdstrain.report import charts
 from wdstrain.training.checkpoints import read_checkpoint
 from wdstrain.training.doors import train
 from wdstrain.training.opened import Opened
@@ -291,7 +291,7 @@ def test_a_slow_disk_is_named(bright: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wdstrain.meter.cores", lambda: 16)
+    monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 16)
     # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second
     meter = Meter(
         batches=10, samples=1000, decoders=1, decode_seconds=10.0, wait_seconds=8.0, loop_seconds=2.0, read_seconds=1.0
@@ -299,7 +299,7 @@ def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.Monke
     assert meter.verdict_of("GPU", 2.0) == (
         "input bound: decode 100%; the GPU waited for data 80.0% of the time. 4 more workers would give about 500 samples/s"
     )
-    monkeypatch.setattr("wdstrain.meter.cores", lambda: 2)
+    monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 2)
     assert meter.verdict_of("GPU", 2.0).endswith("1 more worker would give about 200 samples/s")
     meter.decoders, meter.decode_seconds = 2, 20.0
     assert "All 2 cores are taken" in meter.verdict_of("GPU", 2.0)

@@ -15,12 +15,12 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
-from wdstrain.opening import open_index
 from wdstrain.packing.convert import Step, convert
 from wdstrain.packing.folder import list_folder
 from wdstrain.packing.listing import Keys
 from wdstrain.packing.options import Options
 from wdstrain.packing.table import list_table
+from wdstrain.shards.resolve import open_index
 
 
 @pytest.fixture

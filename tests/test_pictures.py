@@ -16,15 +16,16 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from wdstrain import compiled, turbo
-from wdstrain.augment import DRAWS
+from wdstrain.decode import jpeg_region
+from wdstrain.decode.fields import Image as Field
+from wdstrain.decode.jpeg_batch import Members
+from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
-from wdstrain.fields import Image as Field
-from wdstrain.pictures import Members
-from wdstrain.watching import Desk
+from wdstrain.native import kernels
+from wdstrain.runtime.watchdog import Desk
 
 pytestmark = pytest.mark.skipif(
-    compiled.library is None or turbo.functions() is None, reason="there is no compiler, or no libjpeg-turbo 3"
+    kernels.library is None or jpeg_region.functions() is None, reason="there is no compiler, or no libjpeg-turbo 3"
 )
 
 
@@ -149,7 +150,7 @@ def test_a_picture_never_has_the_tables_of_another(augment: str) -> None:
 
 def tall_blocks(width: int, height: int) -> bytes:
     """A JPEG whose colours are sampled in blocks of 8 x 32 (4:4:1), as no encoder of Python's makes it."""
-    library, pixels = turbo._library(), noise(width, height)
+    library, pixels = jpeg_region._library(), noise(width, height)
     library.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     number, address = ctypes.c_int, ctypes.c_void_p
     library.tj3Compress8.argtypes = [address, address, number, number, number, number, address, address]
@@ -225,9 +226,9 @@ def test_a_loader_reads_ours_at_once_and_asks_what_a_user_made_of_it(tmp_path: P
 def test_without_the_library_or_the_compiled_part_all_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch([jpeg(64, 64)], wt.image(size=32))
     with monkeypatch.context() as without:
-        without.setattr(turbo, "_library", lambda: None)
+        without.setattr(jpeg_region, "_library", lambda: None)
         assert batch.read() == set()
     with monkeypatch.context() as without:
-        without.setattr(compiled, "library", None)
+        without.setattr(kernels, "library", None)
         assert batch.read() == set()
     assert batch.read() == {0}

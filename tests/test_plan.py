@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from wdstrain.errors import PlanError
-from wdstrain.plan import Plan
+from wdstrain.order.plan import Plan
 
 SHARDS = [[1], [7, 13, 1], [5, 0, 3], [40, 40, 40], [100, 3, 57]]
 

@@ -12,7 +12,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_shards
-from wdstrain.channels import careful
+from wdstrain.decode.worker_queues import careful
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -15,10 +15,10 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
-from wdstrain import policies
-from wdstrain.augment import DRAWS, Augment
+from wdstrain.decode import augment_policies
+from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
-from wdstrain.indexing import Index, Label, Table
+from wdstrain.shards.index import Index, Label, Table
 from wdstrain.training.configuration import OPTIONS, Config, read_config
 from wdstrain.training.metrics import Scores, better
 from wdstrain.training.models import begin_with, build, freeze, head_of, train_mode
@@ -183,15 +183,15 @@ def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
     assert float(average.model.weight) == pytest.approx(10 + 0.1 * 1)
 
 
-@pytest.mark.parametrize("name", [name for name in policies._WIDE if name != "identity"])
+@pytest.mark.parametrize("name", [name for name in augment_policies._WIDE if name != "identity"])
 @pytest.mark.parametrize("part", [0.3, 1.0])
 def test_each_change_of_a_policy_is_that_of_torchvision(name: str, part: float) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3)).astype(np.uint8)
     theirs = {"colour": "Color", "autocontrast": "AutoContrast", "shear x": "ShearX", "shear y": "ShearY"}
     called = theirs.get(name) or name.title().replace(" ", "")
-    magnitude = policies._WIDE[name](part)
-    for sign in (1, -1) if name in policies._SIGNED else (1,):
-        ours = policies.change(Image.fromarray(pixels), name, sign * magnitude)
+    magnitude = augment_policies._WIDE[name](part)
+    for sign in (1, -1) if name in augment_policies._SIGNED else (1,):
+        ours = augment_policies.change(Image.fromarray(pixels), name, sign * magnitude)
         other = _apply_op(Image.fromarray(pixels), called, sign * magnitude, InterpolationMode.NEAREST, None)
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
 

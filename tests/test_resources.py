@@ -19,7 +19,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
 from tests.servers import cut, cut_in_headers, serving, status
-from wdstrain.storage import LocalFile
+from wdstrain.storage.local import LocalFile
 
 
 def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
@@ -168,7 +168,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(tmp_path: Path, mon
         original(self, pieces, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setattr("wdstrain.pipeline._AHEAD_BYTES", 0)
+    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 0)
     total = []
     for step in (0, 1, 30, 60, 110, 124):
         loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)

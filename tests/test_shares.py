@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from wdstrain.indexing import Table
+from wdstrain.shards.index import Table
 
 
 def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:

@@ -27,7 +27,7 @@ import wdstrain as wt
 from tests.conftest import write_shards
 from tests.servers import serving
 from tests.test_device import _Copies
-from wdstrain.device import ahead
+from wdstrain.loader.device import ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -25,9 +25,9 @@ import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
 from wdstrain.cli import main
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.indexing import Label
-from wdstrain.packing.expression import Expression
 from wdstrain.packing.table import list_table
+from wdstrain.shards.expressions import Expression
+from wdstrain.shards.index import Label
 
 
 def samples(out: Path) -> dict[str, dict[str, bytes]]:

@@ -13,8 +13,8 @@ import webdataset
 import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.storage import open_source
-from wdstrain.tar import Walk, header, samples, split_name
+from wdstrain.shards.tar import Walk, header, samples, split_name
+from wdstrain.storage.local import open_source
 
 LONG = "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72  # fits ustar's prefix and name
 ENDLESS = "n" * 200  # does not: no slash to cut at

@@ -59,7 +59,7 @@ def test_the_error_of_the_mean_is_what_it_says(bright: Path, tmp_path: Path) -> 
     done = train(str(bright), tmp_path / "run", label="light", epochs=1, batch_size=1, image_size=8)
     rows = [line.split(",") for line in (bright.parent / "log.csv").read_text().splitlines()[1:]]
     light = {row[0].removesuffix(".png"): float(row[2]) for row in rows}
-    from wdstrain.opening import open_index
+    from wdstrain.shards.resolve import open_index
 
     keys = {split: open_index(f"{bright}/{split}-*.tar") for split in ("train", "val")}
     mean = np.mean([light[keys["train"].key(i)] for i in range(len(keys["train"]))])

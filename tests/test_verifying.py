@@ -22,12 +22,12 @@ import pytest
 import wdstrain as wt
 from tests.conftest import Sample, alike, picture, write_shards, write_tar
 from tests.servers import serving
-from wdstrain.bits import bits
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.meter import Finding
-from wdstrain.tar import END, Walk, header, padding
-from wdstrain.tar import samples as strict
+from wdstrain.loader.stats import Finding
+from wdstrain.order.rng import bits
+from wdstrain.shards.tar import END, Walk, header, padding
+from wdstrain.shards.tar import samples as strict
 from wdstrain.verifying.salvage import Damage, Found, salvage
 
 

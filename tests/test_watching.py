@@ -20,7 +20,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_shards, write_tar
 from tests.servers import Handler, serving
-from wdstrain.meter import Finding, Meter
+from wdstrain.loader.stats import Finding, Meter
 
 STUCK = "s000009"  # of the sample at which somebody is stuck
 

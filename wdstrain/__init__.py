@@ -10,9 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wdstrain.augmentation import Augmentation
-    from wdstrain.benching import bench
-    from wdstrain.device import to_device
+    from wdstrain.decode.fields import Example, Field, array, image, json, label, number, text
     from wdstrain.errors import (
         PlanError,
         SampleError,
@@ -22,23 +20,25 @@ if TYPE_CHECKING:
         UsageError,
         WdstrainError,
     )
-    from wdstrain.fields import Example, Field, array, image, json, label, number, text
     from wdstrain.foresight.doors import foresee
-    from wdstrain.indexing import Index, Label, Shard
     from wdstrain.inspecting.doors import info
     from wdstrain.inspecting.facts import Info
-    from wdstrain.loader import Loader
+    from wdstrain.loader.device import to_device
+    from wdstrain.loader.gpu_augment import Augmentation
+    from wdstrain.loader.loader import Loader
+    from wdstrain.loader.mixture import mix
+    from wdstrain.loader.webdataset import Stream, stream, to_example
     from wdstrain.looking.doors import Peek, peek
-    from wdstrain.measured import Bench
-    from wdstrain.mixed import mix
-    from wdstrain.opener import gopen
-    from wdstrain.opening import make_index as index
+    from wdstrain.order.plan import Plan
     from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
-    from wdstrain.plan import Plan
-    from wdstrain.streaming import Stream, stream, to_example
+    from wdstrain.shards.index import Index, Label, Shard
+    from wdstrain.shards.resolve import make_index as index
+    from wdstrain.storage.file_object import gopen
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
     from wdstrain.training.predicting import predict
+    from wdstrain.tuning.bench import bench
+    from wdstrain.tuning.result import Bench
     from wdstrain.verifying.doors import Verification, verify
     from wdstrain.verifying.repairing import Repair, repair
 
@@ -98,38 +98,38 @@ __all__ = [
 ]
 
 
-_WHERE = {
-    "augmentation": "Augmentation",
-    "benching": "bench",
-    "device": "to_device",
+_NAMES = {
+    "decode.fields": "Example Field array image json label number text",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
-    "fields": "Example Field array image json label number text",
     "foresight.doors": "foresee",
-    "indexing": "Index Label Shard",
     "inspecting.doors": "info",
     "inspecting.facts": "Info",
-    "loader": "Loader",
+    "loader.device": "to_device",
+    "loader.gpu_augment": "Augmentation",
+    "loader.loader": "Loader",
+    "loader.mixture": "mix",
+    "loader.webdataset": "Stream stream to_example",
     "looking.doors": "Peek peek",
-    "measured": "Bench",
-    "mixed": "mix",
-    "opener": "gopen",
+    "order.plan": "Plan",
     "packing.doors": "pack pack_arrays pack_folder pack_hdf5 pack_table pack_tars pack_torchvision",
-    "plan": "Plan",
-    "streaming": "Stream stream to_example",
+    "shards.index": "Index Label Shard",
+    "storage.file_object": "gopen",
     "training.doors": "evaluate train",
     "training.exporting": "export",
     "training.predicting": "predict",
+    "tuning.bench": "bench",
+    "tuning.result": "Bench",
     "verifying.doors": "Verification verify",
     "verifying.repairing": "Repair repair",
 }
-_MODULE = {name: module for module, names in _WHERE.items() for name in names.split()} | {"index": "opening"}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {"index": "shards.resolve"}
 
 
 def __getattr__(name: str) -> Any:
     """What a name stands for is imported when it is first used: a command that needs no torch does not wait for it."""
-    if name not in _MODULE:
+    if name not in _MODULES:
         raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
-    found = getattr(import_module(f"wdstrain.{_MODULE[name]}"), "make_index" if name == "index" else name)
+    found = getattr(import_module(f"wdstrain.{_MODULES[name]}"), "make_index" if name == "index" else name)
     globals()[name] = found
     return found
 

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from wdstrain.cli.words import result, size, urls, verb
-from wdstrain.console import Teller
 from wdstrain.errors import UsageError
+from wdstrain.report.terminal import Teller
 
 
 def add_bench(verbs: Any) -> None:
@@ -29,8 +29,8 @@ def add_bench(verbs: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from wdstrain.benching import bench, usual_fields
-    from wdstrain.loader import open_shards
+    from wdstrain.loader.loader import open_shards
+    from wdstrain.tuning.bench import bench, usual_fields
 
     index = open_shards(arguments.urls)
     fields = None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.words import result, urls, verb
-from wdstrain.console import Teller, say
+from wdstrain.report.terminal import Teller, say
 
 if TYPE_CHECKING:
-    from wdstrain.meter import Finding
-from wdstrain.machine import cores
+    from wdstrain.loader.stats import Finding
+from wdstrain.runtime.machine import cores
 
 _MOST = 20  # findings, or shards of a repair, that are shown one by one
 _NAMED = 3  # lost samples of one shard that are named

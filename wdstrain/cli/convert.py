@@ -10,11 +10,11 @@ from dataclasses import fields
 from typing import Any
 
 from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb
-from wdstrain.console import Teller, say
-from wdstrain.machine import cores
 from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
+from wdstrain.report.terminal import Teller, say
+from wdstrain.runtime.machine import cores
 
 _AGAIN = "The same command with --resume goes on with what is finished so far. What was in the folder before is there still."
 _MOST_CLASSES = 20  # rows of classes in the summary

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from wdstrain.cli.words import urls, verb
-from wdstrain.console import Teller, grid, say, show, table
+from wdstrain.report.terminal import Teller, grid, say, show, table
 
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # of a class's name

@@ -27,8 +27,8 @@ from wdstrain.cli.plan import add_plan
 from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
-from wdstrain.console import Teller, say, show
 from wdstrain.errors import WdstrainError
+from wdstrain.report.terminal import Teller, say, show
 
 
 def entry() -> NoReturn:
@@ -71,7 +71,7 @@ def _unknown(arguments: argparse.Namespace, word: str) -> str:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from wdstrain.opening import make_index
+    from wdstrain.shards.resolve import make_index
 
     index = make_index(arguments.urls)
     result(arguments, facts(index), summary(index))

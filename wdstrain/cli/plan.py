@@ -8,8 +8,8 @@ import sys
 from typing import Any, get_args
 
 from wdstrain.cli.words import urls, verb
-from wdstrain.console import Teller, say, show
-from wdstrain.plan import Tail
+from wdstrain.order.plan import Tail
+from wdstrain.report.terminal import Teller, say, show
 
 
 def add_plan(verbs: Any) -> None:
@@ -43,7 +43,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from wdstrain.errors import UsageError
     from wdstrain.foresight.doors import foresee
     from wdstrain.foresight.outlook import lines, page
-    from wdstrain.storage import write_whole
+    from wdstrain.storage.local import write_whole
 
     if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
         raise UsageError(f"{arguments.out}: the page is HTML. Give it a name that ends in .html")

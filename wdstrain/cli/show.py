@@ -46,10 +46,10 @@ def add_show(verbs: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from wdstrain.console import say
-    from wdstrain.console import show as put
     from wdstrain.looking.doors import check_ending, peek, peek_varied
     from wdstrain.looking.picking import Wanted
+    from wdstrain.report.terminal import say
+    from wdstrain.report.terminal import show as put
 
     if arguments.out:
         check_ending(arguments.out)
@@ -85,7 +85,7 @@ def _loads(arguments: argparse.Namespace) -> bool:
 
 def _loading(arguments: argparse.Namespace) -> tuple[Any, range]:
     """The field of the loader, and its epochs."""
-    from wdstrain.fields import image
+    from wdstrain.decode.fields import image
 
     epoch, copies = arguments.epoch or 0, arguments.copies if arguments.copies is not None else 1
     if epoch < 0 or not 1 <= copies <= 16:

@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 from wdstrain.cli.words import result, urls, verb
-from wdstrain.console import say
 from wdstrain.errors import UsageError
+from wdstrain.report.terminal import say
 from wdstrain.training.configuration import (
     OF_EVALUATING,
     OF_PREDICTING,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from wdstrain.console import show, table
-from wdstrain.indexing import Index
-from wdstrain.sizes import bytes_of
+from wdstrain.report.terminal import show, table
+from wdstrain.runtime.byte_sizes import bytes_of
+from wdstrain.shards.index import Index
 
 Verb = Callable[[argparse.Namespace], int]
 

@@ -21,12 +21,12 @@ from wdstrain.foresight.itinerary import Reads, Waiting, reads_of, seen, share_o
 from wdstrain.foresight.outlook import lines, part, verdict
 from wdstrain.foresight.prospect import Mix, Prospect, parts_neighbours
 from wdstrain.foresight.shuffling import NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
-from wdstrain.indexing import Index, Ints, Label
-from wdstrain.labels import MOST_FAR, classes_in, label_bytes
-from wdstrain.loader import Loader, open_shards
-from wdstrain.plan import Plan, Tail, integer
-from wdstrain.remote import is_remote
-from wdstrain.storage import Urls
+from wdstrain.loader.loader import Loader, open_shards
+from wdstrain.order.plan import Plan, Tail, integer
+from wdstrain.shards.index import Index, Ints, Label
+from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
+from wdstrain.storage.local import Urls
+from wdstrain.storage.remote import is_remote
 
 _MOST = 1 << 21  # samples of an epoch that are looked at for what ranks hold
 _MOST_MIXED = 1 << 18  # for how well one buffer mixes, in parts of an epoch or over several

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.course import GAP, READ_SAMPLES, read_bytes
-from wdstrain.forward import RANGE
-from wdstrain.indexing import Index, Ints
-from wdstrain.plan import Plan
-from wdstrain.remote import is_remote
+from wdstrain.order.plan import Plan
+from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, read_bytes
+from wdstrain.shards.index import Index, Ints
+from wdstrain.storage.prefetch import RANGE
+from wdstrain.storage.remote import is_remote
 
 _CHUNK = 1 << 18  # samples whose reads are found at a time
 

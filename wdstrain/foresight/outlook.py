@@ -11,11 +11,11 @@ import math
 from html import escape
 from statistics import fmean
 
-from wdstrain import charts
-from wdstrain.charts import Line
 from wdstrain.foresight.itinerary import RankShare
 from wdstrain.foresight.prospect import GOOD_EFFECT, Mix, Prospect, most_neighbours
 from wdstrain.foresight.shuffling import NEAREST
+from wdstrain.report import charts
+from wdstrain.report.charts import Line
 
 _ROWS = 16  # of ranks that are told one by one
 _BAR = 12  # characters of the longest bar

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wdstrain.cached import cached_property
 from wdstrain.foresight.itinerary import RankShare
 from wdstrain.foresight.shuffling import ClassMix, Neighbours
-from wdstrain.plan import Tail
+from wdstrain.order.plan import Tail
+from wdstrain.runtime.cached import cached_property
 
 GOOD_EFFECT = 1.1  # a design effect up to this is good enough: batches as even as ideal ones that are a tenth smaller
 _MOST_ERROR = 0.5  # of a design effect that excuses it

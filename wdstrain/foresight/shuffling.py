@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.bits import bits
 from wdstrain.foresight.itinerary import Seen
-from wdstrain.indexing import Ints
-from wdstrain.plan import Plan
+from wdstrain.order.plan import Plan
+from wdstrain.order.rng import bits
+from wdstrain.shards.index import Ints
 
 NEAREST = 16  # samples next to one on disk: half of them before it
 _PARTS = 8  # of an epoch that is looked at in parts

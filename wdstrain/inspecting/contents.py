@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.fields import npy_head, parsed_json
-from wdstrain.formats import EXTENSIONS
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.inspecting.dimensions import Images, Value, header, images_of
-from wdstrain.printing import printable
+from wdstrain.report.printing import printable
+from wdstrain.shards.values import npy_head, parsed_json
 
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 _MAGIC = {

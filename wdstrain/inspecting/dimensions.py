@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from wdstrain.formats import open_picture
-from wdstrain.printing import printable
+from wdstrain.decode.image_formats import open_picture
+from wdstrain.report.printing import printable
 
 _ORIENTATION = 274  # EXIF
 

@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import WdstrainError
-from wdstrain.index_files import check_size
-from wdstrain.indexing import Index, Ints, Label, Shard, Table, join
 from wdstrain.inspecting import histograms
 from wdstrain.inspecting.contents import Looker
 from wdstrain.inspecting.dimensions import of_all
@@ -26,11 +24,13 @@ from wdstrain.inspecting.glimpses import beginnings, evenly, look_into
 from wdstrain.inspecting.histograms import Counting, Histogram
 from wdstrain.inspecting.provenance import ignored, made
 from wdstrain.inspecting.sampling import Sampler
-from wdstrain.labels import said_counts
-from wdstrain.opening import Note, gather, recall, walked
-from wdstrain.printing import printable
-from wdstrain.remote import name_of
-from wdstrain.storage import Urls
+from wdstrain.report.printing import printable
+from wdstrain.shards.index import Index, Ints, Label, Shard, Table, join
+from wdstrain.shards.index_io import check_size
+from wdstrain.shards.labels import said_counts
+from wdstrain.shards.resolve import Note, gather, recall, walked
+from wdstrain.storage.local import Urls
+from wdstrain.storage.remote import name_of
 
 Progress = Callable[[str, int, int], None]  # (what is done, how many, of how many)
 Floats = npt.NDArray[np.float64]

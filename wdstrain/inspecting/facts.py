@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
-from wdstrain import charts
-from wdstrain.indexing import Label
 from wdstrain.inspecting.contents import Content
 from wdstrain.inspecting.dimensions import Range
 from wdstrain.inspecting.histograms import Histogram, notes, plural, shown, spread
-from wdstrain.sizes import written
+from wdstrain.report import charts
+from wdstrain.runtime.byte_sizes import written
+from wdstrain.shards.index import Label
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import TypeVar
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.indexing import Index, Shard, Table
-from wdstrain.remote import is_remote, open_remote, redacted
-from wdstrain.storage import LocalFile, Source
-from wdstrain.tar import END, Sample, Walk, samples
+from wdstrain.shards.index import Index, Shard, Table
+from wdstrain.shards.tar import END, Sample, Walk, samples
+from wdstrain.storage.local import LocalFile, Source
+from wdstrain.storage.remote import is_remote, open_remote, redacted
 
 FIRST = 1 << 20  # bytes of the beginning of a shard
 LOOKED_INTO = 8  # shards

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from wdstrain.errors import WdstrainError
-from wdstrain.fields import scalar
-from wdstrain.indexing import Label
 from wdstrain.inspecting.dimensions import Range, of_all
-from wdstrain.labels import named
-from wdstrain.printing import printable
+from wdstrain.report.printing import printable
+from wdstrain.shards.index import Label
+from wdstrain.shards.labels import named
+from wdstrain.shards.values import scalar
 
 SHOWN = 20  # classes of a histogram
 _TELLING = 20  # samples of each class that are looked at on average, for a word on which is larger

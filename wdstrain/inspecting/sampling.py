@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from wdstrain.errors import StorageError, WdstrainError
-from wdstrain.indexing import Index, Ints
 from wdstrain.inspecting.dimensions import Value
 from wdstrain.inspecting.glimpses import evenly
-from wdstrain.labels import label_bytes
-from wdstrain.remote import is_remote
-from wdstrain.storage import LocalFile
+from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.labels import label_bytes
+from wdstrain.storage.local import LocalFile
+from wdstrain.storage.remote import is_remote
 
 FIRST_BYTES = 64 << 10  # of a value: enough for the header of nearly every picture
 _MOST_BYTES = 4 << 20  # of a value whose first bytes are not enough

@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.augmentation import IMAGENET
+from wdstrain.decode.fields import Label, Labels
 from wdstrain.errors import UsageError
-from wdstrain.fields import Label, Labels
-from wdstrain.indexing import Label as IndexLabel
-from wdstrain.loader import Loader
+from wdstrain.loader.gpu_augment import IMAGENET
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.stats import Finding
 from wdstrain.looking.picturing import NARROWEST
 from wdstrain.looking.seeing import Seen, View
-from wdstrain.meter import Finding
+from wdstrain.shards.index import Label as IndexLabel
 
 _NOTED = 3  # bad samples that are told of
 _NEARLY = 0.03  # how far numbers of bfloat16, or of a resized picture, may lie beyond their ends

@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
+from wdstrain.decode.fields import Image
 from wdstrain.errors import UsageError
-from wdstrain.fields import Image
-from wdstrain.indexing import Index
-from wdstrain.loader import Loader, open_shards
+from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.looking.delivered import of_batch, of_loader
 from wdstrain.looking.figures import figures, page, text_table
 from wdstrain.looking.picking import Order, Wanted, pick, place_of
 from wdstrain.looking.seeing import Seen, Variants, seen_at
 from wdstrain.looking.sheets import sheet
-from wdstrain.printing import printable
-from wdstrain.storage import Urls, write_whole
+from wdstrain.report.printing import printable
+from wdstrain.shards.index import Index
+from wdstrain.storage.local import Urls, write_whole
 
 _ENDINGS = (".png", ".html")
 

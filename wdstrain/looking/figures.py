@@ -12,10 +12,10 @@ from html import escape
 
 from rich.cells import cell_len, set_cell_size
 
-from wdstrain import charts
 from wdstrain.looking.picturing import SIDE
 from wdstrain.looking.seeing import Seen
-from wdstrain.printing import printable
+from wdstrain.report import charts
+from wdstrain.report.printing import printable
 
 _ROWS = 20  # of a table in a terminal; the rest is counted
 _LETTERS = 160  # of a text or a key under a picture

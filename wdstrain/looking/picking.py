@@ -18,16 +18,16 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from wdstrain.bits import below, bits
 from wdstrain.errors import UsageError
-from wdstrain.index_files import is_ours
-from wdstrain.indexing import Index, Ints, Label, Shard, Table
-from wdstrain.labels import classes_in, even_part, label_bytes
-from wdstrain.opening import one_of, open_index, tars_of
-from wdstrain.plan import integer
-from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import Urls, check_finished, expand, folder_of, is_json, open_source
-from wdstrain.tar import samples
+from wdstrain.order.plan import integer
+from wdstrain.order.rng import below, bits
+from wdstrain.shards.index import Index, Ints, Label, Shard, Table
+from wdstrain.shards.index_io import is_ours
+from wdstrain.shards.labels import classes_in, even_part, label_bytes
+from wdstrain.shards.resolve import one_of, open_index, tars_of
+from wdstrain.shards.tar import samples
+from wdstrain.storage.local import Urls, check_finished, expand, folder_of, is_json, open_source
+from wdstrain.storage.remote import is_remote, redacted
 
 Order = Literal["first", "random", "classes"]
 

@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.augment import DRAWS
-from wdstrain.bits import uniform
-from wdstrain.checksum import crc32
-from wdstrain.decode import decode_image
-from wdstrain.decoder import MISMATCH
-from wdstrain.fields import Field, array, parsed_json, scalar
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import Index, Ints, Label
-from wdstrain.labels import classes_in
+from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.decoder import MISMATCH
+from wdstrain.decode.fields import Field, array
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.transforms import DRAWS
 from wdstrain.looking.picturing import Array, Pixels, picture_in, small
 from wdstrain.looking.wording import LETTERS, array_said, cut, number_said, shares_said
-from wdstrain.printing import printable
-from wdstrain.sizes import written
-from wdstrain.storage import Source, open_source
+from wdstrain.native.checksum import crc32
+from wdstrain.order.rng import uniform
+from wdstrain.report.printing import printable
+from wdstrain.runtime.byte_sizes import written
+from wdstrain.shards.index import Index, Ints, Label
+from wdstrain.shards.labels import classes_in
+from wdstrain.shards.values import parsed_json, scalar
+from wdstrain.storage.local import Source, open_source
 
 _TEXTS = ("txt", "text", "caption", "transcript")
 _NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # what webdataset takes for numbers

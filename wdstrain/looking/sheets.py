@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from wdstrain.looking.picturing import Pixels
 from wdstrain.looking.seeing import Seen
-from wdstrain.printing import printable
+from wdstrain.report.printing import printable
 
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.indexing import Label
 from wdstrain.packing.encoding import Numbered, array_field, check_classes, encode
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, file_mark
+from wdstrain.shards.index import Label
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 

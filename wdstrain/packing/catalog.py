@@ -18,12 +18,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.bits import bits
 from wdstrain.errors import SampleError, ShardError
-from wdstrain.indexing import Ints, Table
+from wdstrain.order.rng import bits
 from wdstrain.packing.listing import Bad, Item, Listing, Part, Quarantine
-from wdstrain.storage import open_source
-from wdstrain.tar import BLOCK, member_size
+from wdstrain.shards.index import Ints, Table
+from wdstrain.shards.tar import BLOCK, member_size
+from wdstrain.storage.local import open_source
 
 U64 = npt.NDArray[np.uint64]
 

@@ -23,9 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.index_files import BIN_NAME, check_sizes, json_bytes, load, save_index
-from wdstrain.indexing import ARRAYS, Index, Label, join
-from wdstrain.objects import is_object
 from wdstrain.packing.bucket import check_free, deliver, outgoing
 from wdstrain.packing.catalog import Catalog, ItemCatalog, SpanCatalog
 from wdstrain.packing.collector import collector_paused
@@ -37,7 +34,10 @@ from wdstrain.packing.planning import Piece, batches, chosen, plan_shards
 from wdstrain.packing.shard import Packed, identity, kept, write_shard
 from wdstrain.packing.spill import spill, spilled
 from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, Stage, made_of
-from wdstrain.storage import INDEX_NAME, SWAPPING, write_whole
+from wdstrain.shards.index import ARRAYS, Index, Label, join
+from wdstrain.shards.index_io import BIN_NAME, check_sizes, json_bytes, load, save_index
+from wdstrain.storage.local import INDEX_NAME, SWAPPING, write_whole
+from wdstrain.storage.object_store import is_object
 
 _COMPARING = ".comparing"  # in the folder of a finished set: the stage of the conversion it is compared with
 _OF_FILES = ("classes", "data", "decided")  # what a source says of itself that its files decide

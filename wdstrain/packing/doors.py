@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.indexing import Index, Label
 from wdstrain.packing.arrays import stream_arrays
 from wdstrain.packing.convert import Progress, convert, resumed_in_place
 from wdstrain.packing.folder import list_folder
@@ -20,7 +19,8 @@ from wdstrain.packing.samples import stream_samples
 from wdstrain.packing.table import list_table
 from wdstrain.packing.tars import stated, stream_tars
 from wdstrain.packing.vision import stream_torchvision
-from wdstrain.storage import Urls
+from wdstrain.shards.index import Index, Label
+from wdstrain.storage.local import Urls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.formats import EXTENSIONS
 from wdstrain.packing.kinds import RANGE
 from wdstrain.packing.listing import Part, field_name
 

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 
 from wdstrain.errors import SourceError
-from wdstrain.indexing import Label
 from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.listing import SPLITS, Item, Keys, Listing, image_field, is_litter
+from wdstrain.shards.index import Label
 
 
 @collector_paused()

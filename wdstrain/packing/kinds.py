@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.indexing import Label
+from wdstrain.shards.index import Label
 
 KINDS = ("class", "number", "multi")
 RANGE = 1000  # whole numbers below this are class numbers; larger ones can be ids or quantities

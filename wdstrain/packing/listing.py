@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import Label
-from wdstrain.remote import is_remote
+from wdstrain.shards.index import Label
+from wdstrain.storage.remote import is_remote
 
 # what operating systems leave in folders, by name
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}

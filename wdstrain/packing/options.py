@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, get_args
 import numpy as np
 
 from wdstrain.errors import UsageError
-from wdstrain.plan import integer
+from wdstrain.order.plan import integer
 
 OnBad = Literal["raise", "quarantine"]
 Check = Literal["magic", "decode"]

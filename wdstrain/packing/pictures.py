@@ -20,12 +20,12 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps
 
-from wdstrain.cached import cached_property
-from wdstrain.decode import check_scans, decode_image
+from wdstrain.decode.codecs import check_scans, decode_image
+from wdstrain.decode.image_formats import EXTENSIONS, MAX_PIXELS, open_picture
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.formats import EXTENSIONS, MAX_PIXELS, open_picture
 from wdstrain.packing.listing import Part
 from wdstrain.packing.options import Check, Options
+from wdstrain.runtime.cached import cached_property
 
 _QUALITY = 90
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")

@@ -14,12 +14,12 @@ from itertools import pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.bits import bits
 from wdstrain.errors import UsageError
-from wdstrain.indexing import Ints
+from wdstrain.order.rng import bits
 from wdstrain.packing.catalog import Catalog, Hashes, Marks
 from wdstrain.packing.options import Options
-from wdstrain.tar import END
+from wdstrain.shards.index import Ints
+from wdstrain.shards.tar import END
 
 _NAME = re.compile(r"\w[\w.-]*")
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError
-from wdstrain.indexing import MOST_FIELDS, Table, firsts
+from wdstrain.native.checksum import crc32
 from wdstrain.packing.listing import Part
-from wdstrain.tar import BLOCK, header
+from wdstrain.shards.index import MOST_FIELDS, Table, firsts
+from wdstrain.shards.tar import BLOCK, header
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
 

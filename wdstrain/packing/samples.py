@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.indexing import Label
 from wdstrain.packing.encoding import Numbered, check_classes, encode
 from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream
+from wdstrain.shards.index import Label
 
 
 def stream_samples(

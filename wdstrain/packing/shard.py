@@ -21,16 +21,16 @@ from time import perf_counter
 import numpy as np
 
 from wdstrain.errors import SampleError, ShardError, StorageError
-from wdstrain.index_files import pack_part, unpack_part
-from wdstrain.indexing import Index, Ints, Shard
 from wdstrain.packing.catalog import Catalog
 from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.listing import Bad, Part
 from wdstrain.packing.pictures import Recipe
 from wdstrain.packing.planning import Piece
 from wdstrain.packing.rows import Rows
-from wdstrain.storage import publish, sync_folder, write_whole
-from wdstrain.tar import END
+from wdstrain.shards.index import Index, Ints, Shard
+from wdstrain.shards.index_io import pack_part, unpack_part
+from wdstrain.shards.tar import END
+from wdstrain.storage.local import publish, sync_folder, write_whole
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _SLOW = 40e6  # bytes a second: files of 7 KB come at 70 from an SSD, at 1 from a rotating disk, at 250 from memory

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.index_files import BIN_NAME, json_bytes, read_document
-from wdstrain.storage import INDEX_NAME, SWAPPING, UNFINISHED, read_whole, sync_folder, write_whole
+from wdstrain.shards.index_io import BIN_NAME, json_bytes, read_document
+from wdstrain.storage.local import INDEX_NAME, SWAPPING, UNFINISHED, read_whole, sync_folder, write_whole
 
 BAD_NAME = "bad.jsonl"  # what was put into quarantine
 RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls them

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.checksum import crc32
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.fields import scalar
-from wdstrain.index_files import is_ours, labels_of, read_document
-from wdstrain.indexing import Index, Label
-from wdstrain.opening import open_index
+from wdstrain.native.checksum import crc32
 from wdstrain.packing.catalog import SpanCatalog, marks_of
-from wdstrain.packing.expression import Expression
 from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, field_name, file_mark, split_of
 from wdstrain.packing.planning import batches
-from wdstrain.remote import is_remote
-from wdstrain.storage import INDEX_NAME, Urls, beside, folder_of, read_whole
+from wdstrain.shards.expressions import Expression
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index_io import is_ours, labels_of, read_document
+from wdstrain.shards.resolve import open_index
+from wdstrain.shards.values import scalar
+from wdstrain.storage.local import INDEX_NAME, Urls, beside, folder_of, read_whole
+from wdstrain.storage.remote import is_remote
 
 _BLOCK = 16 << 20  # bytes read at a time
 

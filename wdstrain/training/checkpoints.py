@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from wdstrain.decode.worker_processes import death_of_a_worker
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.processes import death_of_a_worker
-from wdstrain.storage import publish
+from wdstrain.storage.local import publish
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds

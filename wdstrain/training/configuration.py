@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.augment import Augment
+from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 
 if sys.version_info >= (3, 11):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.fields import scalar
-from wdstrain.indexing import Index
-from wdstrain.labels import classes_in, even_part, label_bytes, said_counts
+from wdstrain.shards.index import Index
+from wdstrain.shards.labels import classes_in, even_part, label_bytes, said_counts
+from wdstrain.shards.values import scalar
 from wdstrain.training.task import Head, Task
 
 _MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and for the mean of numbers

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from wdstrain.decode.fields import Example, Field
+from wdstrain.decode.worker_processes import DeathsTold
 from wdstrain.errors import UsageError
-from wdstrain.fields import Example, Field
-from wdstrain.indexing import Index
-from wdstrain.loader import Loader
-from wdstrain.opening import one_split, open_index
-from wdstrain.processes import DeathsTold
-from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import Urls
+from wdstrain.loader.loader import Loader
+from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import one_split, open_index
+from wdstrain.storage.local import Urls
+from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.checkpoints import read_last
 from wdstrain.training.configuration import OF_EVALUATING, Config
 from wdstrain.training.counting import class_weights, scaled

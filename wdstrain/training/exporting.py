@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from wdstrain.augmentation import IMAGENET
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.index_files import json_bytes
-from wdstrain.storage import put_whole, write_whole
+from wdstrain.loader.gpu_augment import IMAGENET
+from wdstrain.shards.index_io import json_bytes
+from wdstrain.storage.local import put_whole, write_whole
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
 from wdstrain.training.task import is_rgb

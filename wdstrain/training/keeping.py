@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from wdstrain.errors import StorageError
-from wdstrain.indexing import Index
+from wdstrain.shards.index import Index
 from wdstrain.training.board import Board
 from wdstrain.training.checkpoints import Checkpoints
 from wdstrain.training.configuration import Config

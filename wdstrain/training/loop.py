@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from wdstrain.augmentation import Augmentation
-from wdstrain.bits import key
-from wdstrain.device import to_device
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.loader import Loader
-from wdstrain.meter import Meter
+from wdstrain.loader.device import to_device
+from wdstrain.loader.gpu_augment import Augmentation
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.stats import Meter
+from wdstrain.order.rng import key
 from wdstrain.training import tally
 from wdstrain.training.checkpoints import FORMAT
 from wdstrain.training.configuration import Config

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
-from wdstrain.fields import Field
 from wdstrain.training.checkpoints import read_checkpoint
 from wdstrain.training.configuration import Config, check_known, is_made
 from wdstrain.training.models import Maker, build, made_by

@@ -20,16 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wdstrain.augment import DRAWS, Draws
-from wdstrain.device import to_device
+from wdstrain.decode.fields import Field, Label, with_classes
+from wdstrain.decode.transforms import DRAWS, Draws
+from wdstrain.decode.worker_processes import DeathsTold
 from wdstrain.errors import UsageError
-from wdstrain.fields import Array, Field, Label, scalar, with_classes
-from wdstrain.indexing import Index
-from wdstrain.loader import Loader
-from wdstrain.opening import one_split, open_index
+from wdstrain.loader.device import to_device
+from wdstrain.loader.loader import Loader
 from wdstrain.packing.folder import list_folder
-from wdstrain.processes import DeathsTold
-from wdstrain.storage import INDEX_NAME, Urls, put_whole
+from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import one_split, open_index
+from wdstrain.shards.values import Array, scalar
+from wdstrain.storage.local import INDEX_NAME, Urls, put_whole
 from wdstrain.training.configuration import OF_PREDICTING
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker

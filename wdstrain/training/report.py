@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from wdstrain import charts
-from wdstrain.charts import Line
-from wdstrain.indexing import Index
-from wdstrain.remote import is_remote
-from wdstrain.storage import write_whole
+from wdstrain.report import charts
+from wdstrain.report.charts import Line
+from wdstrain.shards.index import Index
+from wdstrain.storage.local import write_whole
+from wdstrain.storage.remote import is_remote
 from wdstrain.training.configuration import Config
 from wdstrain.training.counting import class_counts, counts_said
 from wdstrain.training.gallery import Shown

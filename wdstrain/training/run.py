@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from wdstrain import locks
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage import write_whole
+from wdstrain.runtime import file_locks
+from wdstrain.storage.local import write_whole
 
 CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
     "config.toml",
@@ -84,12 +84,12 @@ class Run:
     def close(self) -> None:
         """Let another process have the folder."""
         if self._fd >= 0:
-            locks.close(self._fd)
+            file_locks.close(self._fd)
             self._fd = -1
 
     def _lock(self) -> None:
-        self._fd = locks.opened(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
-        if locks.available and not locks.try_lock(self._fd, 0):
+        self._fd = file_locks.opened(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        if file_locks.available and not file_locks.try_lock(self._fd, 0):
             raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
 
     def _clear(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wdstrain.device import to_device
-from wdstrain.loader import Loader
+from wdstrain.loader.device import to_device
+from wdstrain.loader.loader import Loader
 from wdstrain.training.configuration import Config
 from wdstrain.training.gallery import Gallery
 from wdstrain.training.metrics import Scores

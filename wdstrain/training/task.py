@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wdstrain.augment import Augment
-from wdstrain.augmentation import IMAGENET
+from wdstrain.decode.fields import Example, Field, Image, Number, NumpyArray, image, label
+from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.fields import Example, Field, Image, Number, NumpyArray, image, label
-from wdstrain.indexing import Index, Label
+from wdstrain.loader.gpu_augment import IMAGENET
+from wdstrain.shards.index import Index, Label
 
 Kind = Literal["class", "binary", "multi", "number"]
 

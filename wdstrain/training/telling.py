@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from wdstrain.console import Teller
+from wdstrain.report.terminal import Teller
 
 
 class Tell(Protocol):

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import Ints
-from wdstrain.meter import Finding
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.loader.stats import Finding
 from wdstrain.packing.listing import split_of
+from wdstrain.shards.index import Ints
 from wdstrain.verifying.inspection import Inspection
 from wdstrain.verifying.survey import EXAMPLES, Fields
 

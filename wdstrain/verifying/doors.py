@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.index_files import is_ours, load
-from wdstrain.indexing import Index
-from wdstrain.machine import cores
-from wdstrain.meter import Finding
-from wdstrain.opening import one_of, tars_of
-from wdstrain.remote import is_remote, redacted
-from wdstrain.storage import Urls, check_finished, expand, is_json, open_source
-from wdstrain.tar import Walk
+from wdstrain.loader.stats import Finding
+from wdstrain.runtime.machine import cores
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_io import is_ours, load
+from wdstrain.shards.resolve import one_of, tars_of
+from wdstrain.shards.tar import Walk
+from wdstrain.storage.local import Urls, check_finished, expand, is_json, open_source
+from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.verifying.census import Census
 from wdstrain.verifying.inspection import Inspection, inspect
 from wdstrain.verifying.passage import Passage

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import Index, Ints, Table
-from wdstrain.meter import Finding
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.loader.stats import Finding
+from wdstrain.shards.index import Index, Ints, Table
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.survey import Survey, crcs_at, survey
 from wdstrain.verifying.trial import Readers, Trials

@@ -11,10 +11,10 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.remote import is_remote, open_remote, redacted
-from wdstrain.storage import LocalFile, Source
+from wdstrain.native.checksum import crc32
+from wdstrain.storage.local import LocalFile, Source
+from wdstrain.storage.remote import is_remote, open_remote, redacted
 
 _PIECE = 4 << 20  # bytes of one read
 _BEHIND = 2 << 20  # bytes that are kept behind what is asked for

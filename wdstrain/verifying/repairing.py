@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wdstrain.checksum import crc32
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.index_files import BIN_NAME, is_ours, load, save_index
-from wdstrain.indexing import Index, join
-from wdstrain.meter import Finding
-from wdstrain.opening import one_of, tars_of
+from wdstrain.loader.stats import Finding
+from wdstrain.native.checksum import crc32
 from wdstrain.packing.listing import Part
 from wdstrain.packing.shard import write_samples
 from wdstrain.packing.stage import Stage
-from wdstrain.remote import is_remote, name_of, redacted
-from wdstrain.storage import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.index_io import BIN_NAME, is_ours, load, save_index
+from wdstrain.shards.resolve import one_of, tars_of
+from wdstrain.storage.local import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
+from wdstrain.storage.remote import is_remote, name_of, redacted
 from wdstrain.verifying.doors import finding_of, sum_of
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import Whole, rescue

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.indexing import Index, Table
-from wdstrain.meter import Finding
+from wdstrain.loader.stats import Finding
+from wdstrain.shards.index import Index, Table
 from wdstrain.verifying.census import plain
 from wdstrain.verifying.inspection import key_of, returning
 from wdstrain.verifying.passage import Passage

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.errors import ShardError
-from wdstrain.tar import (
+from wdstrain.shards.tar import (
     ASIDE,
     BLOCK,
     END,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import ShardError
-from wdstrain.tar import BLOCK, EXTENSIONS, Read, size_in
+from wdstrain.shards.tar import BLOCK, EXTENSIONS, Read, size_in
 
 _SEARCHED = 1 << 20  # bytes that are searched at a time
 _KINDS = frozenset(b"0\x007" + EXTENSIONS)  # of headers that a search stops at: regular files, and extensions before them

@@ -11,10 +11,10 @@ from collections import Counter
 
 import numpy as np
 
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import ShardError
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import MOST_FIELDS, Ints, Table, firsts
-from wdstrain.tar import Walk
+from wdstrain.shards.index import MOST_FIELDS, Ints, Table, firsts
+from wdstrain.shards.tar import Walk
 from wdstrain.verifying.passage import Passage, sums
 from wdstrain.verifying.salvage import Damage, Found, salvage
 from wdstrain.verifying.trial import MOST, Readers, Trials

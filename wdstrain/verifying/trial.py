@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wdstrain.decode import decode_image
+from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.fields import Field, array, json, label, number, text
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError
-from wdstrain.fields import Field, array, json, label, number, scalar, text
-from wdstrain.formats import EXTENSIONS
-from wdstrain.indexing import Label
+from wdstrain.shards.index import Label
+from wdstrain.shards.values import scalar
 
 MOST = 1 << 30  # bytes of a field that is tried; no loader's memory is meant for larger ones
 _TOGETHER = 1 << 20  # bytes of one task

@@ -1,0 +1,150 @@
+"""Imports between packages go one way, the public names are those listed, and the installed package is complete."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import wdstrain
+from tests.conftest import ROOT, write_shards
+from wdstrain.native import kernels
+
+PACKAGE = ROOT / "wdstrain"
+
+# packages and top-level modules, lowest first; each imports only from itself and from layers below its own
+LAYERS = [
+    {"errors", "report", "native"},
+    {"memory"},
+    {"runtime"},
+    {"order"},
+    {"storage"},
+    {"shards"},
+    {"decode"},
+    {"reader"},
+    {"loader"},
+    {"packing"},
+    {"inspecting", "looking", "verifying", "foresight", "tuning"},
+    {"training"},
+    {"demo", "serving"},
+    {"cli"},
+    {"", "__main__"},
+]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name below it; the package itself is the empty name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of the package that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "wdstrain":
+            base = node.module.removeprefix("wdstrain").lstrip(".")
+            below = [f"{base}.{one.name}".lstrip(".") for one in node.names]
+            names |= {one if one in modules() else base for one in below}
+        elif isinstance(node, ast.Import):
+            names |= {one.name.removeprefix("wdstrain.") for one in node.names if one.name.startswith("wdstrain.")}
+    return names
+
+
+def test_a_layer_imports_only_from_layers_below() -> None:
+    level = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    for name, path in modules().items():
+        layer = name.partition(".")[0]
+        for other in imported(path):
+            below = other.partition(".")[0]
+            if below == layer or (name, other) == ("cli.main", ""):  # it prints the version
+                continue
+            assert level[below] < level[layer], f"{name} imports {other}, which is not in a layer below"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    version = {("cli.main", "")}
+    graph = {name: {one for one in imported(path) if (name, one) not in version} for name, path in modules().items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_module_begins_with_why_it_is() -> None:
+    for name, path in modules().items():
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+
+
+def test_public_names_are_exactly_those_that_are_listed() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdstrain.")
+    ]
+    bound = {one.asname or one.name for node in imports for one in node.names} - {"doors"}
+    assert bound == set(wdstrain.__all__)
+    assert all(callable(getattr(wdstrain, name)) for name in wdstrain.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'pack_nothing'"):
+        _ = wdstrain.pack_nothing
+    assert wdstrain.__all__ == sorted(wdstrain.__all__)
+    for name in wdstrain.__all__:
+        assert getattr(wdstrain, name).__doc__, f"wt.{name} has no docstring"
+
+
+def test_no_module_has_the_name_of_a_public_function() -> None:
+    """`wt.index(...)` must stay a function whatever is imported."""
+    assert not set(wdstrain.__all__) & set(modules())
+
+
+def test_importing_starts_nothing_and_brings_no_trainer() -> None:
+    code = "import sys, threading, wdstrain; print(threading.active_count(), *[m for m in sys.modules if 'wdstrain.' in m])"
+    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert words[0] == "1"
+    assert not [name for name in words[1:] if "training" in name or "cli" in name or "packing" in name]
+
+
+def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [20])
+    for words in (
+        ["--help"],
+        ["index", shards],
+        ["info", shards],
+        ["verify", shards],
+        ["convert", "tars", shards, tmp_path / "out"],
+    ):
+        code = "import sys; from wdstrain.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+        assert done.stdout.splitlines()[-1] == "False", done
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path: Path) -> None:
+    """A wheel that is made from the source archive, so that has all of it, too."""
+    run = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(run, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "wdstrain/py.typed" in names
+    guides = [path.relative_to(ROOT).as_posix() for path in (PACKAGE / "guides").glob("*.md")]
+    assert guides
+    assert set(guides) <= set(names)
+    assert not [name for name in names if not name.startswith("wdstrain")]
+    assert ("wdstrain/native/libkernels.so" in names) == (kernels.library is not None)
+    site, place = tmp_path / "site", tmp_path / "elsewhere"
+    place.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    code = "from wdstrain.native import kernels; print(kernels.library is not None, kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{kernels.library is not None} {site / 'wdstrain' / 'native' / 'kernels.py'}\n"
+    for command in ([sys.executable, "-m", "wdstrain"], [str(site / "bin" / "wdstrain")]):
+        done = subprocess.run([*command, "--version"], cwd=place, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"wdstrain {wdstrain.__version__}\n"

@@ -1,0 +1,1 @@
+"""Batches to the training loop: the loader, epochs, devices, statistics, webdataset."""

@@ -1,0 +1,1 @@
+"""Memory that bytes are read into: shared, page-locked, the arena, scatter lists."""

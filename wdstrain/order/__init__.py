@@ -1,0 +1,1 @@
+"""Which sample comes when: random bits, epoch plans, mixtures. Integers only."""

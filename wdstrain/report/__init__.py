@@ -1,0 +1,1 @@
+"""Text for people: SVG charts, tables, terminal output."""

@@ -1,0 +1,1 @@
+"""The rate of each stage, of the whole loader, and the bottleneck."""
