@@ -264,7 +264,7 @@ def digest(key: str, values: bytes, text: bytes) -> bytes:
 def planned(loader: wt.Loader, epoch: int) -> list[int]:
     """The samples of an epoch in the order that is promised, by their numbers in the set."""
     plan = loader.plan(epoch)
-    assert isinstance(plan, wt.plan.Plan)
+    assert isinstance(plan, wt.Plan)
     ids: list[int] = plan.ids(0, plan.order(0, 0, plan.span(0, plan.steps - 1)[1])).tolist()
     return ids
 

@@ -424,8 +424,8 @@ def test_a_shard_above_the_limit_is_streamed(made: Path, served: Served, tmp_pat
 
 _RUN = """
 import sys, wdstrain as wt
-from wdstrain import cache, forward
-forward.RANGE = cache.BLOCK = 32 << 10
+from wdstrain.storage import prefetch, shard_cache
+prefetch.RANGE = shard_cache.BLOCK = 32 << 10
 loader = wt.Loader(sys.argv[1], batch_size=16, shuffle_buffer=50, cache_dir=sys.argv[2])
 print("begun", flush=True)
 print(sum(len(batch["__key__"]) for batch in loader))

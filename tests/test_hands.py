@@ -143,13 +143,13 @@ def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: p
 LEFT = """
     import gc, multiprocessing, os, sys
     import numpy as np
-    from wdstrain import compiled
-    from wdstrain.bulk import Places
-    from wdstrain.hands import Hands
-    from wdstrain.memory import Memory
+    from wdstrain.memory.scatter import Places
+    from wdstrain.memory.shared import Memory
+    from wdstrain.native import kernels
+    from wdstrain.storage.io_pool import Hands
 
     if sys.argv[1] == "python":
-        compiled.library = None
+        kernels.library = None
 
     def child():
         global hands

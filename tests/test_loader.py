@@ -934,7 +934,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:
 
 KILLED_LOOKING = """
     import multiprocessing
-    from wdstrain.channels import careful
+    from wdstrain.decode.worker_queues import careful
 
     context = careful(multiprocessing.get_context("fork"), 7)
     event = context.Event()

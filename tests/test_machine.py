@@ -27,7 +27,7 @@ def test_ranks_of_one_machine_share_its_processors(monkeypatch: pytest.MonkeyPat
 _QUOTAS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from wdstrain.machine import cores, memory
+from wdstrain.runtime.machine import cores, memory
 
 root = "/sys/fs/cgroup"
 

@@ -195,7 +195,7 @@ def test_a_pass_that_ended_with_an_error_says_so(shards: Path) -> None:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 TELLING = """
-from wdstrain.console import Teller
+from wdstrain.report.terminal import Teller
 with Teller() as teller:
     begun, count = time.monotonic(), 0
     while time.monotonic() - begun < 1.3:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import wdstrain as wt
@@ -89,7 +90,7 @@ def test_splits_are_drawn_by_key_and_stay_when_samples_are_added(photos: Path, t
         index = pack(photos, tmp_path / out, split={"train": 0.7, "val": 0.3})
         found: dict[str, set[str]] = {split: set() for split in index.splits}
         for number in range(len(index)):
-            shard = index.shards[int(index.shard_of(wt.indexing.np.array([number]))[0])]
+            shard = index.shards[int(index.shard_of(np.array([number]))[0])]
             found[shard.split].add(index.key(number))
         return found
 
