@@ -5,7 +5,7 @@
 Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
 
     raw      loopback, nginx, 512 MB in shards of 64 MB, samples of 100 KB: `urllib3` reads whole shards over one connection
-             into one buffer (readinto of 8 MB), `Forward` is what our reader reads with (pieces of 4 MB into reused memory),
+             into one buffer (readinto of 8 MB), `LaneStream` is what our reader reads with (pieces of 4 MB into reused memory),
              `webdataset` goes through pipe:curl and gives undecoded samples, `Loader` gives shuffled batches of bytes of a
              first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
     far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
@@ -118,7 +118,7 @@ import wdstrain as wt
 from wdstrain.serving import Server
 from wdstrain.shards.index import Index
 from wdstrain.storage.local import LocalFile
-from wdstrain.storage.prefetch import Fetchers, Forward, Reading, Tally
+from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher
 
 PIECE = 4 << 20  # bytes of one read of our reader
 RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections
@@ -282,15 +282,15 @@ def bare(urls: list[str]) -> float:
 def forward(index: Index) -> float:
     """What the reader of a loader does, without a loader."""
     memory, count, done = memoryview(bytearray(8 * PIECE)), 0, threading.Condition()
-    on_the_way: deque[tuple[Reading, int]] = deque()
+    on_the_way: deque[tuple[PendingRead, int]] = deque()
 
     def told() -> None:
         with done:
             done.notify_all()
 
     begun = time.perf_counter()
-    fetchers = Fetchers(None, Tally(), told)
-    lane = Forward(lambda shard: LocalFile(shard.path), fetchers)
+    fetchers = RangePrefetcher(None, FetchStats(), told)
+    lane = LaneStream(lambda shard: LocalFile(shard.path), fetchers)
     for shard in index.shards:
         for number, offset in enumerate(range(0, shard.bytes, PIECE)):
             if len(on_the_way) == 8:
@@ -305,7 +305,7 @@ def forward(index: Index) -> float:
     return count / seconds / 1e6
 
 
-def settled(on_the_way: deque[tuple[Reading, int]], done: threading.Condition) -> int:
+def settled(on_the_way: deque[tuple[PendingRead, int]], done: threading.Condition) -> int:
     reading, size = on_the_way.popleft()
     with done:
         done.wait_for(lambda: not reading.missing)

@@ -129,10 +129,10 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     """As our workers do it: what can be decoded at once is, into one batch's memory again and again."""
     import wdstrain as wt
     from wdstrain.decode.jpeg_batch import Members
-    from wdstrain.runtime.watchdog import Desk
+    from wdstrain.runtime.watchdog import ProgressCell
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
-    out, bits, desk = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0), Desk.apart()
+    out, bits, desk = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0), ProgressCell.apart()
 
     def decode(data: list[bytes]) -> None:
         draws, rows = bits.random((len(data), 27)), range(len(data))

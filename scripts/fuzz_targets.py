@@ -47,7 +47,7 @@ from wdstrain.decode.jpeg_batch import Members
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
-from wdstrain.runtime.watchdog import Desk
+from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.serving.answering import Connection
 from wdstrain.serving.places import Places
 from wdstrain.shards.index import Index, Label
@@ -789,7 +789,7 @@ def run_image(data: bytes) -> None:
         if part is not None and whole is not None:
             top, left, h, w = asked[-1]
             _must(np.array_equal(part, whole[top : top + h, left : left + w]), "a part is that of the whole", asked)
-        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), Desk.apart()
+        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), ProgressCell.apart()
         for one in (field, fields.image(size=16)):
             assert one.size is not None
             out, of_batch, value = np.zeros((*one.size, 3), np.uint8), np.zeros((1, *one.size, 3), np.uint8), False

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture
-from wdstrain.memory.pieces import Pieces
-from wdstrain.memory.scatter import Places, Sums, of_samples
+from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, of_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 
@@ -65,7 +65,7 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-def filled(places: Places, fd: int, offset: int) -> int:
+def filled(places: ScatterList, fd: int, offset: int) -> int:
     """How many bytes came until there was no more to fill or to read."""
     before = places.left
     while places.left and (count := places.read(fd, offset + before - places.left)):
@@ -83,10 +83,10 @@ class Laid(NamedTuple):
     """Runs all over two memories, in the order in which they are filled; and those of them whose sums are taken."""
 
     memories: list[Memory]
-    places: Places
+    places: ScatterList
     summed: list[int]
     joined: list[bool]
-    sums: Sums
+    sums: ChecksumJob
 
 
 def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
@@ -98,8 +98,8 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
     summed = [i for i, size in enumerate(sizes) if size and order.randrange(2)]
     joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
     size, rows = ints(*sizes), ints(*summed)
-    sums = Sums(memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool))
-    return Laid(memories, Places(memories, of, start, size, sums), summed, joined, sums)
+    sums = ChecksumJob(memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool))
+    return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
 
 
 def cut(sizes: list[int], there: bytes) -> list[bytes]:
@@ -147,7 +147,7 @@ def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
         if order.randrange(3):
             assert filled(part, fd, begin) == part._all
         else:  # by another, who has only the views
-            Pieces(part).take(whole[begin : begin + part.left])
+            BufferList(part).take(whole[begin : begin + part.left])
             part.came(part.left)
     check_places(made, sizes, whole[:total])
     for k, i in enumerate(made.summed):
@@ -208,7 +208,7 @@ def test_an_answer_is_received_as_it_comes(
 def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
     """And not after a second pause of the same length: a stall is told when it is one."""
     here, other = socket.socketpair()
-    places = Places([Memory(10)], ints(0), ints(0), ints(10))
+    places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
     with here, other:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 1000))
         other.sendall(b"four")
@@ -220,7 +220,7 @@ def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
 
 def test_an_answer_that_ends_gives_no_more(way: bool) -> None:
     here, other = socket.socketpair()
-    places = Places([Memory(10)], ints(0), ints(0), ints(10))
+    places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
     with here:
         with other:
             other.sendall(b"four")
@@ -233,8 +233,8 @@ def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> N
     fd, whole = file
     memory, count = Memory(100_000), 20_000
     size, start, of = np.full(count, 5), np.arange(count)[::-1] * 5, np.zeros(count, np.int64)
-    sums = Sums([memory], of, start, size, size.cumsum())
-    assert filled(Places([memory], of, start, size, sums), fd, 17) == 100_000
+    sums = ChecksumJob([memory], of, start, size, size.cumsum())
+    assert filled(ScatterList([memory], of, start, size, sums), fd, 17) == 100_000
     assert bytes(memory.view) == b"".join(whole[17 + at : 22 + at] for at in range(99_995, -1, -5))
     assert sums.found.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
 
@@ -246,7 +246,7 @@ def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: li
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
     start = np.stack((np.arange(3) * 20, np.arange(3)[::-1] * 30), axis=1)
     upto = (lie - lie[0])[:, None] + ints(20, 50)
-    sums = Sums((arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1))
+    sums = ChecksumJob((arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1))
     of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
     places = of_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
     assert filled(places, fd, 7) == 150 + sum(gaps)
@@ -266,16 +266,16 @@ def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> Non
     memory = Memory(100)
     run = ints(start), ints(size)
     with pytest.raises(ValueError, match="beyond the end"):
-        Sums([memory], ints(0), *run, ints(0))
+        ChecksumJob([memory], ints(0), *run, ints(0))
     with pytest.raises(ValueError, match="beyond the end"):
-        Places([memory, memory], ints(1), *run)
+        ScatterList([memory, memory], ints(1), *run)
 
 
 def test_what_cannot_be_read_is_an_error_of_the_system(way: bool, tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(IsADirectoryError):
-            Places([Memory(10)], ints(0), ints(0), ints(10)).read(fd, 0)
+            ScatterList([Memory(10)], ints(0), ints(0), ints(10)).read(fd, 0)
     finally:
         os.close(fd)
 

@@ -20,7 +20,7 @@ from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
 from wdstrain.reader import read_blocks, slot_sink
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.verifier import Found
+from wdstrain.reader.verifier import VerifiedRing
 from wdstrain.storage import prefetch
 
 RANGE = 64 << 10  # bytes: some 32 samples
@@ -141,14 +141,14 @@ def test_an_error_in_a_thread_that_fetches_reaches_the_loop(tmp_path: Path, monk
     samples = ({"__key__": f"s{i:06d}", "cls": b"%d" % i} for i in range(400))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
     times = iter([False, True])
-    original = Found.settle
+    original = VerifiedRing.settle
 
-    def settle(self: Found, place: int, count: int) -> None:
+    def settle(self: VerifiedRing, place: int, count: int) -> None:
         if next(times, False):
             raise MemoryError("none is left")
         original(self, place, count)
 
-    monkeypatch.setattr(Found, "settle", settle)
+    monkeypatch.setattr(VerifiedRing, "settle", settle)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle=False)
         with pytest.raises(WdstrainError, match="none is left"):
@@ -250,10 +250,10 @@ def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(tmp_path:
         next(iter(loader))
         with monkeypatch.context() as patched:
 
-            def close(self: workers.Threads) -> None:
+            def close(self: workers.DecoderThreads) -> None:
                 raise KeyboardInterrupt
 
-            patched.setattr(workers.Threads, "close", close)
+            patched.setattr(workers.DecoderThreads, "close", close)
             with pytest.raises(KeyboardInterrupt):
                 loader.close()
         assert sum(len(batch["__key__"]) for batch in loader) == 40

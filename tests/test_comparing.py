@@ -16,7 +16,7 @@ from wdstrain.loader import task_blocks
 from wdstrain.memory.scatter import Ints, Truths
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
-from wdstrain.reader.verifier import Comparison, Found, Packed
+from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
 from wdstrain.shards.index import Table
 
 COUNT = 60
@@ -27,14 +27,14 @@ FIELDS = {"image": wt.image(size=16), "label": wt.label()}
 def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many members of each batch its decoder has to compare."""
     found: list[int] = []
-    original = task_blocks.Laid.task
+    original = task_blocks.TaskBlock.task
 
-    def recorded(self: task_blocks.Laid, *words: Any, **named: Any) -> Any:
+    def recorded(self: task_blocks.TaskBlock, *words: Any, **named: Any) -> Any:
         task = original(self, *words, **named)
         found.append(len(task.doubtful))
         return task
 
-    monkeypatch.setattr(task_blocks.Laid, "task", recorded)
+    monkeypatch.setattr(task_blocks.TaskBlock, "task", recorded)
     return found
 
 
@@ -125,13 +125,13 @@ def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: l
 
 def compared(
     table: Table, fields: Truths, memory: Memory, where: Ints, number: int, count: int, place: int = 0
-) -> tuple[Found, Comparison]:
+) -> tuple[VerifiedRing, ReadVerifier]:
     """Samples from `number` on that are compared, with places from `place` on and these offsets in the memory."""
-    found = Found(Packed(table, fields, memory), where)
+    found = VerifiedRing(PackedChecksums(table, fields, memory), where)
     return found, found.compared(place, number, count)
 
 
-def doubts(found: Found, place: int, count: int) -> list[int]:
+def doubts(found: VerifiedRing, place: int, count: int) -> list[int]:
     """Which of them are not known to be sound, and whether this was to be expected."""
     doubtful = np.flatnonzero(found.doubtful(np.arange(place, place + count))).tolist()
     assert found.any_doubt or not doubtful
@@ -221,7 +221,7 @@ def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(m
     assert found.any_doubt
 
 
-def doubts_so_far(found: Found) -> list[int]:
+def doubts_so_far(found: VerifiedRing) -> list[int]:
     return np.flatnonzero(found.doubtful(np.arange(20))).tolist()
 
 

@@ -22,7 +22,7 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
-from wdstrain.decode.worker_processes import death_of_a_worker
+from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.packing import jobs
 from wdstrain.packing import shard as shard_
@@ -30,7 +30,7 @@ from wdstrain.packing.options import Packing
 from wdstrain.packing.spill import _Pass
 from wdstrain.packing.stage import Stage
 from wdstrain.runtime.file_locks import try_lock
-from wdstrain.runtime.signals import Held
+from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards import index_io
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
@@ -638,7 +638,7 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
     reached: list[bool] = []
 
     def within() -> None:
-        with Held():
+        with DeferSignals():
             signal.raise_signal(signal.SIGCHLD)
             reached.append(True)
 
@@ -648,15 +648,15 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
             within()
         assert reached
         assert signal.getsignal(signal.SIGCHLD) == handler
-        with Held():
+        with DeferSignals():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # somebody sets his own meanwhile, as torch does
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, former)
-    death = death_of_a_worker(raised.value)
+    death = worker_death_error(raised.value)
     assert death is not None
     assert "(DataLoader worker (pid 1) is killed by signal: Killed)" in str(death)
-    assert death_of_a_worker(RuntimeError("of something else")) is None
+    assert worker_death_error(RuntimeError("of something else")) is None
 
 
 def test_a_file_that_a_kill_left_on_the_stage_goes_with_it(tmp_path: Path) -> None:
@@ -673,7 +673,7 @@ def test_a_handler_of_dead_children_is_asked_by_the_one_that_was_set_while_they_
     asked: list[int] = []
     former = signal.signal(signal.SIGCHLD, lambda number, _: asked.append(number))
     try:
-        with Held():
+        with DeferSignals():
             found: Any = signal.getsignal(signal.SIGCHLD)
             signal.signal(signal.SIGCHLD, lambda number, frame: found(number, frame))
         signal.raise_signal(signal.SIGCHLD)

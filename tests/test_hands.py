@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from wdstrain.memory.scatter import Places, Sums
+from wdstrain.memory.scatter import ChecksumJob, ScatterList
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
-from wdstrain.storage.io_pool import Hands
+from wdstrain.storage.io_pool import IOThreadPool
 
 BEFORE: set[threading.Thread] = set()
 DATA = np.random.default_rng(0).bytes(1_000_000)
@@ -34,10 +34,10 @@ WAYS = [
 
 
 @pytest.fixture(params=WAYS)
-def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None) -> Iterator[Hands]:
+def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None) -> Iterator[IOThreadPool]:
     if not request.param:
         monkeypatch.setattr(kernels, "library", None)
-    made = Hands(3)
+    made = IOThreadPool(3)
     yield made
     made.stop()
     assert ours() == []
@@ -65,17 +65,17 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int64)
 
 
-def whole(memory: Memory) -> Places:
-    return Places([memory], ints(0), ints(0), ints(memory.size))
+def whole(memory: Memory) -> ScatterList:
+    return ScatterList([memory], ints(0), ints(0), ints(memory.size))
 
 
-def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: Hands, file: int) -> None:
+def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: IOThreadPool, file: int) -> None:
     told: SimpleQueue[int] = SimpleQueue()
     memory, size = Memory(1_000_000), 2000
     starts = np.random.default_rng(1).permutation(500) * size
-    sums = [Sums([memory], ints(0), ints(at), ints(size), ints(size)) for at in starts]
+    sums = [ChecksumJob([memory], ints(0), ints(at), ints(size), ints(size)) for at in starts]
     for number, at in enumerate(starts.tolist()):
-        places = Places([memory], ints(0), ints(at), ints(size), sums[number])
+        places = ScatterList([memory], ints(0), ints(at), ints(size), sums[number])
         hands.fill(file, at, places, partial(told.put, number))
     assert sorted(told.get(timeout=30) for _ in starts) == list(range(500))
     assert bytes(memory.view) == DATA
@@ -83,10 +83,10 @@ def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: Hands, fi
     assert sorted(ours()) == ["wdstrain-hand_0", "wdstrain-hand_1", "wdstrain-hand_2", "wdstrain-hands"]
 
 
-def test_places_that_were_begun_are_filled_to_their_end(hands: Hands, file: int) -> None:
+def test_places_that_were_begun_are_filled_to_their_end(hands: IOThreadPool, file: int) -> None:
     memory, done = Memory(300_000), threading.Event()
-    sums = Sums([memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000))
-    places = Places([memory], ints(0), ints(0), ints(memory.size), sums)
+    sums = ChecksumJob([memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000))
+    places = ScatterList([memory], ints(0), ints(0), ints(memory.size), sums)
     places.take(DATA[:1000])
     hands.fill(file, 1000, places, done.set)
     assert done.wait(30)
@@ -95,7 +95,7 @@ def test_places_that_were_begun_are_filled_to_their_end(hands: Hands, file: int)
     assert sums.found.tolist() == [zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))]
 
 
-def test_where_the_file_ends_something_is_left(hands: Hands, file: int) -> None:
+def test_where_the_file_ends_something_is_left(hands: IOThreadPool, file: int) -> None:
     memory, done = Memory(5000), threading.Event()
     places = whole(memory)
     hands.fill(file, len(DATA) - 3000, places, done.set)
@@ -104,7 +104,7 @@ def test_where_the_file_ends_something_is_left(hands: Hands, file: int) -> None:
     assert bytes(memory.view[:3000]) == DATA[-3000:]
 
 
-def test_where_nothing_can_be_read_all_is_left(hands: Hands, tmp_path: Path) -> None:
+def test_where_nothing_can_be_read_all_is_left(hands: IOThreadPool, tmp_path: Path) -> None:
     fd, done, places = os.open(tmp_path, os.O_RDONLY), threading.Event(), whole(Memory(5000))
     try:
         hands.fill(fd, 0, places, done.set)
@@ -114,7 +114,7 @@ def test_where_nothing_can_be_read_all_is_left(hands: Hands, tmp_path: Path) -> 
         os.close(fd)
 
 
-def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands: Hands, file: int) -> None:
+def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands: IOThreadPool, file: int) -> None:
     for _ in range(30):
         told: list[int] = []
         for number in range(200):
@@ -132,7 +132,7 @@ def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands:
 def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way:
         monkeypatch.setattr(kernels, "library", None)
-    made, done = Hands(2), threading.Event()
+    made, done = IOThreadPool(2), threading.Event()
     made.fill(file, 0, whole(Memory(50_000)), done.set)
     assert done.wait(30)
     del made
@@ -143,10 +143,10 @@ def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: p
 LEFT = """
     import gc, multiprocessing, os, sys
     import numpy as np
-    from wdstrain.memory.scatter import Places
+    from wdstrain.memory.scatter import ScatterList
     from wdstrain.memory.shared import Memory
     from wdstrain.native import kernels
-    from wdstrain.storage.io_pool import Hands
+    from wdstrain.storage.io_pool import IOThreadPool
 
     if sys.argv[1] == "python":
         kernels.library = None
@@ -158,10 +158,10 @@ LEFT = """
         print("child", flush=True)
 
     zero = np.zeros(1, np.int64)
-    hands, fd = Hands(2), os.open(sys.argv[2], os.O_RDONLY)
+    hands, fd = IOThreadPool(2), os.open(sys.argv[2], os.O_RDONLY)
     for _ in range(300):
         memory = Memory(1_000_000)
-        hands.fill(fd, 0, Places([memory], zero, zero, zero + memory.size), lambda: None)
+        hands.fill(fd, 0, ScatterList([memory], zero, zero, zero + memory.size), lambda: None)
     other = multiprocessing.get_context("fork").Process(target=child)
     other.start()
     other.join(20)

@@ -305,7 +305,7 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     from wdstrain.reader import slot_sink as module
 
     folder = pack(tmp_path / "set", 40)
-    original, laid = module.Landing._read, module.Landing.places
+    original, laid = module.SlotSink._read, module.SlotSink.places
     arenas: list[Any] = []
 
     def known(self: Any, part: Any, arena: Any) -> Any:
@@ -323,8 +323,8 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
             rest[len(bytes(rest).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding: the value of cls
 
     damaged: list[bool] = []
-    monkeypatch.setattr(module.Landing, "_read", once)
-    monkeypatch.setattr(module.Landing, "places", known)
+    monkeypatch.setattr(module.SlotSink, "_read", once)
+    monkeypatch.setattr(module.SlotSink, "places", known)
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace")
     found = epoch(loader)
     assert damaged

@@ -195,8 +195,8 @@ def test_a_pass_that_ended_with_an_error_says_so(shards: Path) -> None:
 # --- progress --------------------------------------------------------------------------------------------------------
 
 TELLING = """
-from wdstrain.report.terminal import Teller
-with Teller() as teller:
+from wdstrain.report.terminal import ProgressReporter
+with ProgressReporter() as teller:
     begun, count = time.monotonic(), 0
     while time.monotonic() - begun < 1.3:
         count += 1

@@ -21,7 +21,7 @@ import wdstrain as wt
 from tests.conftest import write_tar
 from tests.servers import serving, small_and_quick
 from wdstrain.cli import main
-from wdstrain.loader.stats import Meter
+from wdstrain.loader.stats import EpochStats
 from wdstrain.report import charts
 from wdstrain.training.checkpoints import read_checkpoint
 from wdstrain.training.doors import train
@@ -293,7 +293,7 @@ def test_a_slow_disk_is_named(bright: Path, tmp_path: Path, monkeypatch: pytest.
 def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 16)
     # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second
-    meter = Meter(
+    meter = EpochStats(
         batches=10, samples=1000, decoders=1, decode_seconds=10.0, wait_seconds=8.0, loop_seconds=2.0, read_seconds=1.0
     )
     assert meter.verdict_of("GPU", 2.0) == (

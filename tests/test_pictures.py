@@ -22,7 +22,7 @@ from wdstrain.decode.jpeg_batch import Members
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels
-from wdstrain.runtime.watchdog import Desk
+from wdstrain.runtime.watchdog import ProgressCell
 
 pytestmark = pytest.mark.skipif(
     kernels.library is None or jpeg_region.functions() is None, reason="there is no compiler, or no libjpeg-turbo 3"
@@ -83,7 +83,7 @@ class Batch:
         assert field.size is not None
         self.field, self.draws = field, np.random.default_rng(len(pictures)).random((len(pictures), DRAWS))
         self.out = np.full((len(pictures), *field.size, 3), 7, np.uint8)
-        self.desk = Desk.apart()
+        self.desk = ProgressCell.apart()
 
     def read(self, rows: list[int] | None = None) -> set[int]:
         members = Members(self.start + self.data.ctypes.data, self.size)

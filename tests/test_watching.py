@@ -20,7 +20,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import picture, write_shards, write_tar
 from tests.servers import Handler, serving
-from wdstrain.loader.stats import Finding, Meter
+from wdstrain.loader.stats import EpochStats, Finding
 
 STUCK = "s000009"  # of the sample at which somebody is stuck
 
@@ -322,7 +322,7 @@ def test_decoding_that_waits_is_told_from_decoding_that_computes(tmp_path: Path)
 
 
 def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
-    meter = Meter()
+    meter = EpochStats()
     meter.add_bad([Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number") for i in range(500)])
     assert meter.bad_reasons == {"cls: is not a whole number": 500}
     meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
@@ -368,7 +368,7 @@ def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
 
 
 def test_a_hand_off_that_takes_most_of_the_time_is_the_verdict() -> None:
-    meter = Meter(samples=100, batches=100, handoff_seconds=3.0, parse_seconds=1.0, wait_seconds=5.0, loop_seconds=1.0)
+    meter = EpochStats(samples=100, batches=100, handoff_seconds=3.0, parse_seconds=1.0, wait_seconds=5.0, loop_seconds=1.0)
     assert meter.verdict.startswith("input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches")
     meter.bad_samples.append(Finding("a.tar", "k", "png", 0, "bad"))
     assert meter.report()["bad_samples"] == [{"shard": "a.tar", "key": "k", "field": "png", "offset": 0, "reason": "bad"}]

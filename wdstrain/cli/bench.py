@@ -7,7 +7,7 @@ from typing import Any
 
 from wdstrain.cli.words import result, size, urls, verb
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import Teller
+from wdstrain.report.terminal import ProgressReporter
 
 
 def add_bench(verbs: Any) -> None:
@@ -38,7 +38,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"these shards hold no pictures and no arrays, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
         )
-    with Teller() as teller:
+    with ProgressReporter() as teller:
         found = bench(
             index,
             fields,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.words import result, urls, verb
-from wdstrain.report.terminal import Teller, say
+from wdstrain.report.terminal import ProgressReporter, say
 
 if TYPE_CHECKING:
     from wdstrain.loader.stats import Finding
@@ -46,7 +46,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     _quiet()
     begun = time.monotonic()
-    with Teller() as teller:
+    with ProgressReporter() as teller:
 
         def tell(so_far: Verification, total: int | None) -> None:
             text = f"{so_far.shards} shards, {len(so_far.findings)} findings"
@@ -78,7 +78,7 @@ def _repair(arguments: argparse.Namespace) -> int:
 
     _quiet()
     begun = time.monotonic()
-    with Teller() as teller:
+    with ProgressReporter() as teller:
 
         def tell(done: int, total: int | None) -> None:
             teller.step("repairing", done // 10**6, None if total is None else total // 10**6, "", "MB")

@@ -13,7 +13,7 @@ from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb
 from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
-from wdstrain.report.terminal import Teller, say
+from wdstrain.report.terminal import ProgressReporter, say
 from wdstrain.runtime.machine import cores
 
 _AGAIN = "The same command with --resume goes on with what is finished so far. What was in the folder before is there still."
@@ -183,7 +183,7 @@ def _convert(
         source = opened()
         for line in source.source.get("decided", ()):
             say(line)
-        with Teller() as teller:
+        with ProgressReporter() as teller:
 
             def tell(step: Step) -> None:
                 text = f"{step.bytes / 1e6:.1f} MB" + (f", {step.bad} quarantined" if step.bad else "")

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from wdstrain.cli.words import urls, verb
-from wdstrain.report.terminal import Teller, grid, say, show, table
+from wdstrain.report.terminal import ProgressReporter, grid, say, show, table
 
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # of a class's name
@@ -31,7 +31,7 @@ def _info(arguments: argparse.Namespace) -> int:
     from wdstrain.inspecting.facts import SIZES, told
     from wdstrain.inspecting.histograms import notes, shown, spread
 
-    with Teller() as teller:
+    with ProgressReporter() as teller:
         found = info(
             arguments.urls,
             exact=arguments.exact,

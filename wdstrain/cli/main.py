@@ -28,7 +28,7 @@ from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.errors import WdstrainError
-from wdstrain.report.terminal import Teller, say, show
+from wdstrain.report.terminal import ProgressReporter, say, show
 
 
 def entry() -> NoReturn:
@@ -106,7 +106,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from wdstrain.demo import demo, next_steps
 
-    with Teller() as teller:
+    with ProgressReporter() as teller:
         rows = demo(arguments.dir, teller)
     result(arguments, dict(rows), rows)
     if not arguments.json:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from wdstrain.cli.words import urls, verb
 from wdstrain.order.plan import Tail
-from wdstrain.report.terminal import Teller, say, show
+from wdstrain.report.terminal import ProgressReporter, say, show
 
 
 def add_plan(verbs: Any) -> None:
@@ -47,7 +47,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
         raise UsageError(f"{arguments.out}: the page is HTML. Give it a name that ends in .html")
-    with Teller() as teller:
+    with ProgressReporter() as teller:
         found = foresee(
             arguments.urls,
             batch_size=arguments.batch_size,

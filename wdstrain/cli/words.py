@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from wdstrain.report.terminal import show, table
-from wdstrain.runtime.byte_sizes import bytes_of
+from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.shards.index import Index
 
 Verb = Callable[[argparse.Namespace], int]
@@ -31,7 +31,7 @@ def urls(parser: argparse.ArgumentParser) -> None:
 
 def size(text: str) -> int:
     try:
-        return bytes_of(text)
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -25,10 +25,10 @@ from wdstrain.decode.fields import Field, Image, Label, read_field, torch_has
 from wdstrain.decode.jpeg_batch import Members
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
-from wdstrain.memory.scatter import Sums
+from wdstrain.memory.scatter import ChecksumJob
 from wdstrain.memory.shared import Memory
 from wdstrain.order.rng import key, uniform
-from wdstrain.runtime.watchdog import Desk
+from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.shards.index import Ints
 from wdstrain.shards.values import Array
 
@@ -128,7 +128,7 @@ class Decoder:
         self._seed, self.arena, self.slots, self._layout = seed, arena, slots, layout
         self._idle = transform is None and fields is not None and not fields  # everything is read into its place
 
-    def __call__(self, task: Task, desk: Desk, *, own_process: bool = False) -> Result:
+    def __call__(self, task: Task, desk: ProgressCell, *, own_process: bool = False) -> Result:
         """desk: where whoever decodes says how far it is."""
         begun = time.perf_counter()
         if self._idle and not task.lost:
@@ -167,7 +167,7 @@ class Decoder:
                 found[self._names[field]][row] = value
         return found, self._substitute(list(bad.values()), task.ids, list(found.values())), read
 
-    def _read_fields(self, task: Task, desk: Desk) -> Read:
+    def _read_fields(self, task: Task, desk: ProgressCell) -> Read:
         assert self._fields is not None
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         draws.flags.writeable = False  # all fields of a sample have the same
@@ -196,7 +196,7 @@ class Decoder:
         return {} if _fails(gone) else {name: _gather(values) for name, values in loose.items()}, gone, read
 
     def _at_once(
-        self, field: Field, column: Array | None, task: Task, bad: Mapping[int, Bad], draws: Draws, desk: Desk
+        self, field: Field, column: Array | None, task: Task, bad: Mapping[int, Bad], draws: Draws, desk: ProgressCell
     ) -> set[int]:
         """The rows of a field that were read together; of what goes wrong there, one by one is told what it was."""
         place = self._place(field.names, task)
@@ -211,7 +211,7 @@ class Decoder:
             return field.read_rows(members, rows, column, draws, desk.row_address)
         return set()
 
-    def _transformed(self, task: Task, own_process: bool, desk: Desk) -> Read:
+    def _transformed(self, task: Task, own_process: bool, desk: ProgressCell) -> Read:
         assert self._transform is not None
         examples: list[Any] = [None] * len(task.ids)
         data = self._members(task)
@@ -280,7 +280,7 @@ class Decoder:
         bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
         if len(task.doubtful):
             size = task.size[task.doubtful]
-            sums = Sums([self.arena], np.zeros_like(size), task.offset[task.doubtful], size, np.ones_like(size))
+            sums = ChecksumJob([self.arena], np.zeros_like(size), task.offset[task.doubtful], size, np.ones_like(size))
             sums.take()
             for m in task.doubtful[sums.found != task.crc].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1

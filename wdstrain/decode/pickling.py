@@ -25,7 +25,7 @@ from wdstrain.errors import UsageError
 _BY_NAME = (FunctionType, type, functools._lru_cache_wrapper)  # pickled as the name of a module and a name in it
 
 
-def check_travels(
+def check_picklable(
     fields: Mapping[str, object] | None, transform: object, method: str | None, *, instead: str = "num_workers=0, "
 ) -> None:
     """Raise UsageError if a field or the transform cannot be sent to processes of this start method (None: Python's own).

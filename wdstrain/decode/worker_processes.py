@@ -30,8 +30,8 @@ from wdstrain.decode.worker_queues import careful
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
-from wdstrain.runtime.signals import DEATH, Held
-from wdstrain.runtime.watchdog import Desks, Stacks
+from wdstrain.runtime.signals import DEATH, DeferSignals
+from wdstrain.runtime.watchdog import ProgressBoard, Stacks
 
 _PREFETCH = 2  # messages that a worker has at one time
 _SMALL = 256 << 10  # bytes of a tensor that is sent as it is
@@ -72,11 +72,11 @@ def _together(batch_size: int, batch_bytes: int) -> int:
     return max(1, min(_SAMPLES // batch_size, _BATCHES, _BYTES // max(1, batch_bytes)))
 
 
-class Processes:
+class WorkerProcesses:
     """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
 
     def __init__(self, decoder: Decoder, count: int, batch_size: int, batch_bytes: int, context: str | None) -> None:
-        self.count, self.desks, self._stacks = count, Desks(count), Stacks()
+        self.count, self.desks, self._stacks = count, ProgressBoard(count), Stacks()
         self._stream = _Stream(count, _together(batch_size, batch_bytes))
         self._made: list[BaseProcess] = []  # by a start that is under way
         own_context = careful(multiprocessing.get_context(context), (_PREFETCH + 1) * count + 1)
@@ -98,7 +98,7 @@ class Processes:
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
-        with DeathsTold():
+        with WorkerDeathsAsErrors():
             self._iterator = iterator = self._start(tasks)
             early: dict[int, list[bytes]] = {}
             for turn in upwards():
@@ -114,11 +114,11 @@ class Processes:
     def _start(self, tasks: Iterator[Task]) -> Any:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
         try:
-            with Held() as held:  # Ctrl-C would be swallowed by Python's own hooks around a fork
+            with DeferSignals() as held:  # Ctrl-C would be swallowed by Python's own hooks around a fork
                 self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
-            with Held(DEATH):  # of these, nobody needs to hear
+            with DeferSignals(DEATH):  # of these, nobody needs to hear
                 for worker in self._made:
                     if worker.pid is not None:  # it was started
                         worker.kill()  # a program's own answer to SIGTERM is theirs too
@@ -155,7 +155,7 @@ class Processes:
         self._stream.tasks = iter(())  # they refer to whoever uses these workers
 
 
-_living: weakref.WeakSet[Processes] = weakref.WeakSet()
+_living: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
@@ -167,7 +167,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_all)
 
 
-def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
+def worker_death_error(error: RuntimeError) -> WdstrainError | None:
     """What torch's error says of a worker process that died, as a sentence; None of another error.
 
     Torch tells of it by a signal, wherever the program is: mostly while it waits for a batch, but also in the loop's own code.
@@ -180,7 +180,7 @@ def death_of_a_worker(error: RuntimeError) -> WdstrainError | None:
     )
 
 
-class DeathsTold(ContextDecorator):
+class WorkerDeathsAsErrors(ContextDecorator):
     """In here the death of a worker process is an error in words. Also a decorator.
 
     No generator: through one, Python 3.10 keeps an exception together with all frames that it passed until the collector comes.
@@ -190,11 +190,11 @@ class DeathsTold(ContextDecorator):
         """Nothing begins."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RuntimeError) and (death := death_of_a_worker(error)) is not None:
+        if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
             raise death from error
 
 
-def _begun(held: Held, tasks: Iterator[Task]) -> Iterator[Task]:
+def _begun(held: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
     """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
     held.let_go()
     yield from tasks
@@ -245,7 +245,7 @@ class _Remote(Dataset[Answer]):
     Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
     """
 
-    def __init__(self, decoder: Decoder, desks: Desks) -> None:
+    def __init__(self, decoder: Decoder, desks: ProgressBoard) -> None:
         self._decoder, self._desks = decoder, desks
 
     def __getitem__(self, message: Message) -> Answer:
@@ -288,7 +288,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _begin_worker(stacks: Stacks, desks: Desks, slots: Memory, worker: int) -> None:
+def _begin_worker(stacks: Stacks, desks: ProgressBoard, slots: Memory, worker: int) -> None:
     child_process.begin()
     slots.share()
     stacks.answer()

@@ -24,7 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from wdstrain.memory.shared import Memory
-from wdstrain.runtime.signals import Held
+from wdstrain.runtime.signals import DeferSignals
 
 _FREE = 8  # pages that a pipe shall have beside one for each message
 _MOST = 256  # pages of a pipe that the system lets everybody have
@@ -55,7 +55,7 @@ class _Queue(Queue):  # type: ignore[type-arg]
         self._send_bytes = self._thread_sent = _Sent(self._writer)  # type: ignore[attr-defined]
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        with Held():
+        with DeferSignals():
             if not self._written(obj):
                 super().put(obj, block, timeout)
                 self._given += 1

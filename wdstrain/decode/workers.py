@@ -16,8 +16,8 @@ import torch
 from wdstrain.decode import worker_processes
 from wdstrain.decode.decoder import Decoder, Result, Task
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.signals import Held
-from wdstrain.runtime.watchdog import Desk, Desks, stack_of
+from wdstrain.runtime.signals import DeferSignals
+from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, stack_of
 
 _EACH = 2  # batches in flight for a thread
 
@@ -30,13 +30,13 @@ def in_flight(num_workers: int, batch_size: int, batch_bytes: int) -> int:
 _Box = SimpleQueue["Result | BaseException"]  # for one result
 
 
-class Inline:
+class InlineDecoder:
     """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
 
     count = 1
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._desk, self.desks = decoder, Desk.apart(), Desks(0)
+        self._decoder, self._desk, self.desks = decoder, ProgressCell.apart(), ProgressBoard(0)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         return (self._decoder(task, self._desk) for task in tasks)
@@ -49,7 +49,7 @@ class Inline:
         """There is nothing to end."""
 
 
-class Threads:
+class DecoderThreads:
     """Decodes in threads, one per core; for num_workers=0.
 
     Not an executor of the standard library: its futures are Conditions, which a Ctrl-C can leave locked for ever.
@@ -58,7 +58,7 @@ class Threads:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self.count = cores()
-        self.desks = Desks(self.count)
+        self.desks = ProgressBoard(self.count)
         self._threads: list[threading.Thread] = []
         self._todo: SimpleQueue[tuple[Task, _Box] | None] = SimpleQueue()
         self._boxes: deque[_Box] = deque()  # into which the results of what is in flight are put, in order
@@ -66,7 +66,7 @@ class Threads:
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks, in new threads: so nothing is in flight of an earlier one."""
         self.close()
-        with Held():
+        with DeferSignals():
             self._begin()
         for task in tasks:
             box = _Box()
@@ -115,7 +115,7 @@ class Threads:
         return f"decoder thread {number}", stack_of(self._threads[number].ident if self._threads else None)
 
     def close(self) -> None:
-        with Held():
+        with DeferSignals():
             with suppress(Empty):  # what nobody began is not decoded any more
                 while True:
                     self._todo.get_nowait()

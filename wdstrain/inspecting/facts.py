@@ -11,7 +11,7 @@ from wdstrain.inspecting.contents import Content
 from wdstrain.inspecting.dimensions import Range
 from wdstrain.inspecting.histograms import Histogram, notes, plural, shown, spread
 from wdstrain.report import charts
-from wdstrain.runtime.byte_sizes import written
+from wdstrain.runtime.byte_sizes import format_size
 from wdstrain.shards.index import Label
 
 
@@ -124,7 +124,7 @@ class Info:
             rows.append(
                 (
                     "of that",
-                    f"{about}{written(self.overhead)} headers and padding ({share:.1%}), {self.overhead // self.samples} bytes a sample",
+                    f"{about}{format_size(self.overhead)} headers and padding ({share:.1%}), {self.overhead // self.samples} bytes a sample",
                 )
             )
         if any(self.splits):
@@ -147,7 +147,7 @@ class Info:
                 (
                     "looked at",
                     f"{plural(self.looked.samples, 'sample')} at the beginning of {plural(self.looked.shards, 'shard')}, "
-                    f"{written(self.looked.bytes)}{requests}; the rest is estimated, --exact counts",
+                    f"{format_size(self.looked.bytes)}{requests}; the rest is estimated, --exact counts",
                 )
             )
         return rows
@@ -156,7 +156,7 @@ class Info:
         """The cells of a field: samples, and sizes as SIZES names them."""
         about, sizes = "" if self.exact else "~", one.sizes
         each = (sizes.smallest, sizes.median, sizes.percentile_99, sizes.largest)
-        return [f"{about}{self._count(one.samples)}", *map(written, each), f"{about}{written(sizes.total)}"]
+        return [f"{about}{self._count(one.samples)}", *map(format_size, each), f"{about}{format_size(sizes.total)}"]
 
     def _count(self, count: int) -> int:
         """A count, with no more digits than an estimate has."""

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from wdstrain.decode.worker_processes import DeathsTold
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import Batches, Taken
 from wdstrain.loader.gpu_augment import DRAWS, Augmentation, Draws
-from wdstrain.runtime.signals import Held
+from wdstrain.runtime.signals import DeferSignals
 
 Batch = dict[str, Any]
 
@@ -150,7 +150,7 @@ def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
 
 def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     """A loader's batches, one of them ahead."""
-    with DeathsTold():  # a signal tells this thread of a death, also while the courier waits for the batch
+    with WorkerDeathsAsErrors():  # a signal tells this thread of a death, also while the courier waits for the batch
         yield from _ahead(batches, sender)
 
 
@@ -160,7 +160,7 @@ def _ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
         first = batches.take()
         sender.begin(batches)
         found: Brought | None = _brought(first, sender)
-        with Held():
+        with DeferSignals():
             courier = _Courier(batches, sender)
         del first
         while found is not None:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode.worker_processes import death_of_a_worker
+from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.loader.pipeline import Costs, Counts, Pipeline
-from wdstrain.loader.stats import Finding, Meter
+from wdstrain.loader.pipeline import BatchInfo, Pipeline, StageTotals
+from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.plan import Order
 from wdstrain.order.rng import uniform
 
@@ -42,7 +42,7 @@ class Host(Protocol):
     """The loader, as a pass over an epoch sees it."""
 
     def open(self) -> Pipeline: ...
-    def begun(self, meter: Meter, position: Position) -> None: ...
+    def begun(self, meter: EpochStats, position: Position) -> None: ...
     def moved(self, position: Position) -> None: ...
     def close(self) -> None: ...
 
@@ -54,8 +54,8 @@ class Taken(NamedTuple):
     """
 
     batch: Batch
-    counts: Counts
-    costs: Costs
+    counts: BatchInfo
+    costs: StageTotals
     position: tuple[int, int]
     plan: Order
 
@@ -83,8 +83,8 @@ class Batches(Iterator[Batch]):
         self._rows = 0
         self._pipeline: Pipeline | None = None
         self._turn = 0
-        self._before = Costs()
-        self._meter = Meter()
+        self._before = StageTotals()
+        self._meter = EpochStats()
         self._last: Taken | None = None
         self._given_at: float | None = None
         self._logged = False
@@ -105,7 +105,7 @@ class Batches(Iterator[Batch]):
                 raise
             except RuntimeError as error:
                 self.close()
-                if (death := death_of_a_worker(error)) is None:
+                if (death := worker_death_error(error)) is None:
                     raise
                 raise death from error
             except BaseException:
@@ -179,7 +179,7 @@ class Batches(Iterator[Batch]):
         self._meter.copy_seconds += copy_seconds
         self._count(taken.counts)
         self._host.moved(Position(*taken.position, self._bad if taken.position[1] else 0))
-        vars(self._meter).update(zip(Costs._fields, map(sub, taken.costs, self._before), strict=True))
+        vars(self._meter).update(zip(StageTotals._fields, map(sub, taken.costs, self._before), strict=True))
         self._last = Taken({}, *taken[1:])  # the memory of a batch is the loop's alone
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked
@@ -226,10 +226,10 @@ class Batches(Iterator[Batch]):
         pipeline = self._pipeline = self._host.open()
         pipeline.seek(self._epoch, self._step, self._until)
         self._turn, self._before = pipeline.turn, pipeline.costs()
-        self._meter = Meter(epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders)
+        self._meter = EpochStats(epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders)
         self._host.begun(self._meter, self._start)
 
-    def _count(self, counts: Counts) -> None:
+    def _count(self, counts: BatchInfo) -> None:
         """Count a batch that is given. Raises SampleError if it has too many bad samples; then it is not given."""
         meter = self._meter
         if counts.bad:

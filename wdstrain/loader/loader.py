@@ -19,14 +19,14 @@ import torch
 
 from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image, lies_in_batches, reader_of, with_classes
-from wdstrain.decode.pickling import check_travels
+from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.epoch import Batches, Position
 from wdstrain.loader.pipeline import OVER, Pipeline
-from wdstrain.loader.stats import Meter, Report
+from wdstrain.loader.stats import EpochStats, Report
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
-from wdstrain.runtime.byte_sizes import bytes_of
-from wdstrain.runtime.signals import DEATH, Held
+from wdstrain.runtime.byte_sizes import parse_size
+from wdstrain.runtime.signals import DEATH, DeferSignals
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import one_split, open_index
 from wdstrain.storage.local import Urls
@@ -129,7 +129,7 @@ class Loader:
         if multiprocessing_context not in (None, *get_args(Context)):
             raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
         if num_workers:
-            check_travels(fields, transform, multiprocessing_context)
+            check_picklable(fields, transform, multiprocessing_context)
         make = self._planner(
             seed=seed,
             batch_size=batch_size,
@@ -161,7 +161,7 @@ class Loader:
         self._pipeline: Pipeline | None = None
         self._position: Position | None = None  # the step after what was delivered; None: nothing was yet
         self._start: Position | None = None  # where the next `for` begins, if somebody said so
-        self._meter = Meter()
+        self._meter = EpochStats()
         self._host: Callable[[], _Host | None] = lambda: None  # of the pass that began last
 
     _sources: Mapping[str, int] | None = None  # the first id of each source of a mixture
@@ -271,7 +271,7 @@ class Loader:
     def report(self) -> Report:
         """What the current or last epoch delivered, what each stage took in seconds, and what held it back.
 
-        A dict of JSON-able values, which a notebook shows as a table; see `Meter` for its names.
+        A dict of JSON-able values, which a notebook shows as a table; see `EpochStats` for its names.
         """
         return self._meter.report()
 
@@ -284,7 +284,7 @@ class Loader:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._new_pipeline = partial(self._new_pipeline, num_workers=0)
-        other._pipeline, other._meter, other._host = None, Meter(), lambda: None
+        other._pipeline, other._meter, other._host = None, EpochStats(), lambda: None
         return other
 
     def __reduce__(self) -> tuple[Callable[..., Loader], tuple[Any, ...]]:
@@ -300,7 +300,7 @@ class Loader:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
         pipeline = self._pipeline
         if pipeline is not None:
-            with Held(DEATH):  # what it has ends too, and would drop the word
+            with DeferSignals(DEATH):  # what it has ends too, and would drop the word
                 pipeline.close()
             # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
             pipeline.let_go()
@@ -359,7 +359,7 @@ class _Host:
         """Whether this is the pass of its loader."""
         return self._loader is not None
 
-    def begun(self, meter: Meter, position: Position) -> None:
+    def begun(self, meter: EpochStats, position: Position) -> None:
         if self._loader is not None:
             self._loader._start, self._loader._meter, self._loader._position = None, meter, position
             former = self._loader._host()
@@ -391,7 +391,7 @@ def _end(pipeline: Pipeline) -> None:
     if threading.current_thread().name.startswith("wdstrain-"):
         threading.Thread(target=pipeline.close, daemon=False).start()
     else:
-        with Held(DEATH):  # of a worker that is about to end, nobody needs to hear
+        with DeferSignals(DEATH):  # of a worker that is about to end, nobody needs to hear
             pipeline.close()
 
 
@@ -409,7 +409,7 @@ def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Ca
             raise UsageError(f"cache_limit={limit!r} limits a cache, and none is asked for. Give cache_dir too.")
         return None
     try:
-        most = bytes_of(limit) if isinstance(limit, str) else limit
+        most = parse_size(limit) if isinstance(limit, str) else limit
     except ValueError as error:
         raise UsageError(f"cache_limit: {error}.") from None
     return Cache(os.fspath(folder), None if most is None else integer("cache_limit", most, 1))

@@ -22,19 +22,19 @@ import torch
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
 from wdstrain.decode.fields import Field, is_light
-from wdstrain.decode.worker_processes import Processes
-from wdstrain.decode.workers import Inline, Threads, in_flight
+from wdstrain.decode.worker_processes import WorkerProcesses
+from wdstrain.decode.workers import DecoderThreads, InlineDecoder, in_flight
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.stats import Finding
-from wdstrain.loader.task_blocks import Tasks
+from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.plan import Order
 from wdstrain.reader.reader import Batch, Reader, batches_begun
-from wdstrain.reader.slot_sink import Landing, landed
-from wdstrain.reader.step_blocks import stretches
-from wdstrain.runtime.signals import Held
-from wdstrain.runtime.watchdog import Watch, stack_of
+from wdstrain.reader.slot_sink import SlotSink, direct_fields
+from wdstrain.reader.step_blocks import step_blocks
+from wdstrain.runtime.signals import DeferSignals
+from wdstrain.runtime.watchdog import StallWatchdog, stack_of
 from wdstrain.shards.index import Index, Ints
-from wdstrain.storage.prefetch import Stopped
+from wdstrain.storage.prefetch import ReadStopped
 from wdstrain.storage.shard_cache import Cache
 
 _log = logging.getLogger("wdstrain")
@@ -44,7 +44,7 @@ OVER = "this pass over the loader is over: it was closed, or ended with an error
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
-class Costs(NamedTuple):
+class StageTotals(NamedTuple):
     """What the stages took, by the names of the meter."""
 
     bytes: int = 0
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
     reread: int = 0
 
 
-class Counts(NamedTuple):
+class BatchInfo(NamedTuple):
     """Of one batch: the samples in its rows (int64[b]), which rows have the sample that the plan put there (bool[b]; the others
     have one that stands in for it), how many are padding, and the bad samples among the others."""
 
@@ -103,7 +103,7 @@ class Pipeline:
         plan = plans(0)
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
         layout = Layout.of(examples, plan.batch_size)
-        lands = landed(index, fields, layout, plan)
+        lands = direct_fields(index, fields, layout, plan)
         decoded = None if fields is None else {name: field for name, field in fields.items() if name not in lands}
         # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
         inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
@@ -111,7 +111,7 @@ class Pipeline:
         ahead = _AHEAD_OF_LANDING if lands else _AHEAD_BYTES
         begun = batches_begun(index, plan, rank, ahead) if lands else 0
         self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
-        landing = self._landing = Landing(index, lands.values(), self._slots, replace) if lands else None
+        landing = self._landing = SlotSink(index, lands.values(), self._slots, replace) if lands else None
         wanted = None if decoded is None else {name for field in decoded.values() for name in field.names}
         self._reader = Reader(
             index,
@@ -124,7 +124,7 @@ class Pipeline:
             cache=cache,
             landing=landing,
         )
-        self._to_do = Tasks(index, wanted, with_keys=transform is not None, landing=landing)
+        self._to_do = TaskBuilder(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache = replace, cache
         self._decoder = decoder = Decoder(
             names=index.fields,
@@ -138,14 +138,16 @@ class Pipeline:
             slots=self._slots.memory,
             layout=layout,
         )
-        self._workers: Inline | Threads | Processes
+        self._workers: InlineDecoder | DecoderThreads | WorkerProcesses
         if inline:
-            self._workers = Inline(decoder)
+            self._workers = InlineDecoder(decoder)
         else:
             self._workers = (
-                Processes(decoder, num_workers, plan.batch_size, layout.size, context) if num_workers else Threads(decoder)
+                WorkerProcesses(decoder, num_workers, plan.batch_size, layout.size, context)
+                if num_workers
+                else DecoderThreads(decoder)
             )
-        self._seeded = isinstance(self._workers, Processes)
+        self._seeded = isinstance(self._workers, WorkerProcesses)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
         self._epoch = -1  # of the last seek
@@ -154,7 +156,7 @@ class Pipeline:
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
         self._pending: dict[int, tuple[Batch, list[str]]] = {}  # clock -> what was asked of the decoders, and its keys
         self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
-        self._patience, self._watch = patience, Watch.idle()
+        self._patience, self._watch = patience, StallWatchdog.idle()
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
@@ -185,12 +187,12 @@ class Pipeline:
                 self._whole = True
             self._epoch = epoch
 
-    def next(self) -> tuple[dict[str, Any], Counts]:
+    def next(self) -> tuple[dict[str, Any], BatchInfo]:
         """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
         with self._using:
             return self._next()
 
-    def _next(self) -> tuple[dict[str, Any], Counts]:
+    def _next(self) -> tuple[dict[str, Any], BatchInfo]:
         if self._results is None or self._at is None or not self._whole:
             raise WdstrainError(OVER)
         self._whole = False
@@ -222,12 +224,12 @@ class Pipeline:
         after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         self._at = after if after[0] != self._until else None
         self._whole = True
-        return made, Counts(given[:rows], own[:rows], rows - valid, found)
+        return made, BatchInfo(given[:rows], own[:rows], rows - valid, found)
 
-    def costs(self) -> Costs:
+    def costs(self) -> StageTotals:
         """What the stages took since the pipeline was made."""
         reader, tally = self._reader, self._reader.tally
-        return Costs(
+        return StageTotals(
             reader.read_bytes,
             tally.fetched,
             tally.cached,
@@ -263,7 +265,7 @@ class Pipeline:
             self._workers.close()
         self._reader.close()
         self._watch.close()
-        self._watch = Watch.idle()
+        self._watch = StallWatchdog.idle()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -331,19 +333,19 @@ class Pipeline:
         self._slots.reset()
         self._reader.start(epoch, step, until)
         if self._patience and not self._watch.runs:
-            with Held():
-                self._watch = Watch(self._patience, self._tell)
+            with DeferSignals():
+                self._watch = StallWatchdog(self._patience, self._tell)
             self._watch.waiting()
         clock = 0
         while epoch != until:
             begun, waited = time.perf_counter(), self._reader.shuffle_seconds
-            for stretch in stretches(self._plans(epoch), self._rank, step):
+            for stretch in step_blocks(self._plans(epoch), self._rank, step):
                 laid = self._to_do.lay(epoch, stretch.ids, stretch.firsts)
                 for number in range(len(stretch)):
                     try:
                         batch = self._reader.collect(stretch, number)
                         slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
-                    except Stopped:
+                    except ReadStopped:
                         raise
                     except WdstrainError as error:  # the loop is given what came before it, and then raises it
                         self._broken = error
@@ -357,7 +359,7 @@ class Pipeline:
                     clock += 1
             epoch, step = epoch + 1, 0
 
-    def _landed(self, landing: Landing, clock: int, batch: Batch) -> int:
+    def _landed(self, landing: SlotSink, clock: int, batch: Batch) -> int:
         """The slot into which a batch was read."""
         slot, lost, again = landing.slot(clock, batch.ids)
         batch.lost.update(lost)

@@ -83,7 +83,7 @@ class Report(dict[str, Any]):
 
 
 @dataclass
-class Meter:
+class EpochStats:
     """Counts and seconds of one epoch on one rank. Seconds of decoding and collating add up over all decoders."""
 
     epoch: int = 0

@@ -21,8 +21,8 @@ from wdstrain.decode.decoder import MISMATCH, Decoder, Result, Task
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.scatter import Truths
 from wdstrain.memory.shared import Memory
-from wdstrain.reader.slot_sink import Landing
-from wdstrain.runtime.watchdog import Desk
+from wdstrain.reader.slot_sink import SlotSink
+from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.shards.index import Index, Ints, Table
 from wdstrain.storage.local import open_source
 
@@ -30,7 +30,7 @@ _NONE, _NO_CRC = np.zeros(0, np.int64), np.zeros(0, np.uint32)
 _TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
 
 
-class Laid(NamedTuple):
+class TaskBlock(NamedTuple):
     """Some batches of an epoch: n samples with m members in all.
 
     ids: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
@@ -84,24 +84,24 @@ class Laid(NamedTuple):
         )
 
 
-class Tasks:
+class TaskBuilder:
     """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None. `landing`: what is not in the arena."""
 
-    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: Landing | None = None) -> None:
+    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: SlotSink | None = None) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
         self._sent = index.among(wanted)
-        self._all_sent, self._desk = bool(self._sent.all()), Desk.apart()
+        self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.apart()
 
     def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
         return self.lay(epoch, ids, [0, len(ids)]).task(0, clock, slot, offset, lost, np.ones(len(ids), bool))
 
-    def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> Laid:
+    def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> TaskBlock:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
         table, keys = self._index.table, self._index.keys(ids)
         if not self._sent.any():  # everything lands
             nothing = _NONE, np.zeros(0, np.uint16), _NONE, _NONE, _NONE
-            return Laid(epoch, ids, firsts, keys, self._with_keys, np.zeros(len(ids) + 1, np.int64), *nothing, table, ())
+            return TaskBlock(epoch, ids, firsts, keys, self._with_keys, np.zeros(len(ids) + 1, np.int64), *nothing, table, ())
         of, member = table.members_of(ids)
         if not self._all_sent:
             kept = self._sent[table.member_field[member]]
@@ -112,7 +112,7 @@ class Tasks:
             within -= self._landing.before[member - table.member_first[ids][of]]
         field, each = table.member_field[member], int(first[1]) if len(ids) else 0
         alike = each and (np.diff(first) == each).all() and (field.reshape(-1, each) == field[:each]).all()
-        return Laid(
+        return TaskBlock(
             epoch,
             ids,
             firsts,

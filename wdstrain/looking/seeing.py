@@ -26,7 +26,7 @@ from wdstrain.looking.wording import LETTERS, array_said, cut, number_said, shar
 from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
-from wdstrain.runtime.byte_sizes import written
+from wdstrain.runtime.byte_sizes import format_size
 from wdstrain.shards.index import Index, Ints, Label
 from wdstrain.shards.labels import classes_in
 from wdstrain.shards.values import parsed_json, scalar
@@ -161,9 +161,11 @@ class View:
 
     def leave(self, name: str, size: int) -> None:
         """A field that is not looked into."""
-        self.fields[name] = written(size)
+        self.fields[name] = format_size(size)
         if size > _LARGEST and _kind(name) in EXTENSIONS:
-            self.wrong(name, f"its {written(size)} are more than the {written(_LARGEST)} that are read to look at a picture")
+            self.wrong(
+                name, f"its {format_size(size)} are more than the {format_size(_LARGEST)} that are read to look at a picture"
+            )
 
     def add_bytes(self, name: str, data: bytes | memoryview) -> None:
         """A field as it lies in a shard."""
@@ -174,7 +176,7 @@ class View:
         try:
             if kind in EXTENSIONS:
                 pixels = decode_image(data)
-                self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {written(len(data))}"
+                self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {format_size(len(data))}"
                 self._pictures[name] = small(pixels)
             elif kind == "npy":
                 self._add_npy(name, data, any(label.column is None for label in mine))
@@ -183,7 +185,7 @@ class View:
             elif not mine:
                 self._add_text(name, data, kind)
         except Exception as error:  # whatever a parser meets is to be seen, in the sample's own place
-            self.fields[name] = written(len(data))
+            self.fields[name] = format_size(len(data))
             self.wrong(name, str(error) or type(error).__name__)
 
     def add_value(self, name: str, value: Any, classes: Sequence[str] = ()) -> None:
@@ -207,7 +209,7 @@ class View:
 
     def vary(self, name: str, data: memoryview, variants: Variants, number: int) -> None:
         """The picture of a sample as a loader delivers it, once for each epoch."""
-        self.fields[name] = written(len(data))
+        self.fields[name] = format_size(len(data))
         example = variants.field.example
         for epoch in variants.epochs:
             draws = uniform(np.array([number]), DRAWS, "sample", variants.seed, epoch)[0]
@@ -256,10 +258,10 @@ class View:
         except UnicodeDecodeError:
             if kind in _TEXTS:
                 self.wrong(name, "it is no UTF-8 text")
-            self.fields[name] = written(len(data))
+            self.fields[name] = format_size(len(data))
             return
         if kind not in (*_TEXTS, *_NUMBERS) and not "".join(said.split()).isprintable():
-            self.fields[name] = written(len(data))
+            self.fields[name] = format_size(len(data))
         elif kind in _NUMBERS:
             self.labels[name] = cut(said.strip())
         elif kind in _TEXTS and not self._text:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 _MOST = 1024  # pieces that one call takes (IOV_MAX of Linux)
 
 
-class Pieces:
+class BufferList:
     """Places to be filled in order. left: bytes that are still to come."""
 
     def __init__(self, views: Iterable[memoryview]) -> None:
@@ -34,7 +34,7 @@ class Pieces:
         """
         views = self.next()
         if most < self.left:
-            views = Pieces(views).cut(min(most, sum(map(len, views))))
+            views = BufferList(views).cut(min(most, sum(map(len, views))))
         count = connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         self.filled(count)
         return count

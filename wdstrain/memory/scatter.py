@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.memory.pieces import Pieces
+from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.native.checksum import crc32
@@ -79,7 +79,7 @@ class Compared(Protocol):
         """What the library takes: runs whose sums it is to take, and samples that it is to compare."""
 
 
-class Sums(Runs):
+class ChecksumJob(Runs):
     """Runs whose crc32 is taken. found: uint32[n], of those of which it was."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Sums(Runs):
             joined = self._joined is not None and self._joined[i]
             self.found[i] = crc32(self.run(i), int(self.found[i - 1]) if joined else 0)
 
-    def within(self, before: int, now: int) -> Sums:
+    def within(self, before: int, now: int) -> ChecksumJob:
         """Those of which nothing is among the bytes before, and all is there now."""
         before, now = before + self._begun, now + self._begun
         first, stop = np.searchsorted(self._upto - self._size, before), np.searchsorted(self._upto, now, side="right")
@@ -113,7 +113,7 @@ class Sums(Runs):
         part._begun = before
         return part
 
-    def part(self, first: int, stop: int) -> Sums:
+    def part(self, first: int, stop: int) -> ChecksumJob:
         """These of them. What is found of them is found here."""
         part = copy(self)
         part._cut(first, stop)
@@ -129,7 +129,7 @@ class Sums(Runs):
         return kernels.checksum, len(self), *lie, joined, self.found.ctypes.data, self._upto.ctypes.data, self._begun, None
 
 
-class Places(Runs):
+class ScatterList(Runs):
     """Runs to be filled one after another. left: bytes that are still to come."""
 
     def __init__(self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, compared: Compared | None = None) -> None:
@@ -144,7 +144,7 @@ class Places(Runs):
         """Fill what is left from this offset of a file on, or a part of it. How many bytes: 0 at its end. Raises OSError."""
         if kernels.library is not None:
             return self._fill(fd, offset, self.left)
-        count = Pieces(self._between(self.filled, self._all)).read(fd, offset)
+        count = BufferList(self._between(self.filled, self._all)).read(fd, offset)
         self.came(count)
         return count
 
@@ -155,7 +155,7 @@ class Places(Runs):
         """
         if kernels.library is not None:
             return self._fill(connection.fileno(), -1, most)
-        count = Pieces(self._between(self.filled, self._all)).receive(connection, most)
+        count = BufferList(self._between(self.filled, self._all)).receive(connection, most)
         self.came(count)
         return count
 
@@ -203,7 +203,7 @@ class Places(Runs):
         compared = (*NO_SUMS, None) if self._compared is None else self._compared.arrays
         return self.filled, self._seen, len(self), self._address.ctypes.data, self._size.ctypes.data, *compared
 
-    def cut(self, count: int) -> Places:
+    def cut(self, count: int) -> ScatterList:
         """The places of the next `count` bytes, for another to fill."""
         begin = self.filled
         if begin or count < self.left:
@@ -214,7 +214,7 @@ class Places(Runs):
         self.left -= count
         return part
 
-    def _between(self, begin: int, stop: int) -> Places:
+    def _between(self, begin: int, stop: int) -> ScatterList:
         """The places of these bytes, nothing of which is compared."""
         part, ends = copy(self), self._size.cumsum()
         first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, stop))
@@ -239,7 +239,7 @@ class Places(Runs):
 
 def of_samples(
     memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, starts: Ints, stops: Ints, compared: Compared | None = None
-) -> Places:
+) -> ScatterList:
     """Places of n samples that follow one another in a shard, in w runs each.
 
     of, start, size: int64[n, w]; starts, stops: of the samples in the shard, int64[n]. What is between them there nobody wants, and
@@ -256,4 +256,4 @@ def of_samples(
         values: tuple[Any, ...] = (len(memories) - 1, 0, sizes)
         where = np.repeat(first, pieces)
         runs = [np.insert(one, where, value) for one, value in zip(runs, values, strict=True)]
-    return Places(memories if gaps.any() else memories[:-1], runs[0], runs[1], runs[2], compared)
+    return ScatterList(memories if gaps.any() else memories[:-1], runs[0], runs[1], runs[2], compared)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.order.plan import Order
-from wdstrain.reader.slot_scatter import Spread
-from wdstrain.reader.slot_sink import Landing
+from wdstrain.reader.slot_scatter import SlotScatter
+from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.shards.index import Index, Ints
 from wdstrain.storage.remote import is_remote
 
@@ -26,7 +26,7 @@ def read_bytes(index: Index) -> int:
     return _FAR if any(is_remote(shard.path) for shard in index.shards) else _NEAR
 
 
-class Course(NamedTuple):
+class ReadBlock(NamedTuple):
     """Places of a lane from `start` on: the steps that need them (the last), sample ids, where those begin and end in their shards.
     int64[n] each.
 
@@ -41,7 +41,7 @@ class Course(NamedTuple):
     starts: Ints
     stops: Ints
     apart: Ints
-    spread: Spread | None
+    spread: SlotScatter | None
 
     @classmethod
     def of(
@@ -51,8 +51,8 @@ class Course(NamedTuple):
         rank: int,
         lane: int,
         start: int,
-        landing: Landing | None,
-    ) -> Course:
+        landing: SlotSink | None,
+    ) -> ReadBlock:
         """More places from this one on than one read takes, or all of the rest."""
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)

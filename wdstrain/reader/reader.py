@@ -26,20 +26,20 @@ import numpy as np
 
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory.arena import Arena
-from wdstrain.memory.scatter import Places, Sums, Truths, of_samples
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, Truths, of_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import Order
-from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, Course, read_bytes
-from wdstrain.reader.slot_sink import READ_TOGETHER, Landing, Placed
-from wdstrain.reader.step_blocks import Stretch
-from wdstrain.reader.verifier import Comparison, Found, Packed
+from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, ReadBlock, read_bytes
+from wdstrain.reader.slot_sink import READ_TOGETHER, Placed, SlotSink
+from wdstrain.reader.step_blocks import StepBlock
+from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
 from wdstrain.runtime.machine import memory
-from wdstrain.runtime.signals import Held
+from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import stack_of
 from wdstrain.shards.index import Index, Ints, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.local import LocalFile
-from wdstrain.storage.prefetch import Fetchers, Forward, Reading, Stopped, Tally
+from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher, ReadStopped
 from wdstrain.storage.remote import is_remote
 from wdstrain.storage.shard_cache import Cache
 
@@ -66,13 +66,13 @@ class _Begun(NamedTuple):
     clocks: when the samples that are read are due. int64[n]
     """
 
-    reading: Reading
+    reading: PendingRead
     clocks: Ints
     places: int
     size: int
     last: bool
     place: tuple[Shard, int] | None
-    comparison: Comparison | None
+    comparison: ReadVerifier | None
     unsure: tuple[Ints, Ints] | None  # ids of samples whose headers are compared with the index, and their places in the ring
 
 
@@ -85,14 +85,14 @@ class _Run:
     epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
     first_step: int
     where: Ints  # ring: place -> offset in the arena
-    found: Found | None  # what was found of them, where anything is compared
+    found: VerifiedRing | None  # what was found of them, where anything is compared
     begun: int
     read: int
-    forward: Forward
+    forward: LaneStream
     delivered: int  # positions up to here, or asked for
     needed: int = 0  # places, for those
     on_the_way: deque[_Begun] = field(default_factory=deque)
-    course: Course | None = None
+    course: ReadBlock | None = None
 
 
 class Reader:
@@ -109,7 +109,7 @@ class Reader:
         wanted: set[str] | None = None,
         salvage: bool = False,
         cache: Cache | None = None,
-        landing: Landing | None = None,
+        landing: SlotSink | None = None,
     ) -> None:
         """ahead: bytes that are held beyond half a window. in_flight: most batches that are collected and not yet released.
 
@@ -148,7 +148,7 @@ class Reader:
         self._thread: threading.Thread | None = None
         self._runs: dict[int, list[_Run]] = {}
         self._resting: list[_Run] = []  # lanes that wait until they may be read on
-        self._fetchers = Fetchers(cache, Tally(), self._settle_all)
+        self._fetchers = RangePrefetcher(cache, FetchStats(), self._settle_all)
         self._far = any(is_remote(shard.path) for shard in index.shards)
         self._error: WdstrainError | None = None
         # the first batch that cannot be read, and why; those before it are delivered, nothing after it is read
@@ -158,9 +158,9 @@ class Reader:
         self._most = read_bytes(index) if landing is None else READ_TOGETHER
         self._salvage, self._cache, self._landing = salvage, cache, landing
         compares = len(index.table.member_crc) and landing is None
-        self._packed = Packed(index.table, index.among(wanted), self._arena.memory) if compares else None
+        self._packed = PackedChecksums(index.table, index.among(wanted), self._arena.memory) if compares else None
         self._lost: dict[int, str] = {}  # by id
-        self.read_seconds, self.read_bytes, self.tally = 0.0, 0, Tally()
+        self.read_seconds, self.read_bytes, self.tally = 0.0, 0, FetchStats()
         self.shuffle_seconds = 0.0  # a batch waited until all of the window that it needs was read
         self._asking = False
         self._place: tuple[Shard, int] | None = None  # what is being read
@@ -176,14 +176,14 @@ class Reader:
         """
         with self._turning:
             if self._halted or self._ended:  # by another thread, which waits for this one to give up
-                raise Stopped
+                raise ReadStopped
             self.stop()
             self._arena.reset()
             self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
             self._broken = None
-            self._fetchers = Fetchers(self._cache, self.tally, self._settle_all)
+            self._fetchers = RangePrefetcher(self._cache, self.tally, self._settle_all)
             thread = threading.Thread(target=self._read_epochs, args=(epoch, step, until), name="wdstrain-reader", daemon=True)
-            with Held():
+            with DeferSignals():
                 thread.start()  # which may fail: then there is none to wait for
                 self._thread = thread
 
@@ -191,8 +191,8 @@ class Reader:
         """End the thread; at most one read is waited for. Any thread may call it, also while another calls `start`."""
         with self._turning:
             if (thread := self._thread) is not None:
-                with Held():
-                    self._fail(Stopped())
+                with DeferSignals():
+                    self._fail(ReadStopped())
                 thread.join()
                 self._thread = None
             self._fetchers.stop()
@@ -219,10 +219,10 @@ class Reader:
         """Stop for good. Its memory then goes with its last user, and does not wait for the collector."""
         self.end()
         with self._lock:  # what refers back to this: what the threads tell, and the frames of an error that was raised
-            self._fetchers = Fetchers(None, self.tally, _nobody)
-            self._runs, self._error, self._broken = {}, Stopped(), None
+            self._fetchers = RangePrefetcher(None, self.tally, _nobody)
+            self._runs, self._error, self._broken = {}, ReadStopped(), None
 
-    def collect(self, stretch: Stretch, number: int) -> Batch:
+    def collect(self, stretch: StepBlock, number: int) -> Batch:
         """The samples of the `number`th step of a stretch, once they are read. Steps are asked for in order.
 
         Raises what the reading raised, of what cannot be read when its step is asked for.
@@ -273,7 +273,7 @@ class Reader:
         """Why the batch of this clock cannot be read, or one before it."""
         return self._broken[1] if self._broken is not None and self._broken[0] <= clock else None
 
-    def _doubtful(self, runs: list[_Run], stretch: Stretch, number: int) -> Truths | None:
+    def _doubtful(self, runs: list[_Run], stretch: StepBlock, number: int) -> Truths | None:
         """Of each sample of a step, whether it is not known to be as it was packed; None if all are."""
         if self._landing is not None:  # the rest of what lands is compared by who decodes it
             return np.ones(stretch.firsts[number + 1] - stretch.firsts[number], bool)
@@ -368,14 +368,14 @@ class Reader:
         first = plan.first_place(lane, step) if step else 0
         ring = min(self._ring, plan.lane_places(lane)) or 1
         where = np.zeros(ring, np.int64)
-        forward = Forward(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
+        forward = LaneStream(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
         return _Run(
             plan,
             lane,
             clock,
             step,
             where,
-            Found(self._packed, where) if self._packed is not None else None,
+            VerifiedRing(self._packed, where) if self._packed is not None else None,
             first,
             first,
             forward,
@@ -432,14 +432,14 @@ class Reader:
             read = self._planned(run, course)
         read()
 
-    def _planned(self, run: _Run, course: Course) -> Callable[[], None]:
+    def _planned(self, run: _Run, course: ReadBlock) -> Callable[[], None]:
         """What reads the next samples, which may take long, once they have their places. The lock is held."""
         due, ids, starts, stops = course.at(run.begun)
         wanted = due >= run.first_step
         if self._broken is not None:
             wanted &= run.epoch_clock + due < self._broken[0]
         if not wanted.any():
-            return partial(self._begin, run, Reading(), due[:0], len(due), 0)
+            return partial(self._begin, run, PendingRead(), due[:0], len(due), 0)
         first = int(np.argmax(wanted))
         count = min(len(ids), course.apart_after(run.begun + first) + 1 - run.begun)
         fitting = int(np.searchsorted(stops[first:count], starts[first] + self._most, side="right"))
@@ -478,7 +478,9 @@ class Reader:
         size = int(stops[-1] - starts[0])
         return partial(self._gather, run, shard, ids, clocks, places, begin, count, size, comparison)
 
-    def _land(self, run: _Run, shard: Shard, placed: Placed, clocks: Ints, places: tuple[Places, Sums], count: int) -> None:
+    def _land(
+        self, run: _Run, shard: Shard, placed: Placed, clocks: Ints, places: tuple[ScatterList, ChecksumJob], count: int
+    ) -> None:
         """Begin to read samples whose arrays land."""
         assert self._landing is not None
         size = int(placed.samples.stops[-1] - placed.samples.starts[0])
@@ -492,10 +494,10 @@ class Reader:
         ids: Ints,
         clocks: Ints,
         places: Ints,
-        begin: Callable[[], Reading],
+        begin: Callable[[], PendingRead],
         count: int,
         size: int,
-        comparison: Comparison | None,
+        comparison: ReadVerifier | None,
     ) -> None:
         """Read samples into the arena, or begin to."""
         begun = time.perf_counter()
@@ -508,12 +510,12 @@ class Reader:
         unsure = (ids, places) if self._index.needs_headers(shard) else None
         self._begin(run, reading, clocks, count, size, comparison, unsure)
 
-    def _read_singly(self, forward: Forward, shard: Shard, ids: Ints, clocks: Ints, where: Ints, rows: Ints) -> Reading:
+    def _read_singly(self, forward: LaneStream, shard: Shard, ids: Ints, clocks: Ints, where: Ints, rows: Ints) -> PendingRead:
         """Read samples of a damaged shard one by one into the places that were made for them.
 
         Those that fail are lost, or the first of them that is due is an error.
         """
-        view, table, reading = self._arena.memory.view, self._index.table, Reading(again=len(ids))
+        view, table, reading = self._arena.memory.view, self._index.table, PendingRead(again=len(ids))
         for i in np.argsort(clocks, kind="stable").tolist():
             number, row = int(ids[i]), int(rows[i])
             start, offset = int(table.start[number]), int(where[row])
@@ -530,11 +532,11 @@ class Reader:
     def _begin(
         self,
         run: _Run,
-        reading: Reading,
+        reading: PendingRead,
         clocks: Ints,
         places: int,
         size: int,
-        comparison: Comparison | None = None,
+        comparison: ReadVerifier | None = None,
         unsure: tuple[Ints, Ints] | None = None,
     ) -> None:
         """These places are on their way."""
@@ -591,7 +593,7 @@ class Reader:
                 )
         return None
 
-    def _break_off(self, reading: Reading, clocks: Ints) -> None:
+    def _break_off(self, reading: PendingRead, clocks: Ints) -> None:
         """Samples of this reading cannot be read: the epoch ends before the batch that needs the first of them."""
         failed = reading.failed if reading.error is None else {int(np.argmin(clocks)): reading.error}
         first = min(failed, key=lambda i: int(clocks[i]))
@@ -599,11 +601,11 @@ class Reader:
             self._broken = int(clocks[first]), failed[first]
         self._tell()
 
-    def _course(self, run: _Run) -> Course:
+    def _course(self, run: _Run) -> ReadBlock:
         """What comes next in a lane: more than one read takes, or all of the rest."""
         course = run.course
         if course is None or not course.enough(run.begun):
-            course = run.course = Course.of(
+            course = run.course = ReadBlock.of(
                 self._index,
                 run.plan,
                 self._rank,

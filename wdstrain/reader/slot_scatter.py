@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.fields import NumpyArray
-from wdstrain.memory.scatter import Places, Sums, of_samples
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, of_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.index import Ints, Table
 
 
 @dataclass(frozen=True)
-class Landed:
+class DirectField:
     """A field whose arrays land. member: its place among a sample's; head: bytes before the numbers; row: bytes of the numbers."""
 
     field: NumpyArray
@@ -32,7 +32,7 @@ class Landed:
     column: int  # where its column begins in a slot
 
 
-class Spread(NamedTuple):
+class SlotScatter(NamedTuple):
     """n samples, each of which has w arrays that land.
 
     ids, starts, stops (in the shard), rows (in their batches): int64[n]. Of their bytes, what is around an array and the array by
@@ -54,7 +54,7 @@ class Spread(NamedTuple):
     crc: npt.NDArray[np.uint32]
 
     @classmethod
-    def of_samples(cls, table: Table, what: Sequence[Landed], ids: Ints, rows: Ints) -> Spread:
+    def of_samples(cls, table: Table, what: Sequence[DirectField], ids: Ints, rows: Ints) -> SlotScatter:
         """what: in the order in which they follow one another in a sample."""
         count, width, kinds = len(ids), len(what), 2 if len(table.member_crc) else 1
         starts, stops, first = table.start[ids], table.stop[ids], table.member_first[ids]
@@ -75,11 +75,11 @@ class Spread(NamedTuple):
         where, length, there = (np.ascontiguousarray(one[..., :kinds]) for one in (where, length, there))
         return cls(ids, starts, stops, rows, of, start, size, where, length, there, crc)
 
-    def part(self, rows: slice | Ints) -> Spread:
+    def part(self, rows: slice | Ints) -> SlotScatter:
         """Some of them."""
-        return Spread._make(column[rows] for column in self)
+        return SlotScatter._make(column[rows] for column in self)
 
-    def places(self, offsets: Ints, homes: Ints, memories: Sequence[Memory]) -> tuple[Places, Sums]:
+    def places(self, offsets: Ints, homes: Ints, memories: Sequence[Memory]) -> tuple[ScatterList, ChecksumJob]:
         """Where their bytes go, and the sums that are compared. offsets: in the arena, homes: of their slots, int64[n].
 
         memories: the arena, that of the slots, and one for what nobody wants.
@@ -91,5 +91,5 @@ class Spread(NamedTuple):
         start += self.start
         of = np.tile(np.arange(kinds), count * width)
         there = (self.there - self.starts[0]).reshape(-1)
-        sums = Sums(memories, of, where.reshape(-1), self.length.reshape(-1), there, of == 1)
+        sums = ChecksumJob(memories, of, where.reshape(-1), self.length.reshape(-1), there, of == 1)
         return of_samples(memories, self.of, start, self.size, self.starts, self.stops, sums), sums

@@ -22,16 +22,16 @@ import numpy as np
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.scatter import Places, Sums
+from wdstrain.memory.scatter import ChecksumJob, ScatterList
 from wdstrain.memory.shared import Memory
 from wdstrain.native.checksum import crc32
 from wdstrain.order.plan import Order, Plan
-from wdstrain.reader.slot_scatter import Landed, Spread
+from wdstrain.reader.slot_scatter import DirectField, SlotScatter
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index, Ints, Shard
-from wdstrain.storage.io_pool import Hands
+from wdstrain.storage.io_pool import IOThreadPool
 from wdstrain.storage.local import LocalFile, open_source
-from wdstrain.storage.prefetch import Reading, Stopped
+from wdstrain.storage.prefetch import PendingRead, ReadStopped
 from wdstrain.storage.remote import is_remote
 
 READ_TOGETHER = 32 << 20  # bytes of one read
@@ -41,7 +41,7 @@ _HANDS = 4  # threads, at most
 _OPEN = 64  # files that are open at a time, about
 
 
-def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order) -> dict[str, Landed]:
+def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order) -> dict[str, DirectField]:
     """The fields of a loader whose arrays can be read straight into their batch, by name, as they follow one another in a sample."""
     if fields is None or not isinstance(plan, Plan) or plan.tail != "drop" or any(is_remote(s.path) for s in index.shards):
         return {}
@@ -52,7 +52,7 @@ def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, pla
     kinds = table.member_field.reshape(-1, count)
     if (kinds != kinds[0]).any():
         return {}
-    sizes, made = table.member_size.reshape(-1, count), dict[str, Landed]()
+    sizes, made = table.member_size.reshape(-1, count), dict[str, DirectField]()
     for name, field in fields.items():
         present = [one for one in field.names if one in index.fields]
         if type(field) is not NumpyArray or field.example is None or len(present) != 1:
@@ -64,14 +64,14 @@ def landed(index: Index, fields: Mapping[str, Field] | None, layout: Layout, pla
         head = int(sizes[0, members[0]]) - row
         shared = any(present[0] in other.names for key, other in fields.items() if key != name)
         if head > 0 and not shared:  # what another field reads has to be in the arena
-            made[name] = Landed(field, present[0], members[0], head, row, layout.columns[name][1])
+            made[name] = DirectField(field, present[0], members[0], head, row, layout.columns[name][1])
     # slots are held for a window: with a large column that does not land, that would be much memory for little
-    if 2 * layout.rows * sum(one.row for one in made.values()) < layout.size or not _lie_so(index, list(made.values())):
+    if 2 * layout.rows * sum(one.row for one in made.values()) < layout.size or not _lie_alike(index, list(made.values())):
         return {}
     return dict(sorted(made.items(), key=lambda item: item[1].member))
 
 
-def _lie_so(index: Index, what: list[Landed]) -> bool:
+def _lie_alike(index: Index, what: list[DirectField]) -> bool:
     """Whether the arrays of the first sample lie as they are wanted: where they do not, those of the others will not either."""
     table = index.table
     try:
@@ -89,7 +89,7 @@ def _lie_so(index: Index, what: list[Landed]) -> bool:
 class Placed(NamedTuple):
     """Samples that are read together. offsets: in the arena; homes: where their slots begin. int64[n]"""
 
-    samples: Spread
+    samples: SlotScatter
     offsets: Ints
     homes: Ints
 
@@ -108,10 +108,10 @@ class _Taken(dict[int, int]):
         return slot
 
 
-class Landing:
+class SlotSink:
     """Reads samples whose arrays land, by threads of its own."""
 
-    def __init__(self, index: Index, what: Iterable[Landed], slots: Slots, salvage: bool) -> None:
+    def __init__(self, index: Index, what: Iterable[DirectField], slots: Slots, salvage: bool) -> None:
         self._index, self._what, self._slots, self._salvage = index, list(what), slots, salvage
         self.bytes = sum(one.row for one in self._what)  # of a sample, that are not in the arena
         # of a sample's members, by their place: bytes that lie before them in the shard and not in the arena. int64[members]
@@ -123,7 +123,7 @@ class Landing:
         self._open: set[LocalFile] = set()
         self._slot_at = _Taken(slots)
         self._heads: dict[int, int] = {}  # by member: crc32 of a head that says that the array lies as it should, seen last
-        self._hands = Hands(min(_HANDS, cores()))
+        self._hands = IOThreadPool(min(_HANDS, cores()))
         self._scratch = Memory(_SCRATCH)
 
     def homes(self, clocks: Ints) -> Ints:
@@ -131,11 +131,11 @@ class Landing:
         slots = np.array(list(map(self._slot_at.__getitem__, clocks.tolist())), np.int64)
         return slots * self._slots.layout.size
 
-    def spread(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> Spread:
+    def spread(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> SlotScatter:
         """Where the samples in the places of a lane of this rank from `start` on go. ids: int64[n]"""
         assert isinstance(plan, Plan)
         rows = plan.positions(lane, start, start + len(ids)) % plan.quota + plan.lanes_of(rank).index(lane) * plan.quota
-        return Spread.of_samples(self._index.table, self._what, ids, rows)
+        return SlotScatter.of_samples(self._index.table, self._what, ids, rows)
 
     def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
@@ -153,10 +153,10 @@ class Landing:
                     lost[row] = why
         # last: another thread may have ended the reading since the batch was there, and what was known of it is gone after that
         if self._slot_at.pop(clock, None) is None:
-            raise Stopped
+            raise ReadStopped
         return slot, lost, count
 
-    def places(self, placed: Placed, arena: Memory) -> tuple[Places, Sums]:
+    def places(self, placed: Placed, arena: Memory) -> tuple[ScatterList, ChecksumJob]:
         """Where their bytes go, and the sums that are compared."""
         return placed.samples.places(placed.offsets, placed.homes, (arena, self._slots.memory, self._scratch))
 
@@ -165,11 +165,11 @@ class Landing:
         shard: Shard,
         placed: Placed,
         clocks: Ints,
-        places: Places,
-        sums: Sums,
+        places: ScatterList,
+        sums: ChecksumJob,
         arena: Memory,
         told: Callable[[], None],
-    ) -> Reading:
+    ) -> PendingRead:
         """Begin to read samples that follow one another in a shard. clocks: when they are due, int64[n].
 
         told: called, from any thread, when they are there.
@@ -179,8 +179,8 @@ class Landing:
         except WdstrainError as error:
             if self._salvage:
                 self._lose(placed, error)
-            return Reading(error=None if self._salvage else error)
-        reading = Reading(missing=1)
+            return PendingRead(error=None if self._salvage else error)
+        reading = PendingRead(missing=1)
 
         def done() -> None:
             try:
@@ -250,12 +250,12 @@ class Landing:
 
     # --- the thread that tells what the hands did ----------------------------------------------------------------------
 
-    def _read(self, source: LocalFile, placed: Placed, places: Places, sums: Sums) -> None:
+    def _read(self, source: LocalFile, placed: Placed, places: ScatterList, sums: ChecksumJob) -> None:
         """Read what the hands left, and compare all of it."""
         source.read_into(places, int(placed.samples.starts[0]) + places.filled)
         self._compare(placed, sums)
 
-    def _read_singly(self, reading: Reading, source: LocalFile, placed: Placed, clocks: Ints, arena: Memory) -> None:
+    def _read_singly(self, reading: PendingRead, source: LocalFile, placed: Placed, clocks: Ints, arena: Memory) -> None:
         """Read samples of a damaged shard one by one. Those that fail are lost, or the first of them that is due is an error."""
         for i in np.argsort(clocks, kind="stable").tolist():
             single = placed.part(i, i + 1)
@@ -271,7 +271,7 @@ class Landing:
         for home, row in zip(placed.homes.tolist(), placed.samples.rows.tolist(), strict=True):
             self._lost[home, row] = f"it cannot be read ({str(error).rstrip('.')})"
 
-    def _compare(self, placed: Placed, sums: Sums) -> None:
+    def _compare(self, placed: Placed, sums: ChecksumJob) -> None:
         """What is not as its index and its field say is odd."""
         samples, found = placed.samples, sums.found.reshape(len(placed.homes), len(self._what), -1)
         for k, one in enumerate(self._what):

@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 _SAMPLES = 1024  # of a stretch, about
 
 
-class OfLane(NamedTuple):
+class LaneSteps(NamedTuple):
     """What a lane gives to k steps: places: int64[n]; firsts: where each step's begin and the last's end, k + 1 of them; needed: so
     many places of the lane must be read for each."""
 
@@ -32,7 +32,7 @@ class OfLane(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class StepBlock:
     """Steps [first, first + k) of an epoch on one rank: n samples, step by step, in each lane after lane.
 
     ids: int64[n]; firsts: where the samples of each step begin and those of the last end, k + 1 of them; valid: bool[n], False is
@@ -44,30 +44,30 @@ class Stretch:
     ids: Ints
     firsts: list[int]
     valid: npt.NDArray[np.bool_]
-    lanes: list[OfLane]
+    lanes: list[LaneSteps]
 
     def __len__(self) -> int:
         """Steps."""
         return len(self.firsts) - 1
 
 
-def stretches(plan: Order, rank: int, step: int = 0) -> Iterator[Stretch]:
+def step_blocks(plan: Order, rank: int, step: int = 0) -> Iterator[StepBlock]:
     """The steps of an epoch from this one on."""
     lanes = plan.lanes_of(rank)
     many = max(1, _SAMPLES // (plan.global_batch // plan.lane_count * len(lanes)))
     for first in range(step, plan.steps, many):
-        yield _stretch(plan, lanes, first, min(first + many, plan.steps))
+        yield _step_block(plan, lanes, first, min(first + many, plan.steps))
 
 
-def _stretch(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Stretch:
-    found, ids, valid, steps = list[OfLane](), list[Ints](), list[npt.NDArray[np.bool_]](), list[Ints]()
+def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> StepBlock:
+    found, ids, valid, steps = list[LaneSteps](), list[Ints](), list[npt.NDArray[np.bool_]](), list[Ints]()
     for lane in lanes:
         spans = [plan.span(lane, step) for step in range(first, stop)]  # each begins where the one before ends
         begin, end = spans[0][0], spans[-1][1]
         places = plan.order(lane, begin, end)
         firsts = [0, *(after - begin for _, after in spans)]
         most = [0, *(np.maximum.accumulate(places) + 1).tolist()]
-        found.append(OfLane(places, firsts, [most[upto] for upto in firsts[1:]]))
+        found.append(LaneSteps(places, firsts, [most[upto] for upto in firsts[1:]]))
         ids.append(plan.ids(lane, places))
         valid.append(np.arange(begin, end) < plan.lane_samples(lane))
         steps.append(np.repeat(np.arange(len(spans)), np.diff(firsts)))
@@ -75,7 +75,7 @@ def _stretch(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Stretc
         sum(after - before for before, after in each) for each in zip(*(pairwise(one.firsts) for one in found), strict=True)
     ]
     by_step = np.argsort(np.concatenate(steps), kind="stable")
-    return Stretch(
+    return StepBlock(
         plan.epoch,
         first,
         np.concatenate(ids)[by_step],

@@ -28,7 +28,7 @@ from wdstrain.native.checksum import crc32
 from wdstrain.shards.index import Ints, Table
 
 
-class Packed:
+class PackedChecksums:
     """Samples as an index says that they were packed, and the memory they are read into."""
 
     def __init__(self, table: Table, compared: Truths, memory: Memory) -> None:
@@ -58,13 +58,13 @@ class Packed:
         return True
 
 
-class Found:
+class VerifiedRing:
     """Which samples of a lane were found sound: by place, over and over in a ring.
 
     any_doubt: whether one was not, since the beginning; else nobody has to look.
     """
 
-    def __init__(self, packed: Packed, where: Ints) -> None:
+    def __init__(self, packed: PackedChecksums, where: Ints) -> None:
         """where: of the samples in the memory, by place, as it will be: int64[ring]."""
         self.packed, self.where, self.any_doubt = packed, where, False
         self.sound = bytearray(len(where))
@@ -72,10 +72,10 @@ class Found:
         addresses = ctypes.addressof(packed.library), where.ctypes.data, self._truths.ctypes.data
         self.library = kernels.Lane(*addresses, len(where))
 
-    def compared(self, place: int, number: int, count: int) -> Comparison:
+    def compared(self, place: int, number: int, count: int) -> ReadVerifier:
         """What comes for samples that follow one another in a shard, from this number of the index on, is to be compared."""
         self._forget(place, count)
-        return Comparison(self, place, number, count)
+        return ReadVerifier(self, place, number, count)
 
     def not_compared(self, place: int, count: int) -> None:
         """What comes for these samples is not, or what was found of them is not to be believed."""
@@ -100,10 +100,10 @@ class Found:
         return [(first, first + count)] if first + count <= ring else [(first, ring), (0, first + count - ring)]
 
 
-class Comparison:
+class ReadVerifier:
     """Compares samples of one read while they come."""
 
-    def __init__(self, found: Found, place: int, number: int, count: int, begun: int | None = None) -> None:
+    def __init__(self, found: VerifiedRing, place: int, number: int, count: int, begun: int | None = None) -> None:
         """place: of the first, whose number in the index is `number`. begun: bytes of the shard before those that come; those before
         the first where it is None."""
         self._found, self._place, self._number, self._count = found, place, number, count
@@ -127,9 +127,9 @@ class Comparison:
         """All came."""
         self._found.settle(self._place, self._count)
 
-    def within(self, before: int, now: int) -> Comparison:
+    def within(self, before: int, now: int) -> ReadVerifier:
         """Of a part of the bytes. It ends with what comes."""
-        return Comparison(self._found, self._place, self._number, self._count, self._begun + before)
+        return ReadVerifier(self._found, self._place, self._number, self._count, self._begun + before)
 
     @property
     def arrays(self) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ _REDRAW = 0.1  # seconds between redrawings
 _REPLACE = 0.5  # the same in a notebook, to which each is a message
 
 
-class Teller:
+class ProgressReporter:
     """Tells on stderr, or in the notebook, how work goes on. `step` for what passes, `line` for what stays."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Teller:
             self._place.update({"text/plain": text}, raw=True)
         self._passing = text
 
-    def __enter__(self) -> Teller:
+    def __enter__(self) -> ProgressReporter:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -16,7 +16,7 @@ _UNITS = {
 }
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """The number that a text means. Raises ValueError for one that is no size."""
     number = text.strip().upper().rstrip("BIKMGT")
     try:
@@ -25,7 +25,7 @@ def bytes_of(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write for example 256MB") from None
 
 
-def written(size: float) -> str:
+def format_size(size: float) -> str:
     """A number of bytes, short: 512 B, 7.3 KB, 94.1 MB."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 999.5:

@@ -17,7 +17,7 @@ from typing import Any
 DEATH = "SIGCHLD"  # of a worker process
 
 
-class Held:
+class DeferSignals:
     """Lets them wait within `with`. Elsewhere than in the main thread, where they never come, nothing is done."""
 
     def __init__(self, *names: str) -> None:
@@ -27,7 +27,7 @@ class Held:
         self._former = dict[int, Any]()
         self._holding = False
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferSignals:
         if threading.current_thread() is threading.main_thread():
             self._holding = True
             for number in self._numbers:

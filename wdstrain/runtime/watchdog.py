@@ -36,7 +36,7 @@ _ANSWER = 2.0  # seconds in which a worker that is asked for its stack answers
 _ASK = getattr(signal, "SIGUSR2", None)  # nothing else in a worker of ours listens to it
 
 
-class Desk:
+class ProgressCell:
     """What one decoder is at."""
 
     def __init__(self, cells: memoryview) -> None:
@@ -58,7 +58,7 @@ class Desk:
         return ctypes.addressof(ctypes.c_int64.from_buffer(self._cells, 8))
 
     @classmethod
-    def apart(cls) -> Desk:
+    def apart(cls) -> ProgressCell:
         """One that nobody looks at."""
         return cls(memoryview(bytearray(16)).cast("q"))
 
@@ -68,15 +68,15 @@ class Desk:
         return self._cells[0] - 2, self._cells[1]
 
 
-class Desks:
+class ProgressBoard:
     """The desks of some decoders, of which each process takes those it needs. Travels to worker processes."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._memory = Memory(max(1, count) * 16)
 
-    def __getitem__(self, number: int) -> Desk:
-        return Desk(self._memory.view[16 * number : 16 * number + 16].cast("q"))
+    def __getitem__(self, number: int) -> ProgressCell:
+        return ProgressCell(self._memory.view[16 * number : 16 * number + 16].cast("q"))
 
 
 class Stacks:
@@ -154,7 +154,7 @@ def _state(process: int) -> str:
     return words.get(letter, f"in state {letter}")
 
 
-class Watch:
+class StallWatchdog:
     """A thread that tells of silence: while somebody waits for longer than `patience` seconds, `look` is called for what to tell.
 
     It is told again after twice the time, and so on. `waiting` and `done` are for whoever waits, and cost nothing.
@@ -171,7 +171,7 @@ class Watch:
             self._thread.start()
 
     @classmethod
-    def idle(cls) -> Watch:
+    def idle(cls) -> StallWatchdog:
         """One that never tells anything, without a thread."""
         return cls(0, lambda _: None)
 

@@ -33,8 +33,8 @@ from urllib3.exceptions import HTTPError, LocationParseError
 from urllib3.util.response import assert_header_parsing
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.memory.pieces import Pieces
-from wdstrain.memory.scatter import Places
+from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ScatterList
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.http_body import Body, begins
 
@@ -79,7 +79,7 @@ class Answer:
     total: int | None = None
     process: int = field(default_factory=os.getpid)
 
-    def read_into(self, pieces: Pieces | Places) -> int:
+    def read_into(self, pieces: BufferList | ScatterList) -> int:
         """Fill what comes, one byte at least; 0 where the answer ends."""
         count = self.body.read_into(pieces)
         self.at += count
@@ -134,13 +134,13 @@ class HttpFile:
         self.read_into([memoryview(found)], offset, last=self.size)
         return bytes(found)
 
-    def read_into(self, pieces: Places | Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on.
 
         last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
         is not what it was, StorageError where the server gives up.
         """
-        todo, tries, begun = pieces if isinstance(pieces, Places) else Pieces(pieces), 0, time.monotonic()
+        todo, tries, begun = pieces if isinstance(pieces, ScatterList) else BufferList(pieces), 0, time.monotonic()
         stop = offset + todo.left
         if stop > self.size:
             raise ShardError(
@@ -191,7 +191,7 @@ class HttpFile:
             self.close()
             answer = self._ask(offset, stop)
         while answer.at < offset:  # a gap, or a server that knows no ranges
-            over = Pieces([memoryview(bytearray(min(_OVER, offset - answer.at)))])
+            over = BufferList([memoryview(bytearray(min(_OVER, offset - answer.at)))])
             if not answer.read_into(over):
                 raise HTTPException(f"the answer ended at byte {answer.at}")
         if self.stopping.is_set():  # where the bytes are for may be gone

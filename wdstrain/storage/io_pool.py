@@ -17,9 +17,9 @@ from contextlib import suppress
 from itertools import count
 from typing import NamedTuple, Protocol
 
-from wdstrain.memory.scatter import Places
+from wdstrain.memory.scatter import ScatterList
 from wdstrain.native import kernels
-from wdstrain.runtime.signals import Held
+from wdstrain.runtime.signals import DeferSignals
 
 
 class _Job(NamedTuple):
@@ -27,7 +27,7 @@ class _Job(NamedTuple):
 
     fd: int
     offset: int
-    places: Places
+    places: ScatterList
     done: Callable[[], None]
 
 
@@ -47,15 +47,15 @@ class _Queue(Protocol):
         """The end: what nobody has begun is not done."""
 
 
-class Hands:
+class IOThreadPool:
     """Fills places in `count` threads, and calls what is to be called in one more. They begin with the first places."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._finalizer: weakref.finalize[..., Hands] | None = None
+        self._finalizer: weakref.finalize[..., IOThreadPool] | None = None
         self._forget()
 
-    def fill(self, fd: int, offset: int, places: Places, done: Callable[[], None]) -> None:
+    def fill(self, fd: int, offset: int, places: ScatterList, done: Callable[[], None]) -> None:
         """Fill places from this offset of an open file on, after those that were asked for before, and call `done`, which raises nothing.
 
         Where the file ends before, or cannot be read, places have something left. Raises RuntimeError where a thread cannot begin.
@@ -94,7 +94,7 @@ class Hands:
 def _end(owner: int, queue: _Queue, threads: list[threading.Thread]) -> None:
     if os.getpid() != owner:  # a forked child, where they are not
         return
-    with Held():  # an interrupt would leave it locked
+    with DeferSignals():  # an interrupt would leave it locked
         queue.close()
     for thread in threads:
         if thread is not threading.current_thread():

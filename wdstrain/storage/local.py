@@ -22,9 +22,9 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.memory.pieces import Pieces
-from wdstrain.memory.scatter import Places
-from wdstrain.storage.io_pool import Hands
+from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ScatterList
+from wdstrain.storage.io_pool import IOThreadPool
 from wdstrain.storage.object_store import is_object, list_folder_of
 from wdstrain.storage.remote import RemoteFile, check_address, is_remote, name_of, open_remote, read_remote, redacted
 
@@ -220,9 +220,9 @@ class LocalFile:
             raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
         return data
 
-    def read_into(self, pieces: Places | Iterable[memoryview], offset: int) -> None:
+    def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
-        todo = pieces if isinstance(pieces, Places) else Pieces(pieces)
+        todo = pieces if isinstance(pieces, ScatterList) else BufferList(pieces)
         while todo.left:
             try:
                 count = todo.read(self._fd, offset)
@@ -236,7 +236,7 @@ class LocalFile:
             offset += count
         self._check()
 
-    def fill(self, hands: Hands, pieces: Places, offset: int, done: Callable[[], None]) -> None:
+    def fill(self, hands: IOThreadPool, pieces: ScatterList, offset: int, done: Callable[[], None]) -> None:
         """The same by hands, which call `done` when as much came as they could read; `read_into` then tells what is missing."""
         hands.fill(self._fd, offset, pieces, done)
 

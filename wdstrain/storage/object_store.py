@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.memory.pieces import Pieces
+from wdstrain.memory.pieces import BufferList
 from wdstrain.runtime.machine import memory
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
@@ -63,7 +63,7 @@ class ObjectFile:
 
     def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on."""
-        todo = Pieces(pieces)
+        todo = BufferList(pieces)
         stop = offset + todo.left
         if stop > self.size:
             raise ShardError(

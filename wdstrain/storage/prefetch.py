@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.memory.pieces import Pieces
-from wdstrain.memory.scatter import Places
-from wdstrain.runtime.signals import Held
+from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ScatterList
+from wdstrain.runtime.signals import DeferSignals
 from wdstrain.storage.local import LocalFile, ShardFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 from wdstrain.storage.shard_cache import BLOCK, Cache, CachedFile
@@ -34,7 +34,7 @@ _FILLED = 32 << 20  # bytes that are fetched for the cache alone when a lane lea
 
 
 @dataclass
-class Tally:
+class FetchStats:
     """What reading from servers took, in all: bytes that came over the network, bytes that the cache had, tries anew."""
 
     fetched: int = 0
@@ -42,7 +42,7 @@ class Tally:
     retries: int = 0
 
 
-class Stopped(WdstrainError):
+class ReadStopped(WdstrainError):
     """The reading was ended by another thread."""
 
     def __init__(self, message: str = "the reader was stopped") -> None:
@@ -50,7 +50,7 @@ class Stopped(WdstrainError):
 
 
 @dataclass(eq=False)
-class Reading:
+class PendingRead:
     """A run of bytes on its way. missing: parts of it that are not there yet; error: why it will not come whole.
 
     failed: samples of it that cannot be read, by their place in it, where the others can. again: samples that were read once more.
@@ -69,32 +69,32 @@ class _Range:
     shard: ShardFile
     start: int
     stop: int
-    pieces: Places | list[memoryview]
-    of: Reading
+    pieces: ScatterList | list[memoryview]
+    of: PendingRead
 
 
 @dataclass
-class Forward:
+class LaneStream:
     """Reads runs of bytes of a lane, which are begun in order. Not shared between threads.
 
     opened: what opens a local shard. fetchers: who brings those of others.
     """
 
     opened: Callable[[ShardFile], LocalFile]
-    fetchers: Fetchers
+    fetchers: RangePrefetcher
     _source: LocalFile | None = None  # the local shard that is open
     _shard: ShardFile | None = None  # the remote shard that is being read with a cache
     _asked: set[int] | None = None  # its blocks that were asked for, if it is read from its beginning
-    _fills: Reading = field(default_factory=Reading)
+    _fills: PendingRead = field(default_factory=PendingRead)
 
     @property
     def filling(self) -> bool:
         """Whether something is still on its way into the cache that nobody asked for."""
         return self._fills.missing > 0
 
-    def begin(self, shard: ShardFile, pieces: Places | Sequence[memoryview], offset: int, *, leaving: bool) -> Reading:
+    def begin(self, shard: ShardFile, pieces: ScatterList | Sequence[memoryview], offset: int, *, leaving: bool) -> PendingRead:
         """Fill the pieces with the bytes of a shard from offset on. leaving: the lane reads nothing of it after that."""
-        reading = Reading()
+        reading = PendingRead()
         if not is_remote(shard.path):
             try:
                 if self._source is None or shard.path != self._source.path:
@@ -104,7 +104,7 @@ class Forward:
             except WdstrainError as error:
                 reading.error = error
             return reading
-        todo, ranges = pieces if isinstance(pieces, Places) else Pieces(pieces), list[_Range]()
+        todo, ranges = pieces if isinstance(pieces, ScatterList) else BufferList(pieces), list[_Range]()
         while todo.left:
             # with a cache, as its blocks are cut; else a sample in two ranges would have to be compared by who decodes
             count = min(todo.left, RANGE if self.fetchers.cache is None else RANGE - offset % RANGE)
@@ -141,14 +141,14 @@ class Forward:
         return found if sum(one.stop - one.start for one in found) <= _FILLED else []
 
 
-class Fetchers:
+class RangePrefetcher:
     """Threads that fetch ranges for the lanes of a reader, begun in the order in which they were added; they start with the first.
 
     cache: of shards on servers. tally: what is read is added to it. told: called, from any thread, when something that was begun
     is there or failed.
     """
 
-    def __init__(self, cache: Cache | None, tally: Tally, told: Callable[[], None]) -> None:
+    def __init__(self, cache: Cache | None, tally: FetchStats, told: Callable[[], None]) -> None:
         # whoever stops this takes the lock itself: an interrupt within a Condition would keep it locked
         self.cache, self.lock = cache, threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -172,7 +172,7 @@ class Fetchers:
 
     def stop(self) -> None:
         """End what is on its way; no piece is written to after that."""
-        with Held(), self.lock:
+        with DeferSignals(), self.lock:
             self._stopping.set()
             for files in self._files.values():
                 for file in files.values():
@@ -226,7 +226,7 @@ class Fetchers:
         try:
             if one.pieces:
                 file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
-                if isinstance(one.pieces, Places):
+                if isinstance(one.pieces, ScatterList):
                     one.pieces.came(one.pieces.left)  # what was not filled by itself: from a cache, or by a library
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)

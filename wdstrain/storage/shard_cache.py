@@ -29,7 +29,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.memory.pieces import Pieces
+from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.shared import own
 from wdstrain.runtime import file_locks
 from wdstrain.runtime.file_locks import available, try_lock, unlock
@@ -284,7 +284,7 @@ class CachedFile:
 
     def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
-        todo, waited = Pieces(pieces), []
+        todo, waited = BufferList(pieces), []
         while todo.left:
             count = min(todo.left, BLOCK - offset % BLOCK)
             block = todo.cut(count)
@@ -359,7 +359,7 @@ class CachedFile:
         if kept is None:
             if not self._there(number):
                 return False
-            _read(self._fd, Pieces(target), offset, self._final)
+            _read(self._fd, BufferList(target), offset, self._final)
             self.cached += size
             return True
         if self._remote is None:
@@ -377,7 +377,7 @@ class CachedFile:
             self._keep(number, block)
         finally:
             unlock(self._fd, _BLOCKS + number)
-        Pieces(target).take(block[offset - start : offset - start + size])
+        BufferList(target).take(block[offset - start : offset - start + size])
         return True
 
     def _claim(self, number: int, wait: bool) -> bool | None:
@@ -408,7 +408,7 @@ class CachedFile:
         found, offset, buffer = hashlib.sha256(), 0, own(BLOCK)
         while offset < self.size:
             piece = buffer[: min(BLOCK, self.size - offset)]
-            _read(self._fd, Pieces([piece]), offset, self._final)
+            _read(self._fd, BufferList([piece]), offset, self._final)
             found.update(piece)
             offset += len(piece)
         return found.hexdigest()
@@ -446,7 +446,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _read(fd: int, todo: Pieces, offset: int, path: str) -> None:
+def _read(fd: int, todo: BufferList, offset: int, path: str) -> None:
     while todo.left:
         count = os.preadv(fd, todo.next(), offset)
         if not count:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wdstrain.decode.worker_processes import death_of_a_worker
+from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.storage.local import publish
 
@@ -51,7 +51,7 @@ class Checkpoints:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
         except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
-            if isinstance(error, RuntimeError) and (death := death_of_a_worker(error)) is not None:
+            if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
                 raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
             why = error.strerror if isinstance(error, OSError) else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wdstrain.decode.fields import Example, Field
-from wdstrain.decode.worker_processes import DeathsTold
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.index import Index
@@ -58,7 +58,7 @@ class Outcome:
         return f"Outcome({self.folder!r}, {len(self.epochs)} epochs, val={last})"
 
 
-@DeathsTold()
+@WorkerDeathsAsErrors()
 def train(
     urls: Urls,
     out: str | os.PathLike[str],
@@ -160,7 +160,7 @@ def train(
     return Outcome(folder, task, training.scored, training.at.history, training.at.best)
 
 
-@DeathsTold()
+@WorkerDeathsAsErrors()
 def evaluate(
     checkpoint: str | os.PathLike[str],
     urls: Urls,

@@ -23,7 +23,7 @@ from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.gpu_augment import Augmentation
 from wdstrain.loader.loader import Loader
-from wdstrain.loader.stats import Meter
+from wdstrain.loader.stats import EpochStats
 from wdstrain.order.rng import key
 from wdstrain.training import tally
 from wdstrain.training.checkpoints import FORMAT
@@ -365,7 +365,7 @@ class Training:
     def _verdict(self, seconds: Mapping[str, float]) -> str:
         """What held the epoch back, since it was begun here."""
         report = self.loader.report()
-        meter = Meter(**{name: report[name] for name in Meter.__dataclass_fields__})
+        meter = EpochStats(**{name: report[name] for name in EpochStats.__dataclass_fields__})
         meter.wait_seconds = seconds["data"] + seconds["copy"]
         meter.loop_seconds = sum(seconds.values()) - meter.wait_seconds
         return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", seconds["compute"] + seconds["optimiser"])

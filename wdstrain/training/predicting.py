@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from wdstrain.decode.fields import Field, Label, with_classes
 from wdstrain.decode.transforms import DRAWS, Draws
-from wdstrain.decode.worker_processes import DeathsTold
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
@@ -49,7 +49,7 @@ class Predicted:
     bad: int
 
 
-@DeathsTold()
+@WorkerDeathsAsErrors()
 def predict(
     checkpoint: str | os.PathLike[str],
     urls: Urls,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from wdstrain.report.terminal import Teller
+from wdstrain.report.terminal import ProgressReporter
 
 
 class Tell(Protocol):
@@ -31,5 +31,5 @@ def told(asked: Tell | None, leads: bool) -> Iterator[Tell]:
     elif asked is not None:
         yield asked
     else:
-        with Teller() as teller:
+        with ProgressReporter() as teller:
             yield teller

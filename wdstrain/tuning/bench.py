@@ -21,7 +21,7 @@ from wdstrain.decode.fields import Field, Image, field_of
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.image_formats import EXTENSIONS
-from wdstrain.decode.pickling import check_travels
+from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader, open_shards, takes_rng
 from wdstrain.packing.options import Options
@@ -78,7 +78,7 @@ def bench(
     Loader(
         index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
     )  # what cannot be is told at once
-    check_travels(fields, transform, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
+    check_picklable(fields, transform, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
     mean = float((index.table.stop - index.table.start).sum()) / len(index)  # what is read of a sample, its headers included
     with tempfile.TemporaryDirectory() as folder:
         few = stages.excerpt(index, max(_SAMPLES, 4 * batch_size), os.path.join(folder, "part.tar"))

@@ -28,13 +28,13 @@ from wdstrain.decode.fields import Example, Field, read_field
 from wdstrain.decode.transforms import Draws
 from wdstrain.decode.workers import OneCoreEach
 from wdstrain.errors import SampleError, WdstrainError
-from wdstrain.loader.task_blocks import Tasks
+from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.step_blocks import Stretch, stretches
+from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.machine import cores
-from wdstrain.runtime.watchdog import Desk
+from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import scan
 from wdstrain.shards.tar import END, header, padding
@@ -101,10 +101,10 @@ def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
         reader.stop()
 
 
-def _steps(plan: Plan) -> Iterator[tuple[Stretch, int]]:
+def _steps(plan: Plan) -> Iterator[tuple[StepBlock, int]]:
     """The steps of epoch after epoch."""
     for epoch in count():
-        for stretch in stretches(replace(plan, epoch=epoch), 0):
+        for stretch in step_blocks(replace(plan, epoch=epoch), 0):
             yield from ((stretch, number) for number in range(len(stretch)))
 
 
@@ -161,7 +161,7 @@ class Bare:
         with open_source(index.shards[0].path) as source:
             source.read_into([arena.view], 0)
         wanted = None if fields is None else {name for field in fields.values() for name in field.names}
-        self._tasks = self._of(Tasks(index, wanted, with_keys=transform is not None), index)
+        self._tasks = self._of(TaskBuilder(index, wanted, with_keys=transform is not None), index)
         self._decoder = Decoder(
             names=index.fields,
             fields=fields,
@@ -175,13 +175,13 @@ class Bare:
             layout=layout,
         )
 
-    def _of(self, tasks: Tasks, index: Index) -> list[Task]:
+    def _of(self, tasks: TaskBuilder, index: Index) -> list[Task]:
         rounds = [np.arange(first, first + self.size) for first in range(0, len(index) - self.size + 1, self.size)]
         return [tasks.make(n, 0, 0, ids, index.table.start[ids], {}) for n, ids in enumerate(rounds)]
 
     def run(self, number: int, seconds: float) -> Ran:
         """What one decoder does in this time, the `number`th of several that run at a time."""
-        desk, done = Desk.apart(), 0
+        desk, done = ProgressCell.apart(), 0
         self._decoder(self._tasks[0]._replace(slot=number), desk)  # the first takes longer: libraries begin, memory is mapped
         begun = time.perf_counter()
         while (spent := time.perf_counter() - begun) < seconds or not done:
