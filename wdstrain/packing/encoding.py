@@ -80,7 +80,8 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     kind = name.rpartition(".")[2].lower()
     if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
-    return f"{name}.txt" if values.dtype.kind in "SUO" else f"{name}.npy"
+    rows = (values.dtype.metadata or {}).get("vlen")  # of HDF5: numbers, as many in a row as there are
+    return f"{name}.txt" if values.dtype.kind in "SUO" and rows in (None, bytes, str) else f"{name}.npy"
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
@@ -193,6 +194,8 @@ def _npy(name: str, value: Any) -> bytes:
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
+    if array.dtype.metadata and array.dtype.names is None:  # such as the names of an HDF5 enum, of which numpy warns
+        array = array.view(array.dtype.str)
     out = io.BytesIO()
     np.save(out, array, allow_pickle=False)
     return out.getvalue()
