@@ -393,3 +393,13 @@ def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
         frame = pandas.DataFrame({"image": [picture(0)], "x": pandas.Series([odd], dtype=object)})
         with pytest.raises(UsageError, match=f"a cell of the table is {type(odd).__name__}"):
             wt.pack_table(frame, str(tmp_path / "odd"), image="image")
+
+
+def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such_blanks(folder: Path, tmp_path: Path) -> None:
+    def texts(text: str) -> list[str]:
+        (folder / "t.csv").write_text(text)
+        wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", shuffle=False, overwrite=True)
+        return [json.loads(fields["json"])["said"] for _, fields in sorted(read(tmp_path / "out").items())]
+
+    assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["  a", ' "b" ']
+    assert texts('file, said\nIMG/0.png, "a, b"\nIMG/1.png, c\n') == ["a, b", "c"]

@@ -17,7 +17,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TextIO
 from uuid import UUID
 
 import numpy as np
@@ -70,10 +70,12 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
     try:
         with open(name, encoding="utf-8-sig", newline="") as opened:
-            first = opened.readline()
-            opened.seek(0)
-            reader = csv.reader(opened, delimiter=_delimiter(name, first), skipinitialspace=True, strict=True)
-            table = [(reader.line_num, row) for row in reader if row]
+            delimiter = _delimiter(name, opened.readline())
+            table = _lines(opened, delimiter, blanks=True)
+            if quoted := _blank_and_quote(table):
+                without = _lines(opened, delimiter, blanks=False)
+                if _blank_and_quote(without) != quoted:  # written with blanks after delimiters, also before quotes
+                    table = without
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -102,6 +104,17 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
             quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
     values = {column: _typed([row[i] for _, row in whole]) for i, column in enumerate(header)}
     return Columns(name, values, [line for line, _ in whole])
+
+
+def _lines(opened: TextIO, delimiter: str, *, blanks: bool) -> list[tuple[int, list[str]]]:
+    """(number of its last line, cells) of each row. blanks: those that a cell begins with are a part of it."""
+    opened.seek(0)
+    reader = csv.reader(opened, delimiter=delimiter, skipinitialspace=not blanks, strict=True)
+    return [(reader.line_num, row) for row in reader if row]
+
+
+def _blank_and_quote(table: list[tuple[int, list[str]]]) -> list[str]:
+    return [cell for _, row in table for cell in row if cell[:1] == " " and cell.lstrip(" ")[:1] == '"']
 
 
 def _delimiter(name: str, first: str) -> str:
