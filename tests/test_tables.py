@@ -292,6 +292,15 @@ def test_a_column_of_two_meanings_is_asked_about(tmp_path: Path, cells: list[str
     assert not (tmp_path / "out").exists()
 
 
+def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -> None:
+    file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
+    with pytest.raises(UsageError, match="'y' holds 1.1 and 1.10, which are one number and two names"):
+        wt.pack_table(file, str(tmp_path / "out"), image="file", label="y:class", on_bad="quarantine")
+    assert wt.pack_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind == "number"
+    whole = wt.pack_table(labelled(tmp_path, ["1", "1.0", "1e0", "0"]), str(tmp_path / "whole"), image="file", label="y:class")
+    assert whole.labels[0].classes == ("0", "1")
+
+
 def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) -> None:
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])

@@ -33,12 +33,14 @@ _TRUTH = {"true": True, "false": False}
 @dataclass(frozen=True)
 class Columns:
     """A table by columns. rows: the line or number of each row in its source, from 1. classes: names of class numbers by
-    column, where the table says them itself."""
+    column, where the table says them itself. spellings: two texts of a CSV that are one fraction, such as 1.1 and 1.10, by
+    column."""
 
     name: str
     values: dict[str, list[Any]]
     rows: list[int]
     classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    spellings: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Columns:
@@ -102,8 +104,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
             whole.append((line, row))
         else:
             quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
-    values = {column: _typed([row[i] for _, row in whole]) for i, column in enumerate(header)}
-    return Columns(name, values, [line for line, _ in whole])
+    values, spellings = {}, {}
+    for i, column in enumerate(header):
+        cells = [row[i] for _, row in whole]
+        values[column] = _typed(cells)
+        if two := _two_spellings(cells, values[column]):
+            spellings[column] = two
+    return Columns(name, values, [line for line, _ in whole], spellings=spellings)
 
 
 def _lines(opened: TextIO, delimiter: str, *, blanks: bool) -> list[tuple[int, list[str]]]:
@@ -132,6 +139,17 @@ def _typed(cells: list[str]) -> list[Any]:
     if all(not text or text.lower() in _TRUTH for text in texts):
         return [_TRUTH[text.lower()] if text else None for text in texts]
     return [cell if cell.strip() else None for cell in cells]
+
+
+def _two_spellings(cells: list[str], values: list[Any]) -> tuple[str, str] | None:
+    """The first two cells that differ as texts and are the same fraction."""
+    first: dict[float, str] = {}
+    for cell, value in zip(cells, values, strict=True):
+        if isinstance(value, float) and not value.is_integer():
+            text = cell.strip()
+            if first.setdefault(value, text) != text:
+                return first[value], text
+    return None
 
 
 def _json_lines(name: str, quarantine: Quarantine) -> Columns:
