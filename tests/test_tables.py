@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import os
 import shutil
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -412,3 +414,11 @@ def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such
 
     assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["  a", ' "b" ']
     assert texts('file, said\nIMG/0.png, "a, b"\nIMG/1.png, c\n') == ["a, b", "c"]
+
+
+def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "t.csv")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((folder / "t.csv").write_text, "file,y\nIMG/0.png,a\nIMG/1.png,b\n")
+        index = wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", label="y")
+    assert (len(index), index.labels[0].classes) == (2, ("a", "b"))

@@ -27,12 +27,15 @@ from wdstrain.cli.plan import add_plan
 from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
-from wdstrain.console import Teller, say, show
+from wdstrain.console import Teller, flush, say, show
 from wdstrain.errors import WdstrainError
 
 
 def entry() -> NoReturn:
     """The console script."""
+    for name in ("stdout", "stderr"):  # closed by whoever began us, and a file of ours must not come to stand there
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.exit(main(sys.argv[1:]))
 
 
@@ -44,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         status = int(arguments.verb(arguments))
-        sys.stdout.flush()
+        flush()
         return status
     except WdstrainError as error:
         if arguments.debug:

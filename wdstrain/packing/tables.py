@@ -7,6 +7,7 @@ knows no other kinds. CSV has no types, so a column of it is numbers, else boole
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -72,12 +73,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
     try:
         with open(name, encoding="utf-8-sig", newline="") as opened:
-            delimiter = _delimiter(name, opened.readline())
-            table = _lines(opened, delimiter, blanks=True)
-            if quoted := _blank_and_quote(table):
-                without = _lines(opened, delimiter, blanks=False)
-                if _blank_and_quote(without) != quoted:  # written with blanks after delimiters, also before quotes
-                    table = without
+            text = io.StringIO(opened.read(), newline="")  # a pipe is read once
+        delimiter = _delimiter(name, text.readline())
+        table = _lines(text, delimiter, blanks=True)
+        if quoted := _blank_and_quote(table):
+            without = _lines(text, delimiter, blanks=False)
+            if _blank_and_quote(without) != quoted:  # written with blanks after delimiters, also before quotes
+                table = without
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
