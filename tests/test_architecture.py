@@ -20,7 +20,8 @@ PACKAGE = ROOT / "wdstrain"
 
 # packages and top-level modules, lowest first; each imports only from itself and from layers below its own
 LAYERS = [
-    {"errors", "report", "native"},
+    {"errors"},
+    {"report", "native"},
     {"memory"},
     {"runtime"},
     {"order"},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import wdstrain as wt
 from tests.conftest import write_class_folder, write_shards
 from wdstrain.cli import main
 
@@ -189,3 +190,14 @@ def test_an_option_that_is_none_is_refused_with_the_one_it_resembles(capsys: Any
     assert "'--wieght-decay' is none of the options of wdstrain train. Did you mean --weight-decay?" in capsys.readouterr().err
     assert main(["convert", "folder", "a", "b", "--spilt", "train=1"]) == 2
     assert "Did you mean --split?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, closed: bool) -> None:
+    wt.pack([{"txt": "x"}], tmp_path / "set")
+    words = ["info", str(tmp_path / "set"), *(["--json"] if closed else [])]
+    script = f'exec "$0" -m wdstrain "$@" {">&-" if closed else "> /dev/full"}'
+    done = subprocess.run(["bash", "-c", script, sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == (0 if closed else 1)
+    told = "wdstrain: the work is done, and its result cannot be written to stdout: No space left on device.\n"
+    assert done.stderr == ("" if closed else told)

@@ -101,6 +101,37 @@ def test_other_threads_may_close_a_loader_at_any_moment(tmp_path: Path, where: s
 
 
 @pytest.mark.usefixtures("small")
+def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) -> None:
+    """Each gives its own batches, until another takes its place; the one that began last gives all of them."""
+    write_shards(tmp_path, [40, 20])
+    loader = wt.Loader(tmp_path, transform=lambda sample: {"cls": int(sample["cls"])}, batch_size=1)
+    expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
+    passes: list[tuple[int, int, list[list[str]], str]] = []
+
+    def run(number: int) -> None:
+        for start in (0, 7, 0, 3, 0, 30):
+            keys: list[list[str]] = []
+            end = ""
+            try:
+                for batch in loader.epoch(number, start=start):
+                    keys.append(batch["__key__"])
+            except WdstrainError as error:
+                end = str(error)
+            passes.append((number, start, keys, end))
+
+    with switching_often():
+        loops = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for loop in loops:
+            loop.start()
+        for loop in loops:
+            loop.join()
+    loader.close()
+    assert not passes[-1][3]
+    for number, start, keys, end in passes:
+        assert not end or "another loop over the same loader" in end
+        assert keys == expected[number][start:][: len(keys) if end else None]
+
+
 def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request has brought its bytes, one a part, the others wait for an answer."""
     monkeypatch.setattr(prefetch, "_PARTING", 0.5)
@@ -181,9 +212,9 @@ def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_
         loader.close()
 
 
-@pytest.mark.parametrize("how", ["close", "abandon"])
+@pytest.mark.parametrize(("how", "turns"), [("close", ()), ("abandon", (1,))])
 def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, turns: tuple[int, ...]
 ) -> None:
     """Which may never come, from a server that does not answer."""
     write_shards(tmp_path, [40])
@@ -192,7 +223,7 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
 
     def start(self: Reader, *words: Any) -> None:
         if not closers:
-            closers.append(threading.Thread(target=getattr(loader._pipeline, how)))
+            closers.append(threading.Thread(target=getattr(loader._pipeline, how), args=turns))
             closers[0].start()
             end = time.monotonic() + 20
             while not (self._ended or self._halted) and time.monotonic() < end:

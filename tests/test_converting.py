@@ -941,3 +941,47 @@ def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
     assert "Exception ignored" not in done.stderr
     assert subprocess.run([sys.executable, "-c", code, "out"], cwd=tmp_path).returncode == 0
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_shards_are_not_replaced_by_a_part_of_them(tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "set"
+    rows = [{"__key__": f"k{n:02d}", "txt": f"t{n}"} for n in range(40)]
+    wt.pack(rows, folder, split={"train": 0.5, "val": 0.5}, shard_samples=10)
+    before = files(folder)
+    with pytest.raises(UsageError, match=r"also holds val-000000\.tar and 1 more, which would be lost"):
+        wt.pack_tars(str(folder / "train-*.tar"), folder, overwrite=True)
+    assert main(["convert", "tars", str(folder / "train-000000.tar"), str(folder), "--overwrite"]) == 2
+    assert "which would be lost" in capsys.readouterr().err
+    assert files(folder) == before
+    assert len(wt.pack_tars([str(folder / "train-*.tar"), str(folder / "val-*.tar")], folder, overwrite=True)) == 40
+    assert len(wt.pack_tars(folder, folder, select="split == 'train'", overwrite=True)) < 40
+
+
+def test_a_field_that_does_not_stay_is_not_renamed(tmp_path: Path) -> None:
+    wt.pack([{"a.txt": "a", "b.txt": "b"}], tmp_path / "set")
+    for words in ({"drop": ["a.txt"]}, {"keep": ["b.txt"]}):
+        with pytest.raises(UsageError, match=r"the field 'a\.txt' is renamed and would not stay"):
+            wt.pack_tars(tmp_path / "set", tmp_path / "out", rename={"a.txt": "c.txt"}, **words)
+
+
+@pytest.mark.parametrize("name", ["t.x", "a/b", "a b", "-a", ".a", "", "a\n", "a*"])
+def test_a_split_is_named_so_that_shards_can_be(name: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be the name of a split"):
+        wt.pack([{"txt": "x"}] * 40, tmp_path / "out", split={name: 0.5, "b": 0.5})
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_the_names_of_splits_that_python_takes(photos: Path, tmp_path: Path, capsys: Any) -> None:
+    for out, words in (("a", "train-clean=0.5,2024=0.5"), ("b", "t.x=0.5,b=0.5")):
+        code = main(["convert", "folder", str(photos), str(tmp_path / out), "--split", words])
+        assert code == (0 if out == "a" else 2)
+    assert "'t.x' cannot be the name of a split" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "a").glob("*.tar")} == {"train-clean-000000.tar", "2024-000000.tar"}
+
+
+def test_a_field_that_is_none_is_no_value(tmp_path: Path) -> None:
+    rows = [{"__key__": "a", "txt": "x"}, {"__key__": "b", "txt": None}]
+    with pytest.raises(SourceError, match="row 2: its txt is None; leave out the fields that a sample does not have"):
+        wt.pack(rows, tmp_path / "out")
+    index = wt.pack(rows, tmp_path / "out", on_bad="quarantine", overwrite=True)
+    assert (len(index), index.info["quarantined"]) == (1, 1)

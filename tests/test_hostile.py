@@ -400,14 +400,37 @@ for verb in ("info", "verify", "show", "index", "repair -o {0}/out", "convert ta
 """
 
 
+def without_rights_of_root() -> list[str]:
+    """The words before a command that let it read only what its user may read."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root reads everything, and there is no setpriv")
+    rights = "-dac_override,-dac_read_search"
+    return ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])  # 0o444: the names may be listed, and no file behind them is found
+@pytest.mark.parametrize("pattern", ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"])
+def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(pattern: str, mode: int, tmp_path: Path) -> None:
+    for name in ("open", "locked"):
+        wt.pack([{"__key__": name, "txt": "x"}], str(tmp_path / "sets" / name))
+    (tmp_path / "sets" / "notes.txt").write_text("a file beside the folders is no folder that cannot be read")
+    code = "import sys; from wdstrain.cli import main; sys.exit(main(['info', sys.argv[1]]))"
+    command = [*without_rights_of_root(), sys.executable, "-c", code, str(tmp_path / pattern)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    (tmp_path / "sets" / "locked").chmod(mode)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        (tmp_path / "sets" / "locked").chmod(0o755)
+    assert done.returncode == 1
+    assert re.search(r"locked\S* cannot be (read|opened): Permission denied", done.stderr)
+
+
 def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) -> None:
     """A folder, an index.json and a tar without the right to read them, for every verb."""
-    command = [sys.executable, "-c", LOCKED, str(tmp_path)]
-    if os.geteuid() == 0:
-        if shutil.which("setpriv") is None:
-            pytest.skip("root reads everything, and there is no setpriv")
-        rights = "-dac_override,-dac_read_search"
-        command = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}", *command]
+    command = [*without_rights_of_root(), sys.executable, "-c", LOCKED, str(tmp_path)]
     for name in ("hidden", "indexed", "bare"):
         wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
     for name in ("index.json", "index.bin"):

@@ -153,7 +153,8 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
             assert opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out == "210\n"
     ours = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
     assert len([one for one in ours if isinstance(one, int)]) == workers
-    assert ours.count("wdstrain-reader") == 1
+    # none where the last interrupt came before the loop began: then the same epoch was asked for twice, and nothing is read ahead
+    assert ours.count("wdstrain-reader") <= 1
     opened.run("del loader, batch")
     assert opened.run("print(alive())").out == "[]\n"
 

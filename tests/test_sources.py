@@ -988,3 +988,62 @@ def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(tmp_pa
     assert "masked" in (tmp_path / "out" / "bad.jsonl").read_text()
     with pytest.raises(wt.SourceError, match="masked"):
         wt.pack([{"__key__": "a", "x.npy": masked}], str(tmp_path / "packed"))
+
+
+def test_rows_of_a_virtual_data_set_whose_file_is_gone_are_no_samples(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["x"] = np.arange(3)
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        layout = h5py.VirtualLayout((6,), "i8")
+        layout[:3], layout[3:] = (h5py.VirtualSource(f"{name}.h5", "x", shape=(3,)) for name in ("a", "b"))
+        file.create_virtual_dataset("x", layout, fillvalue=-1)
+    assert len(wt.pack_hdf5(tmp_path / "all.h5", tmp_path / "whole", {"x": "/x"})) == 6
+    (tmp_path / "b.h5").unlink()
+    with pytest.raises(SourceError, match=r"b\.h5 cannot be read \(there is no such file\). Its rows would be fill values"):
+        wt.pack_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
+    (tmp_path / "a.h5").rename(tmp_path / "b.h5")
+    with pytest.raises(SourceError, match=r"a\.h5 cannot be read"):
+        wt.pack_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
+
+
+def test_what_is_no_row_of_an_hdf5_file_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["x"] = np.arange(4)
+        file["nothing"] = h5py.Empty("f4")
+        file["loop"] = h5py.SoftLink("/loop")
+        file["text"] = ["a", "b", "c", "d"]
+        file["wide"] = np.zeros((4, 2), np.int32)
+
+    def pack(fields: dict[str, str], key: str | None = None) -> None:
+        wt.pack_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, key=key)
+
+    with pytest.raises(UsageError, match="holds nothing"):
+        pack({"x": "/nothing"})
+    with pytest.raises(SourceError, match="/loop cannot be opened"):
+        pack({"x": "/loop"})
+    with pytest.raises(SourceError, match=r"row 1: its x\.npy is text.*name it x\.txt"):
+        pack({"x.npy": "/text"})
+    with pytest.raises(UsageError, match=r"the keys are an array of int32 \[4, 2\]"):
+        pack({"x": "/x"}, key="/wide")
+    with pytest.raises(UsageError, match="__key__ cannot be the name of a field"):
+        pack({"x": "/x", "__key__": "/text"})
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_of_different_length_and_enums_are_arrays(tmp_path: Path) -> None:
+    rows = [np.arange(n, dtype=np.uint8) for n in (3, 0, 5)]
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        for name, kind in (("small", np.uint8), ("wide", np.float32)):
+            made = file.create_dataset(name, (3,), h5py.vlen_dtype(kind))
+            for number, row in enumerate(rows):
+                made[number] = row.astype(kind)
+        file.create_dataset("enum", data=[[0, 1]] * 3, dtype=h5py.enum_dtype({"no": 0, "yes": 1}, "u1"))
+    fields = {"small": "/small", "wide": "/wide", "enum": "/enum"}
+    wt.pack_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, shuffle=False)
+    found = samples(tmp_path / "out")
+    for number, row in enumerate(rows):
+        sample = {name: np.load(io.BytesIO(data)) for name, data in found[f"{number:09d}"].items()}
+        np.testing.assert_array_equal(sample["small.npy"], row)
+        np.testing.assert_array_equal(sample["wide.npy"], row.astype(np.float32))
+        np.testing.assert_array_equal(sample["enum.npy"], [0, 1])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import os
 import shutil
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -292,6 +294,15 @@ def test_a_column_of_two_meanings_is_asked_about(tmp_path: Path, cells: list[str
     assert not (tmp_path / "out").exists()
 
 
+def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -> None:
+    file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
+    with pytest.raises(UsageError, match="'y' holds 1.1 and 1.10, which are one number and two names"):
+        wt.pack_table(file, str(tmp_path / "out"), image="file", label="y:class", on_bad="quarantine")
+    assert wt.pack_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind == "number"
+    whole = wt.pack_table(labelled(tmp_path, ["1", "1.0", "1e0", "0"]), str(tmp_path / "whole"), image="file", label="y:class")
+    assert whole.labels[0].classes == ("0", "1")
+
+
 def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) -> None:
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])
@@ -393,3 +404,21 @@ def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
         frame = pandas.DataFrame({"image": [picture(0)], "x": pandas.Series([odd], dtype=object)})
         with pytest.raises(UsageError, match=f"a cell of the table is {type(odd).__name__}"):
             wt.pack_table(frame, str(tmp_path / "odd"), image="image")
+
+
+def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such_blanks(folder: Path, tmp_path: Path) -> None:
+    def texts(text: str) -> list[str]:
+        (folder / "t.csv").write_text(text)
+        wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", shuffle=False, overwrite=True)
+        return [json.loads(fields["json"])["said"] for _, fields in sorted(read(tmp_path / "out").items())]
+
+    assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["  a", ' "b" ']
+    assert texts('file, said\nIMG/0.png, "a, b"\nIMG/1.png, c\n') == ["a, b", "c"]
+
+
+def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(folder / "t.csv")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit((folder / "t.csv").write_text, "file,y\nIMG/0.png,a\nIMG/1.png,b\n")
+        index = wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", label="y")
+    assert (len(index), index.labels[0].classes) == (2, ("a", "b"))

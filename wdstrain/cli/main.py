@@ -28,11 +28,14 @@ from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.errors import WdstrainError
-from wdstrain.report.terminal import ProgressReporter, say, show
+from wdstrain.report.terminal import ProgressReporter, flush, say, show
 
 
 def entry() -> NoReturn:
     """The console script."""
+    for name in ("stdout", "stderr"):  # closed by whoever began us, and a file of ours must not come to stand there
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.exit(main(sys.argv[1:]))
 
 
@@ -44,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     try:
         status = int(arguments.verb(arguments))
-        sys.stdout.flush()
+        flush()
         return status
     except WdstrainError as error:
         if arguments.debug:

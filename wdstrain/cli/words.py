@@ -41,7 +41,7 @@ def shares(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, equals, share = part.partition("=")
         try:
-            if not equals or not name.strip().isidentifier() or name.strip() in found:
+            if not equals or not name.strip() or name.strip() in found:
                 raise ValueError
             found[name.strip()] = float(share)
         except ValueError:

@@ -219,8 +219,8 @@ class _Courier:
         self._stopping = True
         self._room.put(None)
         self._thread.join(_PATIENCE)
-        if self._thread.is_alive():
-            self._batches.abandon()
+        # one that waits behind another pass, perhaps that of this very thread, ends by itself when its turn comes
+        if self._thread.is_alive() and self._batches.abandon():
             self._thread.join()
 
     def _run(self) -> None:

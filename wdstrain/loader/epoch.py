@@ -44,6 +44,7 @@ class Host(Protocol):
     def open(self) -> Pipeline: ...
     def begun(self, meter: EpochStats, position: Position) -> None: ...
     def moved(self, position: Position) -> None: ...
+    def leave(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -82,7 +83,7 @@ class Batches(Iterator[Batch]):
         self._epoch, self._step, self._bad = start
         self._rows = 0
         self._pipeline: Pipeline | None = None
-        self._turn = 0
+        self._turn: int | None = None  # of the pipeline, once it has begun
         self._before = StageTotals()
         self._meter = EpochStats()
         self._last: Taken | None = None
@@ -163,9 +164,7 @@ class Batches(Iterator[Batch]):
                 if self._rows != self._promised:
                     raise WdstrainError(f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}.")
                 raise StopIteration
-            if self._pipeline.turn != self._turn:
-                raise WdstrainError("another loop over the same loader took this one's place. Use a Loader for each loop.")
-            batch, counts = self._pipeline.next()
+            batch, counts = self._pipeline.next(self._turn)
             self._rows += len(counts.ids)
             self._step += 1
             at = (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
@@ -196,15 +195,18 @@ class Batches(Iterator[Batch]):
         if self._pipeline is not None:
             self._pipeline.lock_pages()
 
-    def abandon(self) -> None:
-        """Whoever waits for a batch in another thread is to wait no more."""
-        if self._pipeline is not None:
-            self._pipeline.abandon()
+    def abandon(self) -> bool:
+        """Whoever waits for a batch in another thread is to wait no more. False if another pass took this one's place: then whoever
+        waits does so for that one, and is told."""
+        return self._pipeline is not None and self._pipeline.abandon(self._turn)
 
     def close(self) -> None:
-        """Something went wrong: end what the loader started. This pass is over."""
+        """Something went wrong: end what the loader started, unless another pass goes on with it. This pass is over."""
         if self._process in (None, os.getpid()):
-            self._host.close()
+            if self._pipeline is not None and self._pipeline.goes_on_for_another(self._turn):
+                self._host.leave()
+            else:
+                self._host.close()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -224,8 +226,8 @@ class Batches(Iterator[Batch]):
             sum(_promised(plan, lane, step) for lane in plan.lanes_of(self._rank)) for step in (self._step, 0)
         )
         pipeline = self._pipeline = self._host.open()
-        pipeline.seek(self._epoch, self._step, self._until)
-        self._turn, self._before = pipeline.turn, pipeline.costs()
+        self._turn = pipeline.seek(self._epoch, self._step, self._until)
+        self._before = pipeline.costs()
         self._meter = EpochStats(epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders)
         self._host.begun(self._meter, self._start)
 

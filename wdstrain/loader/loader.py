@@ -343,6 +343,7 @@ class _Host:
     def open(self) -> Pipeline:
         if self._loader is None:
             raise WdstrainError(OVER)
+        self._displace()  # before it notices: the end of one that lost its place ends nothing
         pipeline = self._loader._pipeline
         # perhaps not all of it is closed: Ctrl-C came meanwhile, or another thread is at it. A forked child makes all of it anew
         if pipeline is not None and (pipeline.closed or pipeline.process != os.getpid()):
@@ -362,14 +363,22 @@ class _Host:
     def begun(self, meter: EpochStats, position: Position) -> None:
         if self._loader is not None:
             self._loader._start, self._loader._meter, self._loader._position = None, meter, position
-            former = self._loader._host()
-            if former is not None and former is not self:  # it lost its place
-                former._loader = None
+            self._displace()
             self._loader._host = weakref.ref(self)
 
     def moved(self, position: Position) -> None:
         if self._loader is not None:
             self._loader._position = position
+
+    def _displace(self) -> None:
+        """The pass that began last lets go of the loader."""
+        former = self._loader._host() if self._loader is not None else None
+        if former is not None and former is not self:
+            former._loader = None
+
+    def leave(self) -> None:
+        """The loader is another pass's."""
+        self._loader = None
 
     def close(self) -> None:
         loader, self._loader = self._loader, None

@@ -41,6 +41,7 @@ _log = logging.getLogger("wdstrain")
 
 _AHEAD_BYTES, _AHEAD_OF_LANDING = 64 << 20, 128 << 20  # held beyond half a window
 OVER = "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+TAKEN = "another loop over the same loader took this one's place. Use a Loader for each loop."
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
 
@@ -162,21 +163,22 @@ class Pipeline:
         self._reread = 0
         self.closed = False  # or about to be
         self.let_go: Callable[[], Any] = lambda: None  # whoever had it closed ends it no more
-        self.turn = 0  # grows with every seek: an older loop over the same stream can tell that it lost it
+        self._turn = 0  # grows with every seek: an older loop over the same stream is told that it lost it
 
     @property
     def decoders(self) -> int:
         return self._workers.count
 
-    def seek(self, epoch: int, step: int, until: int | None = None) -> None:
-        """The next batch is this one. Raises WdstrainError after the end.
+    def seek(self, epoch: int, step: int, until: int | None = None) -> int:
+        """The next batch is this one. Returns the turn of who asked, which lasts until another seeks. Raises WdstrainError after
+        the end.
 
         until: the epoch of which nothing is read ahead; by default none is read ahead of an epoch that is asked for again.
         """
         with self._using:
             if self.closed:  # by another thread, since it was asked for; nobody would close it any more
                 raise WdstrainError(OVER)
-            self.turn += 1
+            self._turn += 1
             self._reader.resume()
             if not self._whole:  # a worker may have half a message
                 self._workers.close()
@@ -186,10 +188,14 @@ class Pipeline:
                 self._results, self._at, self._awaited = self._workers.run(tasks), (epoch, step), 0
                 self._whole = True
             self._epoch = epoch
+            return self._turn
 
-    def next(self) -> tuple[dict[str, Any], BatchInfo]:
-        """The next batch and what is to be counted of it. Raises SampleError for a bad sample that was not replaced."""
-        with self._using:
+    def next(self, turn: int | None) -> tuple[dict[str, Any], BatchInfo]:
+        """The next batch and what is to be counted of it, for the loop that has the turn. Raises SampleError for a bad sample that
+        was not replaced, WdstrainError where another loop has the turn."""
+        with self._using:  # the turn may be lost in waiting for it
+            if turn != self._turn:
+                raise WdstrainError(TAKEN)
             return self._next()
 
     def _next(self) -> tuple[dict[str, Any], BatchInfo]:
@@ -245,11 +251,21 @@ class Pipeline:
         """Batch memory is about to be copied to a CUDA device, again and again."""
         self._slots.lock_pages()
 
-    def abandon(self) -> None:
-        """End the reading, for a thread that waits for what it may never get; another seek starts it again."""
+    def goes_on_for_another(self, turn: int | None) -> bool:
+        """Whether a loop that had this turn lost it. None: it had none yet."""
+        return turn is not None and turn != self._turn
+
+    def abandon(self, turn: int | None) -> bool:
+        """End the reading, for a thread that waits for what it may never get; another seek starts it again.
+
+        Returns False if the turn is another loop's: nothing is ended then.
+        """
+        if turn != self._turn:
+            return False
         self._reader.halt()  # it may be about to begin
         with self._using:
             self._at = None
+        return True
 
     def close(self) -> None:
         """End the reader's thread and the decoders. A forked child has neither, and leaves those of its parent alone.

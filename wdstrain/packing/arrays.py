@@ -73,6 +73,11 @@ def stream_rows(
         told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise UsageError(f"{title}: arrays of one length are needed, one row for each sample; found {told}.")
     count = next(iter(lengths.values()))
+    if keys is not None and (len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"):
+        raise UsageError(
+            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}, and one text or whole number a "
+            f"row is needed."
+        )
     try:
         fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
     except SampleError as error:
@@ -167,6 +172,8 @@ class _Scalar:
 
 def _value(value: Any, field: str) -> Any:
     if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
+        if field.rpartition(".")[2] == "npy" and not value.startswith(b"\x93NUMPY"):
+            raise SampleError(f"its {field} is text, and a .npy holds an array; name it {field.removesuffix('.npy')}.txt")
         return bytes(value)
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1 and field.rpartition(".")[2] != "npy":
         return value.tobytes()  # the bytes of an encoded file

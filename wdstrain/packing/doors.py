@@ -42,7 +42,7 @@ def pack(
         wt.pack(({"jpg": data, "cls": number} for data, number in mine), "shards/mine", split={"train": 0.9, "val": 0.1})
 
     A sample is a dict of fields: bytes as they are; pictures, numbers, texts, arrays by the name of the field ("png", "cls",
-    "txt", "json", "x.npy"); "__key__" names it. A tuple is named by `fields`, and taken for ("png", "cls") without.
+    "txt", "json", "x.npy"); a value is never None. "__key__" names it. A tuple is named by `fields`, and taken for ("png", "cls") without.
     classes: the names of the classes that `cls` counts, each once; a cls that is a name, as text or bytes, is stored as its
     number. labels: further columns to learn. group: samples of one group come
     to one side of a split. The samples are read once and may be more than memory holds. Raises as `wdstrain convert` does.
@@ -138,7 +138,10 @@ def pack_tars(
     progress: Progress | None = None,
     **options: Unpack[Packing],
 ) -> Index:
-    """Pack the samples of existing shards anew: other sizes, another order, merged, split, filtered, with fewer fields."""
+    """Pack the samples of existing shards anew: other sizes, another order, merged, split, filtered, with fewer fields.
+
+    Into the folder they lie in, with overwrite=True, if all of its shards are among them.
+    """
     urls, out = urls if isinstance(urls, (str, os.PathLike)) else list(urls), os.fspath(out)
     asked = stated(urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
     done = resumed_in_place(out, asked, Options(**options), progress)

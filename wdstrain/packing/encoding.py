@@ -47,6 +47,8 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Mapping[str, in
     kind = name.rpartition(".")[2]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return name, str(_class(_said(bytes(value), classes), classes)).encode() if kind == "cls" and classes else bytes(value)
+    if value is None:
+        raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
     if kind in _PICKLES:
         raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
@@ -80,7 +82,8 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     kind = name.rpartition(".")[2].lower()
     if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
-    return f"{name}.txt" if values.dtype.kind in "SUO" else f"{name}.npy"
+    rows = dict(values.dtype.metadata or {}).get("vlen")  # of HDF5: numbers, as many in a row as there are
+    return f"{name}.txt" if values.dtype.kind in "SUO" and rows in (None, bytes, str) else f"{name}.npy"
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
@@ -193,6 +196,8 @@ def _npy(name: str, value: Any) -> bytes:
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
+    if array.dtype.metadata and array.dtype.names is None:  # such as the names of an HDF5 enum, of which numpy warns
+        array = array.view(array.dtype.str)
     out = io.BytesIO()
     np.save(out, array, allow_pickle=False)
     return out.getvalue()

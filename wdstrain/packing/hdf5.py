@@ -41,6 +41,8 @@ def stream_hdf5(
         raise SourceError(
             f"{file} is no HDF5 file that can be read ({str(error).partition('(')[2].rstrip(')') or error})."
         ) from error
+    if "__key__" in fields:
+        raise UsageError(f"{file}: __key__ cannot be the name of a field. Name the data set that names the samples with --key.")
     wanted = dict(fields) | ({"__key__": key} if key else {})
     if not fields:
         raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
@@ -55,7 +57,8 @@ def stream_hdf5(
         quality=quality,
         keys="__key__" if key else None,
     )
-    return replace(stream, mark=f"{file_mark(file)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}")
+    files = sorted({place for one in found.values() for place in one.files} - {file})
+    return replace(stream, mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}")
 
 
 class _DataSet:
@@ -63,6 +66,9 @@ class _DataSet:
 
     def __init__(self, opened: Any, file: str, column: str | None) -> None:
         self._opened, self._file, self._column = opened, file, column
+        self.files = _files(opened, file)
+        if opened.shape is None:
+            raise UsageError(f"{file}{opened.name} holds nothing (its data space is null). Name a data set of rows.")
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)
@@ -93,7 +99,10 @@ class _DataSet:
 
 def _find(opened: Any, file: str, path: str) -> _DataSet:
     h5py = _h5py()
-    node = opened.get(path)
+    try:
+        node = opened.get(path)
+    except (OSError, RuntimeError) as error:
+        raise SourceError(f"{file}: {path} cannot be opened ({error}). Look at the links in the file.") from error
     if isinstance(node, h5py.Dataset):
         if node.dtype.names:
             raise UsageError(
@@ -106,6 +115,39 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
         return _DataSet(table, file, column)
     what = "is a group" if node is not None else "is not there"
     raise UsageError(f"{file}: {path} {what}. Data sets in it: {_known(opened)}")
+
+
+def _files(node: Any, file: str) -> list[str]:
+    """The files that the values of a data set lie in.
+
+    Raises SourceError if one that a virtual data set is made of is gone: HDF5 would give fill values in its place.
+    """
+    h5py, found = _h5py(), [file, node.file.filename]
+    folder = os.path.dirname(os.path.abspath(node.file.filename))
+    found += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
+    for name, path in sorted({(one.file_name, one.dset_name) for one in node.virtual_sources()} if node.is_virtual else ()):
+        if "%" in f"{name}{path}":  # a series of files: as many rows as there are files
+            continue
+        # where HDF5 looks for it, in its order
+        prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", folder)
+        places = [name] if os.path.isabs(name) else []
+        base = os.path.basename(name) if os.path.isabs(name) else name
+        places += [os.path.join(one, base) for one in (prefix, folder, "") if one or not prefix]
+        place = node.file.filename if name == "." else next(filter(os.path.isfile, places), None)
+        try:
+            if place is None:
+                raise OSError("there is no such file")
+            with h5py.File(place, "r") as source:
+                inner = source.get(path)
+                if not isinstance(inner, h5py.Dataset):
+                    raise OSError(f"it holds no data set {path}")
+                found += _files(inner, place)
+        except OSError as error:
+            raise SourceError(
+                f"{file}{node.name} is made of data sets in other files, and {name} cannot be read ({error}). Its rows would be "
+                f"fill values. Put that file where it belongs."
+            ) from error
+    return [name for name in dict.fromkeys(found) if os.path.isfile(name)]
 
 
 def _known(opened: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
@@ -13,6 +15,8 @@ from wdstrain.order.plan import integer
 OnBad = Literal["raise", "quarantine"]
 Check = Literal["magic", "decode"]
 Engine = Literal["local", "ray"]
+
+_SPLIT = re.compile(r"\w[\w-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +72,20 @@ class Options:
         shares = (self.split or {"train": 1.0}).values()
         if min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
             raise UsageError(f"split={self.split}: shares are above 0 and add up to 1. Write for example train=0.9,val=0.1")
+        check_splits(self.split or ())
         if self.stratify and not self.split:
             raise UsageError("stratify says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1")
         if self.resume and self.overwrite:
             raise UsageError("resume goes on with what is there, overwrite replaces it. Choose one.")
+
+
+def check_splits(names: Iterable[str]) -> None:
+    """Raise UsageError for names of splits that are no beginning of a shard's name, NAME-000000.tar."""
+    for name in names:
+        if not isinstance(name, str) or not _SPLIT.fullmatch(name):
+            raise UsageError(
+                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, digits, _ and -."
+            )
 
 
 class Packing(TypedDict, total=False):

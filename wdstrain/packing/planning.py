@@ -6,7 +6,6 @@ the catalog and the options alone, so any number of jobs, on any machine, gives 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, permutations
@@ -17,11 +16,9 @@ import numpy.typing as npt
 from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
 from wdstrain.packing.catalog import Catalog, Hashes, Marks
-from wdstrain.packing.options import Options
+from wdstrain.packing.options import Options, check_splits
 from wdstrain.shards.index import Ints
 from wdstrain.shards.tar import END
-
-_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,7 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
         known = [name or "train" for name in marks.splits]
         names = list(dict.fromkeys(known))
         split = np.array([names.index(name) for name in known], np.int64)[marks.split[order]] if known else order
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise UsageError(
-                f"{name!r} cannot be the name of a split, which begins a file's name. Use letters, digits, _ and -."
-            )
+    check_splits(names)
     for name in names:
         longer = [other for other in names if other.startswith(f"{name}-")]
         if longer:

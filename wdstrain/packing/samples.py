@@ -50,7 +50,7 @@ def stream_samples(
                     packed = [
                         encode(field, value, quality=quality, classes=places)
                         for field, value in named.items()
-                        if not field.startswith("__") and value is not None
+                        if not field.startswith("__")
                     ]
                     if not packed:
                         raise SampleError(f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}")

@@ -55,6 +55,13 @@ def list_table(
     for name in [*names, *filter(None, (group_by, split_by))]:
         if name not in known:
             raise UsageError(f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}")
+    for name, kind in wanted:
+        if kind == "class" and name in columns.spellings:
+            one, other = columns.spellings[name]
+            raise UsageError(
+                f"{columns.name}: the column '{name}' holds {one} and {other}, which are one number and two names. Write both "
+                f"the same way if they are one class; put a letter before each if they are two, such as v{other}."
+            )
     decided = [decide(columns.name, name, kind, columns.values[name], columns.classes.get(name, ())) for name, kind in wanted]
     columns = _with_labels(columns, decided, quarantine)
     found = tuple(one.label for one in decided)

@@ -7,6 +7,7 @@ knows no other kinds. CSV has no types, so a column of it is numbers, else boole
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TextIO
 from uuid import UUID
 
 import numpy as np
@@ -33,12 +34,14 @@ _TRUTH = {"true": True, "false": False}
 @dataclass(frozen=True)
 class Columns:
     """A table by columns. rows: the line or number of each row in its source, from 1. classes: names of class numbers by
-    column, where the table says them itself."""
+    column, where the table says them itself. spellings: two texts of a CSV that are one fraction, such as 1.1 and 1.10, by
+    column."""
 
     name: str
     values: dict[str, list[Any]]
     rows: list[int]
     classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    spellings: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Columns:
@@ -70,10 +73,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
     try:
         with open(name, encoding="utf-8-sig", newline="") as opened:
-            first = opened.readline()
-            opened.seek(0)
-            reader = csv.reader(opened, delimiter=_delimiter(name, first), skipinitialspace=True, strict=True)
-            table = [(reader.line_num, row) for row in reader if row]
+            text = io.StringIO(opened.read(), newline="")  # a pipe is read once
+        delimiter = _delimiter(name, text.readline())
+        table = _lines(text, delimiter, blanks=True)
+        if quoted := _blank_and_quote(table):
+            without = _lines(text, delimiter, blanks=False)
+            if _blank_and_quote(without) != quoted:  # written with blanks after delimiters, also before quotes
+                table = without
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -100,8 +106,24 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
             whole.append((line, row))
         else:
             quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
-    values = {column: _typed([row[i] for _, row in whole]) for i, column in enumerate(header)}
-    return Columns(name, values, [line for line, _ in whole])
+    values, spellings = {}, {}
+    for i, column in enumerate(header):
+        cells = [row[i] for _, row in whole]
+        values[column] = _typed(cells)
+        if two := _two_spellings(cells, values[column]):
+            spellings[column] = two
+    return Columns(name, values, [line for line, _ in whole], spellings=spellings)
+
+
+def _lines(opened: TextIO, delimiter: str, *, blanks: bool) -> list[tuple[int, list[str]]]:
+    """(number of its last line, cells) of each row. blanks: those that a cell begins with are a part of it."""
+    opened.seek(0)
+    reader = csv.reader(opened, delimiter=delimiter, skipinitialspace=not blanks, strict=True)
+    return [(reader.line_num, row) for row in reader if row]
+
+
+def _blank_and_quote(table: list[tuple[int, list[str]]]) -> list[str]:
+    return [cell for _, row in table for cell in row if cell[:1] == " " and cell.lstrip(" ")[:1] == '"']
 
 
 def _delimiter(name: str, first: str) -> str:
@@ -119,6 +141,17 @@ def _typed(cells: list[str]) -> list[Any]:
     if all(not text or text.lower() in _TRUTH for text in texts):
         return [_TRUTH[text.lower()] if text else None for text in texts]
     return [cell if cell.strip() else None for cell in cells]
+
+
+def _two_spellings(cells: list[str], values: list[Any]) -> tuple[str, str] | None:
+    """The first two cells that differ as texts and are the same fraction."""
+    first: dict[float, str] = {}
+    for cell, value in zip(cells, values, strict=True):
+        if isinstance(value, float) and not value.is_integer():
+            text = cell.strip()
+            if first.setdefault(value, text) != text:
+                return first[value], text
+    return None
 
 
 def _json_lines(name: str, quarantine: Quarantine) -> Columns:

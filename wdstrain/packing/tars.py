@@ -52,6 +52,10 @@ def stream_tars(
     for field in [*keep, *drop, *(rename or {})]:
         if field not in index.fields:
             raise UsageError(f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}")
+    gone = [field for field in rename or {} if (field not in keep if keep else field in drop)]
+    if gone:
+        raise UsageError(f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out.")
+    _check_replaced(index, out)
     condition = Expression(select) if select is not None else None
     wanted = _keys(keys) if keys is not None else None
     if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
@@ -130,6 +134,27 @@ def stated(
     places = [address if is_remote(address) else os.path.relpath(address, out) for address in addresses] if inside else []
     asked = {"keep": list(keep), "drop": list(drop), "rename": dict(rename or {}), "select": select, "keys": wanted}
     return {"kind": "tars", **asked, "in_place": places}
+
+
+def _check_replaced(index: Index, out: str) -> None:
+    """Raise UsageError if shards of `out` would go that are no sources, where others of it are sources: the rest of the set."""
+    place = f"{out.rstrip('/')}/{INDEX_NAME}"
+    mine = {_real(shard.path) for shard in index.shards}
+    if not out or not mine & {_real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine}:
+        return
+    if read_whole(place) is None or not is_ours(place):
+        return
+    rows = [os.path.basename(row["url"]) for row in read_document(place)["shardlist"]]
+    left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
+    if left:
+        raise UsageError(
+            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, which would be lost: the result "
+            f"replaces all shards of that folder, and these are not among the sources. Name all of them, or another folder."
+        )
+
+
+def _real(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
 
 
 def _within(address: str, folder: str) -> bool:

@@ -9,9 +9,11 @@ widget is gone when the notebook is opened again. Lines go to stdout there, as n
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from wdstrain.errors import StorageError
 from wdstrain.report.printing import printable
 
 _EVERY = 5.0  # seconds between plain lines
@@ -118,7 +121,27 @@ def say(text: str) -> None:
 
 def show(text: str) -> None:
     """A line of the result, on stdout."""
-    sys.stdout.write(f"{_lines(text)}\n")
+    with _stdout():
+        sys.stdout.write(f"{_lines(text)}\n")
+
+
+def flush() -> None:
+    """See that all of the result has arrived."""
+    with _stdout():
+        sys.stdout.flush()
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """Raises StorageError where the result cannot be written, such as into a file on a full disk."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):  # what is buffered would fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise StorageError(f"the work is done, and its result cannot be written to stdout: {error.strerror}.") from error
 
 
 def _lines(text: str) -> str:
@@ -133,7 +156,8 @@ def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
     drawn.add_column(overflow="fold")
     for name, value in rows:
         drawn.add_row(_lines(name), _lines(value))
-    _Stdout().print(drawn)
+    with _stdout():
+        _Stdout().print(drawn)
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -143,7 +167,8 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         drawn.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
         drawn.add_row(*map(_lines, row))
-    _Stdout().print(drawn)
+    with _stdout():
+        _Stdout().print(drawn)
 
 
 class _Stdout(Console):

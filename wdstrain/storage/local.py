@@ -103,11 +103,21 @@ def _expanded(address: str) -> list[str]:
         except ValueError:
             raise UsageError(f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar") from None
     if any(c in address for c in "*?["):
-        found = sorted(glob.glob(address))
+        found = _matching(address)
         if not found:
             raise UsageError(f"{address}: no file matches this pattern. Check the folder and the quotes around it.")
         return [one for part in found for one in _expand_one(part)]
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
+
+
+def _matching(pattern: str) -> list[str]:
+    """The paths that match a pattern, sorted. Raises OSError for a folder that cannot be read: glob leaves it out silently."""
+    parent = os.path.dirname(pattern)
+    for folder in _matching(parent) if glob.has_magic(parent) else [parent or os.curdir]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.scandir(folder).close()
+            os.stat(os.path.join(folder, os.curdir))  # needs the right to look names up, which a list of names does not
+    return sorted(glob.glob(pattern))
 
 
 def _expand_remote(address: str) -> list[str]:
