@@ -75,7 +75,7 @@ def _of_a_desk(desk: ProgressCell) -> None:
 
 def _of_a_result() -> float:
     """What `Pipeline._result` takes beyond a bare `next`."""
-    result = SimpleNamespace(clock=1, ended=0.0)
+    result = SimpleNamespace(batch_number=1, ended=0.0)
     results = iter(lambda: result, None)
     seconds = {"parse_seconds": 0.0, "handoff_seconds": 0.0}
     host: Any = SimpleNamespace(

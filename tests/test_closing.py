@@ -258,8 +258,8 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         tmp_path / "set", {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")}, batch_size=8, shuffle=False
     )
 
-    def get(self: slot_sink._Taken, clock: int, default: int) -> int:
-        slot = dict.get(self, clock, default)
+    def get(self: slot_sink._Taken, batch_number: int, default: int) -> int:
+        slot = dict.get(self, batch_number, default)
         assert loader._pipeline is not None
         closer = threading.Thread(target=loader._pipeline._reader.end)
         closer.start()

@@ -216,7 +216,7 @@ def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> Non
     for plan in GRID + [make([100_000], batch_size=b, window=w) for b in (1, 64, 5000) for w in (100, 3000, 50_000)]:
         for lane in range(plan.lane_count):
             first = plan.order(lane, *plan.span(lane, 0))
-            assert len(first) == 0 or first.max() < plan.quota + max(1, plan.window / 10), plan
+            assert len(first) == 0 or first.max() < plan.samples_per_step_per_lane + max(1, plan.window / 10), plan
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,12 @@ Transform = Callable[..., Any]
 class Task(NamedTuple):
     """One batch to decode: b samples with m members in all.
 
-    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena. doubtful: int64[k], those
+    ids: int64[b]; first: int64[b + 1] into field: uint16[m], offset, size: int64[m], of bytes in the arena. unverified: int64[k], those
     of the m that nobody compared yet; crc: uint32[k], of their bytes as they were packed. keys are sent only where a transform
-    sees them. lost: why the samples in some rows could not be read.
+    sees them. unreadable: why the samples in some rows could not be read.
     """
 
-    clock: int
+    batch_number: int
     epoch: int
     slot: int
     ids: Ints
@@ -51,10 +51,10 @@ class Task(NamedTuple):
     field: npt.NDArray[np.uint16]
     offset: Ints
     size: Ints
-    doubtful: Ints
+    unverified: Ints
     crc: npt.NDArray[np.uint32]
     keys: tuple[str, ...]
-    lost: dict[int, str]
+    unreadable: dict[int, str]
     alike: tuple[int, ...]  # the fields of each sample, in order; empty where samples differ
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,13 +78,13 @@ MISMATCH = "its bytes are not those that were packed (crc32)"
 class Bad(NamedTuple):
     """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why.
 
-    `donor` is the id of the sample that took its place, its own where its row was left empty, -1 if neither was done.
+    `substitute` is the id of the sample that took its place, its own where its row was left empty, -1 if neither was done.
     """
 
     row: int
     field: str
     reason: str
-    donor: int = -1
+    substitute: int = -1
 
 
 class Result(NamedTuple):
@@ -93,7 +93,7 @@ class Result(NamedTuple):
     Its zero is the same in all processes of a machine.
     """
 
-    clock: int
+    batch_number: int
     slot: int
     values: dict[str, Any]  # of the fields that have no column in the slot
     bad: list[Bad]
@@ -131,10 +131,10 @@ class Decoder:
     def __call__(self, task: Task, desk: ProgressCell, *, own_process: bool = False) -> Result:
         """desk: where whoever decodes says how far it is."""
         begun = time.perf_counter()
-        if self._idle and not task.lost:
-            return Result(task.clock, task.slot, {}, [], begun, begun, begun, 0.0)
+        if self._idle and not task.unreadable:
+            return Result(task.batch_number, task.slot, {}, [], begun, begun, begun, 0.0)
         computed = time.thread_time()
-        desk.begin(task.clock)
+        desk.begin(task.batch_number)
         self.slots.touch(task.slot * self._layout.size, self._layout.size)
         if self._transform is not None:
             values, bad, read = self._transformed(task, own_process, desk)
@@ -143,7 +143,9 @@ class Decoder:
         else:
             values, bad, read = self._read_fields(task, desk)
         desk.leave()
-        return Result(task.clock, task.slot, values, bad, begun, read, time.perf_counter(), time.thread_time() - computed)
+        return Result(
+            task.batch_number, task.slot, values, bad, begun, read, time.perf_counter(), time.thread_time() - computed
+        )
 
     def over(self, arena: Memory) -> Decoder:
         """The same decoder over the bytes of another arena."""
@@ -257,16 +259,16 @@ class Decoder:
             for column in columns:
                 for one in bad:
                     column[one.row] = 0 if isinstance(column, np.ndarray) else None
-            return [one._replace(donor=int(ids[one.row])) for one in bad]
+            return [one._replace(substitute=int(ids[one.row])) for one in bad]
         good = sorted(set(range(len(ids))) - {one.row for one in bad})
         if not self._replace or not good:
             return bad
         done = []
         for one in bad:
-            donor = max((row for row in good if row < one.row), default=good[-1])
+            substitute = max((row for row in good if row < one.row), default=good[-1])
             for column in columns:
-                column[one.row] = column[donor]
-            done.append(one._replace(donor=int(ids[donor])))
+                column[one.row] = column[substitute]
+            done.append(one._replace(substitute=int(ids[substitute])))
         return done
 
     def _members(self, task: Task) -> list[memoryview]:
@@ -277,12 +279,12 @@ class Decoder:
 
     def _damaged(self, task: Task) -> dict[int, Bad]:
         """By row, what was not read as it was packed."""
-        bad = {row: Bad(row, "", reason) for row, reason in task.lost.items()}
-        if len(task.doubtful):
-            size = task.size[task.doubtful]
-            sums = ChecksumJob([self.arena], np.zeros_like(size), task.offset[task.doubtful], size, np.ones_like(size))
+        bad = {row: Bad(row, "", reason) for row, reason in task.unreadable.items()}
+        if len(task.unverified):
+            size = task.size[task.unverified]
+            sums = ChecksumJob([self.arena], np.zeros_like(size), task.offset[task.unverified], size, np.ones_like(size))
             sums.take()
-            for m in task.doubtful[sums.found != task.crc].tolist():
+            for m in task.unverified[sums.found != task.crc].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1
                 bad.setdefault(row, Bad(row, self._names[task.field[m]], MISMATCH))
         return dict(sorted(bad.items()))
@@ -319,7 +321,7 @@ def _reason(error: Exception) -> str:
 
 
 def _fails(bad: list[Bad]) -> bool:
-    return any(one.donor < 0 for one in bad)
+    return any(one.substitute < 0 for one in bad)
 
 
 def _for_torch(value: Any) -> Any:

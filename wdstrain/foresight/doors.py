@@ -213,8 +213,8 @@ def _sizes(plan: Plan, widest: int) -> list[int]:
 
     Of a large set none that would hold millions of samples: nobody has the memory, and to look at it takes long.
     """
-    most = min(2 * plan.lane_samples(0), widest, max(plan.quota, _MOST // plan.lane_count))
-    found = {1 << power for power in range((plan.quota - 1).bit_length(), most.bit_length())}
+    most = min(2 * plan.lane_samples(0), widest, max(plan.samples_per_step_per_lane, _MOST // plan.lane_count))
+    found = {1 << power for power in range((plan.samples_per_step_per_lane - 1).bit_length(), most.bit_length())}
     found |= {widest} if plan.samples <= _MOST else set()
     return sorted(found | {plan.window} if plan.shuffle else found)
 

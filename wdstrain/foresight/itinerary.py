@@ -134,7 +134,7 @@ def seen(plan: Plan, lane: int, first: int, stop: int) -> Seen:
         none = np.zeros(0, np.int64)
         return Seen(low, none, none, none, none)
     position = plan.positions(lane, low, high)
-    step = np.minimum(position // plan.quota, plan.steps - 1)
+    step = np.minimum(position // plan.samples_per_step_per_lane, plan.steps - 1)
     step[position >= last] = plan.steps - 1
     due = step if plan.tail == "drop" else plan.due(lane, low, high)
     return Seen(low, plan.ids(lane, np.arange(low, high)), position, step, due)

@@ -155,8 +155,11 @@ class Pipeline:
         self._until: int | None = None  # the epoch before which the tasks end
         self._broken: WdstrainError | None = None  # why they ended before
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
-        self._pending: dict[int, tuple[Batch, list[str]]] = {}  # clock -> what was asked of the decoders, and its keys
-        self._awaited, self._waiter = 0, 0  # the clock of the batch that comes out next, and the thread that waits for it
+        self._pending: dict[int, tuple[Batch, list[str]]] = {}  # batch number -> what was asked of the decoders, and its keys
+        self._awaited, self._waiter = (
+            0,
+            0,
+        )  # the number of the batch that comes out next, and the thread that waits for it
         self._patience, self._watch = patience, StallWatchdog.idle()
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
@@ -204,14 +207,14 @@ class Pipeline:
         self._whole = False
         result = self._result(self._results)
         came = time.perf_counter()
-        batch, keys = self._pending.pop(result.clock)
+        batch, keys = self._pending.pop(result.batch_number)
         epoch, step = self._at
         given, found, plan = batch.ids.copy(), list[Finding](), self._plans(epoch)
         own = np.ones(len(given), bool)
         if result.bad:
             result = self._good(result, batch, epoch)
             for one in result.bad:
-                given[one.row], own[one.row] = one.donor, False
+                given[one.row], own[one.row] = one.substitute, False
             found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         valid = len(given) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if plan.tail == "keep" else len(given)
@@ -223,7 +226,7 @@ class Pipeline:
             made["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if plan.tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid.copy())
-        self._reader.release(result.clock)
+        self._reader.release(result.batch_number)
         self._seconds["decode_seconds"] += result.read - result.begun
         self._seconds["compute_seconds"] += result.computed
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
@@ -306,7 +309,7 @@ class Pipeline:
                 del broken  # which refers to this frame
         others = self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others  # which were done meanwhile
         self._seconds["handoff_seconds"] += max(0.0, time.perf_counter() - max(asked, result.ended) - others)
-        self._awaited = result.clock + 1
+        self._awaited = result.batch_number + 1
         return result
 
     def _tell(self, seconds: float) -> None:
@@ -316,7 +319,11 @@ class Pipeline:
             return
         said = f"no batch for {seconds:.0f} s (epoch {at[0]}, step {at[1]}). "
         states = [(number, *self._workers.desks[number].state) for number in range(self._workers.desks.count)]
-        busy = [(number, self._pending.get(clock), row) for number, clock, row in states if clock >= self._awaited]
+        busy = [
+            (number, self._pending.get(batch_number), row)
+            for number, batch_number, row in states
+            if batch_number >= self._awaited
+        ]
         if behind is not None:
             said += f"Stage read: {behind}"
         elif busy:
@@ -352,33 +359,33 @@ class Pipeline:
             with DeferSignals():
                 self._watch = StallWatchdog(self._patience, self._tell)
             self._watch.waiting()
-        clock = 0
+        batch_number = 0
         while epoch != until:
             begun, waited = time.perf_counter(), self._reader.shuffle_seconds
             for stretch in step_blocks(self._plans(epoch), self._rank, step):
-                laid = self._to_do.lay(epoch, stretch.ids, stretch.firsts)
+                block = self._to_do.build_block(epoch, stretch.ids, stretch.firsts)
                 for number in range(len(stretch)):
                     try:
                         batch = self._reader.collect(stretch, number)
-                        slot = self._slots.take() if self._landing is None else self._landed(self._landing, clock, batch)
+                        slot = self._slots.take() if self._landing is None else self._landed(self._landing, batch_number, batch)
                     except ReadStopped:
                         raise
                     except WdstrainError as error:  # the loop is given what came before it, and then raises it
                         self._broken = error
                         return
-                    self._pending[clock] = batch, laid.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
-                    task = laid.task(number, clock, slot, batch.offset, batch.lost, batch.doubtful)
+                    self._pending[batch_number] = batch, block.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
+                    task = block.task(number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified)
                     waited = self._reader.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
                     yield task
                     begun, waited = time.perf_counter(), self._reader.shuffle_seconds
-                    clock += 1
+                    batch_number += 1
             epoch, step = epoch + 1, 0
 
-    def _landed(self, landing: SlotSink, clock: int, batch: Batch) -> int:
+    def _landed(self, landing: SlotSink, batch_number: int, batch: Batch) -> int:
         """The slot into which a batch was read."""
-        slot, lost, again = landing.slot(clock, batch.ids)
-        batch.lost.update(lost)
+        slot, unreadable, again = landing.slot(batch_number, batch.ids)
+        batch.unreadable.update(unreadable)
         self._reread += again
         return slot
 
@@ -390,9 +397,9 @@ class Pipeline:
             if self._cache is not None:
                 self._cache.forget(self._index.shards[number])
         if self._landing is not None:  # others may have taken the place of what landed in the rows of bad samples
-            for row in {one.row for one in failed.bad} - batch.lost.keys():
+            for row in {one.row for one in failed.bad} - batch.unreadable.keys():
                 self._landing.again(int(batch.ids[row]), row, failed.slot)
-        task = self._to_do.make(failed.clock, epoch, failed.slot, batch.ids, batch.offset, batch.lost)
+        task = self._to_do.make(failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable)
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 
     def _good(self, result: Result, batch: Batch, epoch: int) -> Result:
@@ -400,16 +407,16 @@ class Pipeline:
         if any(one.reason == MISMATCH for one in result.bad):
             result = self._again(result, batch, epoch)
         if self._replace and not self._marks and len(result.bad) == len(batch.ids):
-            result = self._to_do.stand_in(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
-        lost = [one for one in result.bad if one.donor < 0]
-        if lost:
-            more = f" ({len(lost)} bad samples in this batch.)" if len(lost) > 1 else ""
+            result = self._to_do.substitute_batch(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
+        unreadable = [one for one in result.bad if one.substitute < 0]
+        if unreadable:
+            more = f" ({len(unreadable)} bad samples in this batch.)" if len(unreadable) > 1 else ""
             more += (
                 " No good sample was found near it to take its place."
                 if self._replace
                 else ' on_bad="replace" goes on without it.'
             )
-            raise SampleError(self._found(batch, lost[0]).sentence + more)
+            raise SampleError(self._found(batch, unreadable[0]).sentence + more)
         return result
 
     def _found(self, batch: Batch, bad: Bad) -> Finding:

@@ -52,23 +52,27 @@ class TaskBlock(NamedTuple):
     table: Table
     alike: tuple[int, ...]
 
-    def task(self, number: int, clock: int, slot: int, offset: Ints, lost: dict[int, str], doubtful: Truths | None) -> Task:
-        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; lost: by row, why
+    def task(
+        self, number: int, batch_number: int, slot: int, offset: Ints, unreadable: dict[int, str], unverified: Truths | None
+    ) -> Task:
+        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; unreadable: by row, why
 
-        doubtful: bool[b], samples that nobody compared with their checksums yet; none if it is None.
+        unverified: bool[b], samples that nobody compared with their checksums yet; none if it is None.
         """
         start, stop = self.firsts[number : number + 2]
         ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
         if not len(self.member):  # everything lands: nothing is to be said of it
             nothing = self.field, self.within, self.size, _NONE, _NO_CRC
-            return Task(clock, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, lost, self.alike)
+            return Task(
+                batch_number, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, unreadable, self.alike
+            )
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
-        if doubtful is not None and len(self.table.member_crc):
-            unsure = np.flatnonzero(doubtful[self.row[members]] & (self.table.member_crc[self.member[members]] != 0))
+        if unverified is not None and len(self.table.member_crc):
+            unsure = np.flatnonzero(unverified[self.row[members]] & (self.table.member_crc[self.member[members]] != 0))
         return Task(
-            clock=clock,
+            batch_number=batch_number,
             epoch=self.epoch,
             slot=slot,
             ids=ids,
@@ -76,10 +80,10 @@ class TaskBlock(NamedTuple):
             field=self.field[members],
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
-            doubtful=unsure,
+            unverified=unsure,
             crc=self.table.member_crc[self.member[members][unsure]] if len(unsure) else _NO_CRC,
             keys=keys,
-            lost=lost,
+            unreadable=unreadable,
             alike=self.alike,
         )
 
@@ -92,11 +96,13 @@ class TaskBuilder:
         self._sent = index.among(wanted)
         self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.apart()
 
-    def make(self, clock: int, epoch: int, slot: int, ids: Ints, offset: Ints, lost: dict[int, str]) -> Task:
-        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; lost: by row, why"""
-        return self.lay(epoch, ids, [0, len(ids)]).task(0, clock, slot, offset, lost, np.ones(len(ids), bool))
+    def make(self, batch_number: int, epoch: int, slot: int, ids: Ints, offset: Ints, unreadable: dict[int, str]) -> Task:
+        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; unreadable: by row, why"""
+        return self.build_block(epoch, ids, [0, len(ids)]).task(
+            0, batch_number, slot, offset, unreadable, np.ones(len(ids), bool)
+        )
 
-    def lay(self, epoch: int, ids: Ints, firsts: list[int]) -> TaskBlock:
+    def build_block(self, epoch: int, ids: Ints, firsts: list[int]) -> TaskBlock:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
         table, keys = self._index.table, self._index.keys(ids)
         if not self._sent.any():  # everything lands
@@ -140,7 +146,7 @@ class TaskBuilder:
         twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
         return result._replace(bad=[one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad])
 
-    def stand_in(self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool) -> Result:
+    def substitute_batch(self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool) -> Result:
         """The next good sample after a batch of bad ones, in every row of its slot; if 100 are bad too, what failed.
 
         seeded: global random generators are seeded per sample, as in worker processes, and put back after it.
@@ -156,13 +162,13 @@ class TaskBuilder:
             except (ShardError, StorageError):
                 continue
             rows = np.full(len(ids), number)
-            task = self.make(failed.clock, epoch, failed.slot, rows, np.zeros_like(rows), {})
+            task = self.make(failed.batch_number, epoch, failed.slot, rows, np.zeros_like(rows), {})
             with _generators_kept():
                 result = decoder.over(memory)(task, self._desk, own_process=seeded)
             landing = self._landing
             lands = landing is None or not any(landing.again(number, row, failed.slot) for row in range(len(ids)))
             if not result.bad and lands:
-                return result._replace(bad=[one._replace(donor=number) for one in failed.bad])
+                return result._replace(bad=[one._replace(substitute=number) for one in failed.bad])
         return failed
 
     def _size(self, number: int) -> int:

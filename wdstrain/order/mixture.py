@@ -65,7 +65,7 @@ class Mixture:
             world_size=world_size,
             lanes=lanes,
         )
-        self._per_lane = whole.quota
+        self._per_lane = whole.samples_per_step_per_lane
         self._turns = _turns(tuple(shares))
         self.samples = int(sum(count.sum() for count in counts))
         self.steps = self._most_steps([int(count.sum()) for count in counts], names)
@@ -88,7 +88,7 @@ class Mixture:
         ]
         self._firsts = [0, *accumulate(int(count.sum()) for count in counts)]
         self.window = max(plan.window for plan in self._plans)
-        self.quota = self._per_lane  # most that a step takes from a lane
+        self.samples_per_step_per_lane = self._per_lane  # most that a step takes from a lane
 
     @property
     def left_out(self) -> int:

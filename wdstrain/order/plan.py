@@ -79,7 +79,7 @@ class Order(Protocol):
     @property
     def lane_count(self) -> int: ...
     @property
-    def quota(self) -> int: ...
+    def samples_per_step_per_lane(self) -> int: ...
     @property
     def window(self) -> int: ...
     @property
@@ -163,7 +163,7 @@ class Plan:
         return self.batch_size * self.world_size
 
     @property
-    def quota(self) -> int:
+    def samples_per_step_per_lane(self) -> int:
         """Samples a step takes from each lane."""
         return self.global_batch // self.lane_count
 
@@ -203,7 +203,7 @@ class Plan:
         With tail="pad" they may lie beyond `lane_samples`: those are padding. With tail="keep" the last step is short; where
         nothing is left for the rank, it is one position of padding, which shows what an empty batch is made of.
         """
-        start, stop = step * self.quota, (step + 1) * self.quota
+        start, stop = step * self.samples_per_step_per_lane, (step + 1) * self.samples_per_step_per_lane
         if self.tail == "keep":
             lent = self._lent(lane)
             start -= lent if step == self.steps - 1 else 0
@@ -241,7 +241,7 @@ class Plan:
         if count == 0:
             return np.full(stop - start, self.steps - 1, np.int64)
         position = self.positions(lane, start, stop)
-        step = position // self.quota
+        step = position // self.samples_per_step_per_lane
         if self.tail == "pad" or self._lent(lane) or self._repeats(lane):  # padding repeats the last until the end
             step[position == count - 1] = self.steps - 1
         return step
@@ -312,7 +312,7 @@ class Plan:
             # sorted keys of the places between them, shifted by low, are the positions themselves.
             low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
             places = np.arange(low, high)
-            reach = np.where(places < self.quota, max(1, self.window // 10), self.window)
+            reach = np.where(places < self.samples_per_step_per_lane, max(1, self.window // 10), self.window)
             keys = places + below(reach, places, "jitter", self.seed, self.epoch, lane)
             found = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
             for old in [k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3]:
@@ -322,15 +322,15 @@ class Plan:
 
     def _lent(self, lane: int) -> int:
         """With tail="keep": 1 if a lane moves one sample of its last but one step into the last, which would be empty."""
-        return int(self.tail == "keep" and self._ends(lane) and self.quota > 1 and self.steps > 1)
+        return int(self.tail == "keep" and self._ends(lane) and self.samples_per_step_per_lane > 1 and self.steps > 1)
 
     def _repeats(self, lane: int) -> int:
         """With tail="keep": 1 if nothing is left for any lane of a rank in the last step, and this is the first of them."""
         share = self.lane_count // self.world_size
-        if self.tail != "keep" or lane % share or (self.quota > 1 and self.steps > 1):
+        if self.tail != "keep" or lane % share or (self.samples_per_step_per_lane > 1 and self.steps > 1):
             return 0
         return int(all(self._ends(one) for one in range(lane, lane + share)))
 
     def _ends(self, lane: int) -> bool:
         """Whether a lane has no sample for the last step."""
-        return self.lane_samples(lane) == (self.steps - 1) * self.quota
+        return self.lane_samples(lane) == (self.steps - 1) * self.samples_per_step_per_lane

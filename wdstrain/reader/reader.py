@@ -6,7 +6,7 @@ caller of `collect`, who sits inside the training loop, finds the bytes there. O
 byte that is needed is read once; one shard is open per lane. Reads from far away are begun, several at a time, and the lane is
 as far as the first of them that is not there yet.
 
-Time is counted in `clock`, the number of batches since `start`: it goes on over the ends of epochs, and a bucket of the
+Time is counted in `batch_number`, the number of batches since `start`: it goes on over the ends of epochs, and a bucket of the
 arena is a run of it.
 """
 
@@ -49,15 +49,15 @@ _BUCKETS = 16  # slabs of a window leave in so many groups
 class Batch(NamedTuple):
     """Where the samples of one batch wait. ids, offset: int64[b], offset in the arena; valid: bool[b], False is padding.
 
-    doubtful: bool[b], not yet found to be as they were packed; None: none is. lost: why the samples in some rows could not be read;
+    unverified: bool[b], not yet found to be as they were packed; None: none is. unreadable: why the samples in some rows could not be read;
     their offset means nothing.
     """
 
     ids: Ints
     offset: Ints
     valid: Truths
-    doubtful: Truths | None
-    lost: dict[int, str]
+    unverified: Truths | None
+    unreadable: dict[int, str]
 
 
 class _Begun(NamedTuple):
@@ -82,7 +82,7 @@ class _Run:
 
     plan: Order
     lane: int
-    epoch_clock: int  # clock of the epoch's step 0, negative when it was entered in the middle
+    epoch_first_batch: int  # batch number of the epoch's step 0, negative when it was entered in the middle
     first_step: int
     where: Ints  # ring: place -> offset in the arena
     found: VerifiedRing | None  # what was found of them, where anything is compared
@@ -130,13 +130,16 @@ class Reader:
         # whoever waits for room waits for that of some reads: begun one by one they would be alone on their way to a server, and the
         # loop would wait for the thread at each
         self._refilled = self._held - ahead // 4
-        self._ring = window + ahead + 2 * READ_SAMPLES + plan.quota
-        self._bucket = max(1, (window + ahead) // (plan.quota * _BUCKETS))
+        self._ring = window + ahead + 2 * READ_SAMPLES + plan.samples_per_step_per_lane
+        self._bucket = max(1, (window + ahead) // (plan.samples_per_step_per_lane * _BUCKETS))
         near = 2 * _BUCKETS + in_flight // self._bucket + 4
         # of a lane that gives little, a window is many steps
         least = max(1, min(plan.lane_samples(lane) for lane in plan.lanes_of(rank)))
         farthest = (int(plan.steps * min(2.0, self._ring / least)) + in_flight + 2) // self._bucket + 1
-        live = min(self._ring * lanes * largest, 2 * total) * 3 // 2 + (in_flight + 1) * plan.quota * lanes * largest
+        live = (
+            min(self._ring * lanes * largest, 2 * total) * 3 // 2
+            + (in_flight + 1) * plan.samples_per_step_per_lane * lanes * largest
+        )
         self._arena = Arena(live=live, largest=largest, near=near, farthest=farthest)
         self._scratch = Memory(GAP)
         # the loop's own thread takes the lock itself and waits for news: an interrupt within a Condition would keep it locked
@@ -234,7 +237,7 @@ class Reader:
             if epoch not in self._runs:
                 raise self._error or WdstrainError("it was not read")
             runs = self._runs[epoch]
-            clock = runs[0].epoch_clock + stretch.first + number
+            batch_number = runs[0].epoch_first_batch + stretch.first + number
             for run, lane in zip(runs, stretch.lanes, strict=True):
                 run.delivered += lane.firsts[number + 1] - lane.firsts[number]
                 run.needed = max(run.needed, lane.needed[number])
@@ -246,11 +249,11 @@ class Reader:
             self._wait(lambda: not self._goes_on())
         if not there:
             before = self.shuffle_seconds
-            self._wait(lambda: self._breaks(clock) is not None or all(run.read >= run.needed for run in runs))
+            self._wait(lambda: self._breaks(batch_number) is not None or all(run.read >= run.needed for run in runs))
             self.read_seconds += self.shuffle_seconds - before if self._far or self._landing is not None else 0.0
         offset = []
         with self._lock:
-            if (error := self._breaks(clock)) is not None:
+            if (error := self._breaks(batch_number)) is not None:
                 try:
                     raise error
                 finally:
@@ -260,29 +263,29 @@ class Reader:
             for run, lane in zip(runs, stretch.lanes, strict=True):
                 places = lane.places[lane.firsts[number] : lane.firsts[number + 1]]
                 offset.append(run.where[places % self._ring])
-            doubtful = self._doubtful(runs, stretch, number)
+            unverified = self._doubtful(runs, stretch, number)
             if stretch.first + number == runs[0].plan.steps - 1:
                 del self._runs[epoch]
                 self._changed.notify_all()
         rows = slice(stretch.firsts[number], stretch.firsts[number + 1])
         ids, where = stretch.ids[rows], _joined(offset)
-        lost = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
-        return Batch(ids, where, stretch.valid[rows], doubtful, lost)
+        unreadable = {row: self._lost[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._lost else {}
+        return Batch(ids, where, stretch.valid[rows], unverified, unreadable)
 
-    def _breaks(self, clock: int) -> WdstrainError | None:
-        """Why the batch of this clock cannot be read, or one before it."""
-        return self._broken[1] if self._broken is not None and self._broken[0] <= clock else None
+    def _breaks(self, batch_number: int) -> WdstrainError | None:
+        """Why the batch of this number cannot be read, or one before it."""
+        return self._broken[1] if self._broken is not None and self._broken[0] <= batch_number else None
 
     def _doubtful(self, runs: list[_Run], stretch: StepBlock, number: int) -> Truths | None:
         """Of each sample of a step, whether it is not known to be as it was packed; None if all are."""
         if self._landing is not None:  # the rest of what lands is compared by who decodes it
             return np.ones(stretch.firsts[number + 1] - stretch.firsts[number], bool)
-        if not any(run.found is not None and run.found.any_doubt for run in runs):
+        if not any(run.found is not None and run.found.any_unverified for run in runs):
             return None
         lanes = zip(runs, stretch.lanes, strict=True)
         wanted = [(run.found, lane.places[slice(*lane.firsts[number : number + 2])]) for run, lane in lanes]
-        doubtful: Truths = _joined([found.doubtful(places) for found, places in wanted if found is not None])
-        return doubtful
+        unverified: Truths = _joined([found.unverified(places) for found, places in wanted if found is not None])
+        return unverified
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for the thread, which fails or gets there. The lock is not held."""
@@ -312,18 +315,18 @@ class Reader:
         what = f"{place[0].shown} is being read at offset {place[1]}" if place is not None else "nothing was read yet"
         return f"{what}; the reader:\n{stack_of(self._thread.ident if self._thread is not None else None)}"
 
-    def release(self, clock: int) -> None:
-        """The batches up to this clock are decoded; clocks come in order."""
+    def release(self, batch_number: int) -> None:
+        """The batches up to this batch number are decoded; batch numbers come in order."""
         with self._lock:
-            while (self._released + 1) * self._bucket <= clock + 1:
+            while (self._released + 1) * self._bucket <= batch_number + 1:
                 self._arena.release()
                 self._released += 1
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _read_epochs(self, epoch: int, step: int, until: int | None) -> None:
-        clock = -step
-        following: Callable[[], list[_Run]] = partial(self._entered, epoch, clock, step)
+        batch_number = -step
+        following: Callable[[], list[_Run]] = partial(self._entered, epoch, batch_number, step)
         try:
             while not self._stopping and epoch != until and self._broken is None:
                 runs = following()
@@ -331,16 +334,16 @@ class Reader:
                     self._changed.wait_for(lambda: self._stopping or len(self._runs) < 2)
                     self._runs[epoch] = runs
                     self._tell()
-                clock, epoch = clock + runs[0].plan.steps, epoch + 1
-                following = cache(partial(self._entered, epoch, clock, 0)) if epoch != until else list
+                batch_number, epoch = batch_number + runs[0].plan.steps, epoch + 1
+                following = cache(partial(self._entered, epoch, batch_number, 0)) if epoch != until else list
                 self._read_epoch(runs, following)
         except BaseException as error:  # handed to the loop, which raises it
             self._fail(error if isinstance(error, WdstrainError) else WdstrainError(f"reading failed: {error!r}"))
 
-    def _entered(self, epoch: int, clock: int, step: int) -> list[_Run]:
+    def _entered(self, epoch: int, batch_number: int, step: int) -> list[_Run]:
         """The lanes of an epoch from a step on, and what comes first in each."""
         plan = self._plans(epoch)
-        runs = [self._run(plan, lane, clock, step) for lane in plan.lanes_of(self._rank)]
+        runs = [self._run(plan, lane, batch_number, step) for lane in plan.lanes_of(self._rank)]
         for run in runs:
             if run.begun < plan.lane_places(run.lane):
                 self._course(run)
@@ -364,7 +367,7 @@ class Reader:
             self._changed.notify_all()
             self._tell()
 
-    def _run(self, plan: Order, lane: int, clock: int, step: int) -> _Run:
+    def _run(self, plan: Order, lane: int, batch_number: int, step: int) -> _Run:
         first = plan.first_place(lane, step) if step else 0
         ring = min(self._ring, plan.lane_places(lane)) or 1
         where = np.zeros(ring, np.int64)
@@ -372,7 +375,7 @@ class Reader:
         return _Run(
             plan,
             lane,
-            clock,
+            batch_number,
             step,
             where,
             VerifiedRing(self._packed, where) if self._packed is not None else None,
@@ -437,7 +440,7 @@ class Reader:
         due, ids, starts, stops = course.at(run.begun)
         wanted = due >= run.first_step
         if self._broken is not None:
-            wanted &= run.epoch_clock + due < self._broken[0]
+            wanted &= run.epoch_first_batch + due < self._broken[0]
         if not wanted.any():
             return partial(self._begin, run, PendingRead(), due[:0], len(due), 0)
         first = int(np.argmax(wanted))
@@ -447,7 +450,7 @@ class Reader:
         some = not wanted[first:count].all()  # the others were delivered before the step at which reading began, or never are
         rows: Ints | slice = first + np.flatnonzero(wanted[first:count]) if some else slice(first, count)
         clocks, sizes, ids, starts, stops = (
-            run.epoch_clock + due[rows],
+            run.epoch_first_batch + due[rows],
             (stops - starts)[rows],
             ids[rows],
             starts[rows],
@@ -632,7 +635,7 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     at_once = min(READ_SAMPLES, READ_TOGETHER // int((index.table.stop - index.table.start).min()) + 1)
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
-    return -(-min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5)) // plan.quota) + 4
+    return -(-min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5)) // plan.samples_per_step_per_lane) + 4
 
 
 def _check_held(index: Index, number: int, size: int) -> None:

@@ -98,13 +98,13 @@ class Placed(NamedTuple):
 
 
 class _Taken(dict[int, int]):
-    """clock -> slot, which is taken when it is first asked for."""
+    """batch number -> slot, which is taken when it is first asked for."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
 
-    def __missing__(self, clock: int) -> int:
-        slot = self[clock] = self._slots.take()
+    def __missing__(self, batch_number: int) -> int:
+        slot = self[batch_number] = self._slots.take()
         return slot
 
 
@@ -134,13 +134,16 @@ class SlotSink:
     def spread(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> SlotScatter:
         """Where the samples in the places of a lane of this rank from `start` on go. ids: int64[n]"""
         assert isinstance(plan, Plan)
-        rows = plan.positions(lane, start, start + len(ids)) % plan.quota + plan.lanes_of(rank).index(lane) * plan.quota
+        rows = (
+            plan.positions(lane, start, start + len(ids)) % plan.samples_per_step_per_lane
+            + plan.lanes_of(rank).index(lane) * plan.samples_per_step_per_lane
+        )
         return SlotScatter.of_samples(self._index.table, self._what, ids, rows)
 
-    def slot(self, clock: int, ids: Ints) -> tuple[int, dict[int, str], int]:
+    def slot(self, batch_number: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
-        slot = self._slot_at.get(clock, -1)
-        lost, count = dict[int, str](), 0
+        slot = self._slot_at.get(batch_number, -1)
+        unreadable, count = dict[int, str](), 0
         if self._odd or self._lost:
             home = slot * self._slots.layout.size
             for row, number in enumerate(ids.tolist()):
@@ -150,11 +153,11 @@ class SlotSink:
                     why = self.again(number, row, slot)
                     count += 1
                 if why is not None:
-                    lost[row] = why
+                    unreadable[row] = why
         # last: another thread may have ended the reading since the batch was there, and what was known of it is gone after that
-        if self._slot_at.pop(clock, None) is None:
+        if self._slot_at.pop(batch_number, None) is None:
             raise ReadStopped
-        return slot, lost, count
+        return slot, unreadable, count
 
     def places(self, placed: Placed, arena: Memory) -> tuple[ScatterList, ChecksumJob]:
         """Where their bytes go, and the sums that are compared."""

@@ -8,7 +8,7 @@ A read is told which samples come and where they go, a few integers; what they a
 by the library in C, which notes of each place whether what is there is sound. Laid out by numpy for many samples at a time, and
 compared by it, this took 0.4 us more for a sample of 8 KB, with Python's lock.
 
-A sample that is not found sound is no more than doubtful: it is compared again where it is decoded, and what is done about a
+A sample that is not found sound is no more than unverified: it is compared again where it is decoded, and what is done about a
 difference (`tasks`) depends on nothing here. So nothing is lost where there was no comparison: of a sample that came in two requests,
 that was read once more by itself, or by a decoder with bytes of its own.
 """
@@ -61,12 +61,12 @@ class PackedChecksums:
 class VerifiedRing:
     """Which samples of a lane were found sound: by place, over and over in a ring.
 
-    any_doubt: whether one was not, since the beginning; else nobody has to look.
+    any_unverified: whether one was not, since the beginning; else nobody has to look.
     """
 
     def __init__(self, packed: PackedChecksums, where: Ints) -> None:
         """where: of the samples in the memory, by place, as it will be: int64[ring]."""
-        self.packed, self.where, self.any_doubt = packed, where, False
+        self.packed, self.where, self.any_unverified = packed, where, False
         self.sound = bytearray(len(where))
         self._truths: Truths = np.frombuffer(self.sound, bool)
         addresses = ctypes.addressof(packed.library), where.ctypes.data, self._truths.ctypes.data
@@ -80,13 +80,13 @@ class VerifiedRing:
     def not_compared(self, place: int, count: int) -> None:
         """What comes for these samples is not, or what was found of them is not to be believed."""
         self._forget(place, count)
-        self.any_doubt = True
+        self.any_unverified = True
 
     def settle(self, place: int, count: int) -> None:
         """All has come for these samples that were to be compared."""
-        self.any_doubt = self.any_doubt or any(self.sound.find(0, *run) >= 0 for run in self._runs(place, count))
+        self.any_unverified = self.any_unverified or any(self.sound.find(0, *run) >= 0 for run in self._runs(place, count))
 
-    def doubtful(self, places: Ints) -> Truths:
+    def unverified(self, places: Ints) -> Truths:
         """Whether the samples in these places are not known to be sound. bool[n]"""
         return ~self._truths[places % len(self.sound)]
 

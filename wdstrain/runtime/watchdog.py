@@ -40,11 +40,11 @@ class ProgressCell:
     """What one decoder is at."""
 
     def __init__(self, cells: memoryview) -> None:
-        self._cells = cells  # 0: nobody came yet; 1: no work; else the clock of a task and 2. Then the row of its batch
+        self._cells = cells  # 0: nobody came yet; 1: no work; else the batch number of a task and 2. Then the row of its batch
 
-    def begin(self, clock: int) -> None:
+    def begin(self, batch_number: int) -> None:
         self._cells[1] = 0
-        self._cells[0] = clock + 2
+        self._cells[0] = batch_number + 2
 
     def at(self, row: int) -> None:
         self._cells[1] = row
@@ -64,7 +64,7 @@ class ProgressCell:
 
     @property
     def state(self) -> tuple[int, int]:
-        """(clock of the task, row of its batch); -1 for the clock where there is no work, -2 where nobody came yet."""
+        """(batch number of the task, row of its batch); -1 for the batch number where there is no work, -2 where nobody came yet."""
         return self._cells[0] - 2, self._cells[1]
 
 

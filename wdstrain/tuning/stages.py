@@ -89,10 +89,10 @@ def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
     try:
         reader.start(0, 0)
         begun = before = 0.0
-        for clock, (stretch, number) in enumerate(_steps(plan)):
+        for batch_number, (stretch, number) in enumerate(_steps(plan)):
             reader.collect(stretch, number)
-            reader.release(clock)
-            if not clock:  # the first round trip is not the pace
+            reader.release(batch_number)
+            if not batch_number:  # the first round trip is not the pace
                 begun, before = time.perf_counter(), reader.read_bytes
             elif time.perf_counter() - begun >= seconds and reader.read_bytes > before:
                 break
