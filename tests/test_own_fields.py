@@ -102,6 +102,49 @@ def test_a_field_cannot_change_what_other_fields_are_given(tmp_path: Path, kind:
         list(loader)
 
 
+class HalvesByTorch(Own):
+    """Writes to what it is given through torch, which ignores that memory is read-only."""
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        assert isinstance(data, memoryview)
+        assert data.readonly
+        values = torch.frombuffer(data, dtype=torch.uint8)
+        values //= 2
+        torch.from_numpy(draws).zero_()
+        if out is None:
+            return values.numpy()
+        out[...] = len(values)
+        return None
+
+
+class HalvesIntoByTorch(HalvesByTorch):
+    example = wt.Example((), "int64")
+
+
+class Drawn(Own):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return float(draws.max())
+
+
+@pytest.mark.filterwarnings("ignore:The given (buffer|NumPy array) is not writable")
+@pytest.mark.parametrize("kind", [HalvesByTorch, HalvesIntoByTorch])
+@pytest.mark.parametrize("through", ["Loader", "to_example"])
+def test_what_a_field_writes_through_torch_reaches_no_other_field(tmp_path: Path, kind: type[Own], through: str) -> None:
+    folder = pack(tmp_path / "set", 20)
+    fields: dict[str, wt.Field] = {"own": kind(), "x": Own(), "drawn": Drawn()}
+    if through == "Loader":
+        with closing(wt.Loader(folder, fields, batch_size=5)) as loader:
+            samples = [
+                (key, x, drawn) for batch in loader for key, x, drawn in zip(batch["__key__"], batch["x"], batch["drawn"])
+            ]
+    else:
+        apply = wt.to_example(fields)
+        made = [(f"k{n:06d}", apply({"__key__": f"k{n:06d}", "bin": body(n)})) for n in range(20)]
+        samples = [(key, one["x"], one["drawn"]) for key, one in made]
+    assert len(samples) == 20
+    assert all(x == body(int(key[1:])) and drawn > 0 for key, x, drawn in samples)
+
+
 class Tokens(Own):
     """Fills a part of `out`."""
 

@@ -48,9 +48,10 @@ class Field(Protocol):
 
     names: tar fields to look for, in order of preference. example: shape and dtype of the value, which `read` writes into
     `out`; `out` is all zeros before. None if values differ in shape: then `out` is None and `read` returns the value.
-    data: the bytes, read-only. A value that `read` returns may share their memory. draws: float64[27] in [0, 1), this
-    sample's own random numbers in this epoch, read-only. Raise any exception for data that cannot be used; its text becomes
-    the reason.
+    data: a read-only memoryview over bytes of its own, which no other field sees. A value that `read` returns may share their
+    memory; torch.frombuffer(data) can be written to, as torch ignores that it is read-only. draws: float64[27] in [0, 1),
+    this sample's own random numbers in this epoch, read-only, in memory of their own. Raise any exception for data that
+    cannot be used; its text becomes the reason.
     """
 
     @property
@@ -436,15 +437,17 @@ def array(names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: st
 def read_field(field: Field, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
     """The value that a field has for one sample; None where it was written to `out`.
 
-    A field of the user's own gets bytes that it can neither change nor see change, and an `out` of zeros.
+    A field of the user's own gets copies of the bytes and draws, and an `out` of zeros: torch writes to read-only memory, too.
     """
     if _is_ours(type(field)):
         return field.read(name, data, out, draws)
+    data, draws = memoryview(bytearray(data)).toreadonly(), draws.copy()  # Python may share a bytes object of one byte
+    draws.flags.writeable = False
     if out is None:
-        value = field.read(name, memoryview(bytes(data)), None, draws)
+        value = field.read(name, data, None, draws)
         return bytes(value) if isinstance(value, memoryview) else value  # a view cannot be sent from a worker process
     out[...] = 0
-    value = field.read(name, data.toreadonly(), out, draws)
+    value = field.read(name, data, out, draws)
     if value is not None and not (isinstance(value, np.ndarray) and np.may_share_memory(value, out)):
         raise SampleError(
             f"read() returned {type(value).__name__}, and a field with an example writes its value to out. "
