@@ -302,3 +302,16 @@ def test_a_copy_has_the_rank_and_the_settings_of_its_loader(shards: Path, monkey
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert keys(pickle.loads(sent)) == keys(loader)
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_pass_cannot_be_copied_and_says_that_its_loader_can(shards: Path, how: Callable[[Any], Any], begun: bool) -> None:
+    loader = wt.Loader(shards, batch_size=4)
+    batches = iter(loader)
+    if begun:
+        next(batches)
+    with pytest.raises(wt.UsageError, match=r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)"):
+        how(batches)
+    assert next(batches)
+    loader.close()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from operator import sub
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,12 @@ class Batches(Iterator[Batch]):
             except BaseException:
                 self.close()
                 raise
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a pass over a loader cannot be pickled or copied: its threads and workers belong to this process. Pickle the loader, or "
+            "save loader.state_dict(), and begin a pass from it."
+        )
 
     def draws(self, columns: int) -> Draws:
         """Random numbers in [0, 1), float64[b, columns]: a row for each sample of the batch given last, its own in this epoch.
