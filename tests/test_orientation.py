@@ -22,6 +22,8 @@ from PIL import Image, ImageOps
 
 import wdstrain as wt
 from tests.conftest import ROOT
+from wdstrain.decode import jpeg_region
+from wdstrain.native import kernels
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -281,6 +283,7 @@ def test_pixels_are_the_same_without_what_is_compiled(tmp_path: Path) -> None:
         words = [str(tmp_path / "set"), str(tmp_path / f"{way}.npz"), way]
         ended = subprocess.run(
             [sys.executable, "-c", DELIVERED, *words],
+            cwd=tmp_path,  # python -c looks there before PYTHONPATH
             env={**os.environ, "PYTHONPATH": str(package)},
             capture_output=True,
             text=True,
@@ -289,6 +292,39 @@ def test_pixels_are_the_same_without_what_is_compiled(tmp_path: Path) -> None:
         found.append(dict(np.load(tmp_path / f"{way}.npz")))
     for other in found[1:]:
         assert all(np.array_equal(found[0][name], other[name]) for name in ("x", "whole"))
+
+
+LOADERS = """
+import logging, sys
+if "jpeg" in sys.argv[2]:
+    sys.modules["turbojpeg"] = None  # as where the package is not installed
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
+import wdstrain as wt
+for _ in range(2):
+    for batch in wt.Loader(sys.argv[1], {"x": wt.image(size=24)}, batch_size=4):
+        pass
+"""
+
+
+@pytest.mark.skipif(kernels.library is None or jpeg_region.functions() is None, reason="no compiler, or no libjpeg-turbo 3")
+def test_slower_code_is_logged_once_in_a_process(tmp_path: Path) -> None:
+    packed([jpeg()] * 8, tmp_path / "set")
+    shutil.copytree(ROOT / "wdstrain", tmp_path / "bare" / "wdstrain", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for way, package in (("all", ROOT), ("no jpeg", ROOT), ("no c", tmp_path / "bare")):
+        ended = subprocess.run(
+            [sys.executable, "-c", LOADERS, str(tmp_path / "set"), way],
+            cwd=tmp_path,  # python -c looks there before PYTHONPATH
+            env={**os.environ, "PYTHONPATH": str(package)},
+            capture_output=True,
+            text=True,
+        )
+        assert ended.returncode == 0, ended.stderr
+        warnings = [line for line in ended.stdout.splitlines() if line.startswith("WARNING wdstrain ")]
+        infos = [line for line in ended.stdout.splitlines() if "libjpeg-turbo 3 was not found" in line]
+        assert len(warnings) == (way == "no c"), ended.stdout
+        assert all("install a C compiler and reinstall" in line for line in warnings)
+        assert len(infos) == (way == "no jpeg"), ended.stdout
+        assert all(line.startswith("INFO wdstrain ") and "pip install turbojpeg" in line for line in infos)
 
 
 def test_pictures_made_smaller_when_they_are_packed_are_turned_likewise(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ A random resized crop takes 42 % of a picture on average. libjpeg-turbo 3 can le
 is before it has to be read all the same, so it takes 0.8 of the time of the whole. The pixels are exactly those of the whole:
 the part is taken one block wider on each side, for what upsampling looks at beyond its edge.
 
-The library is loaded, not built: that of the package `turbojpeg` (the extra "fast") or of the system. simplejpeg has one inside
-that it does not let others use. Without one, pictures are decoded whole, to the same pixels.
+The library is loaded, not built: that of the package `turbojpeg`, which pip installs with this one (not yet for Python 3.14), or
+of the system. simplejpeg has one inside that it does not let others use. Without one, pictures are decoded whole, to the same pixels.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from wdstrain.decode import jpeg_region
 from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image, lies_in_batches, reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
@@ -24,6 +25,7 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.epoch import Batches, Position
 from wdstrain.loader.pipeline import OVER, Pipeline
 from wdstrain.loader.stats import EpochStats, Report
+from wdstrain.native import kernels
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.signals import DEATH, DeferSignals
@@ -102,6 +104,7 @@ class Loader:
         patience: float = 60.0,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "urls", "__class__")}
+        _log_slow_paths()
         if fields is not None and transform is not None:
             raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
         if on_bad not in get_args(OnBad) or not is_number(max_bad) or not 0 <= max_bad <= 1:
@@ -410,6 +413,21 @@ def open_shards(urls: Urls, *, cut: bool = False) -> Index:
     cut: local shards may be shorter than their index says.
     """
     return one_split(open_index(urls, note=_log.warning, cut=cut), urls)
+
+
+@lru_cache(maxsize=1)
+def _log_slow_paths() -> None:
+    """Log once per process which native parts are missing, so that slower code does the same work."""
+    if kernels.library is None:
+        _log.warning(
+            "The compiled part of wdstrain is missing or older than its source, so slower generic code is used. To get the fast "
+            "one, install a C compiler and reinstall wdstrain (in a clone: python scripts/compile.py)."
+        )
+    if jpeg_region.functions() is None:
+        _log.info(
+            "libjpeg-turbo 3 was not found, so each JPEG is decoded as a whole, also where a crop takes only a part of it. To get "
+            "the faster decoding: pip install turbojpeg"
+        )
 
 
 def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Cache | None:
