@@ -100,7 +100,6 @@ def test_other_threads_may_close_a_loader_at_any_moment(tmp_path: Path, where: s
     assert all("closed" in end or "stopped" in end for end in ends)
 
 
-@pytest.mark.usefixtures("small")
 def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) -> None:
     """Each gives its own batches, until another takes its place; the one that began last gives all of them."""
     write_shards(tmp_path, [40, 20])
@@ -132,6 +131,7 @@ def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) 
         assert keys == expected[number][start:][: len(keys) if end else None]
 
 
+@pytest.mark.usefixtures("small")
 def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request has brought its bytes, one a part, the others wait for an answer."""
     monkeypatch.setattr(prefetch, "_PARTING", 0.5)
