@@ -135,7 +135,9 @@ def test_what_a_field_writes_through_torch_reaches_no_other_field(tmp_path: Path
     if through == "Loader":
         with closing(wt.Loader(folder, fields, batch_size=5)) as loader:
             samples = [
-                (key, x, drawn) for batch in loader for key, x, drawn in zip(batch["__key__"], batch["x"], batch["drawn"])
+                (key, x, drawn)
+                for batch in loader
+                for key, x, drawn in zip(batch["__key__"], batch["x"], batch["drawn"], strict=True)
             ]
     else:
         apply = wt.to_example(fields)
