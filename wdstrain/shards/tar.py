@@ -1,14 +1,14 @@
-"""Tar headers, read and written by hand, and the grouping of members into samples.
+"""Tar headers: written, read strictly, and grouped into samples.
 
-Why not tarfile: in stream mode it takes a tar that was cut at a record boundary or inside a header for a whole one (of
-1 000 damaged tars, 513 lost samples without an error), it spends 85 us on a two-member sample where this takes 10, and
-as a writer it spends up to 4 KB of headers on 7 KB. What is written here is plain ustar with fixed mtime, uid, gid and
-mode, so the same input gives the same bytes; a PAX header appears only where a name or size does not fit ustar. What
-is read: ustar, V7, PAX and GNU long names; regular files are members, directories and links are passed over and
-counted, sparse files refused.
+Writing: plain ustar with fixed mtime, uid, gid and mode, so the same input gives the same bytes. A
+PAX header is added only where the name or the size does not fit ustar.
 
-The rule for names is webdataset's: the key is the path up to the first dot of its base name, the field is the rest in
-lower case; consecutive members with the same key are one sample.
+Reading: ustar, V7, PAX and GNU long names. Regular files are members. Directories, links and
+devices are skipped and counted; sparse files are refused. `tarfile` is not used: in stream mode it
+accepts a tar that was cut at a record boundary, which would lose samples without an error.
+
+Names follow webdataset's rule. The key is the path up to the first dot of its base name; the field
+is the rest, in lower case. Consecutive members with the same key are one sample.
 """
 
 from __future__ import annotations
@@ -22,30 +22,35 @@ from wdstrain.errors import ShardError, UsageError
 
 BLOCK = 512
 END = bytes(2 * BLOCK)  # two zero blocks end an archive
-EXTENSIONS = b"xXgLK"  # kinds of headers that say something of the next: PAX, Solaris' name for it, PAX of all, GNU's two
+# Type flags of headers that describe the next member: PAX, Solaris' PAX, global PAX, GNU long name
+# and GNU long link.
+EXTENSIONS = b"xXgLK"
 
-_WINDOW = 128 * 1024  # bytes looked at in one read while walking headers
-RECORD = 21 * BLOCK  # zeros at the end that any tar may have: the marker may begin in the last block of a record of 20 blocks
-_LARGEST_RECORD = 1 << 20  # bytes of a record of `tar -b`
-EXTENSION_LIMIT = 1024 * 1024  # a PAX or long-name header larger than this is an attack, not a name
-_SPLIT = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
-_FOREIGN = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"\x04\x22": "lz4", b"PK": "zip"}
+_WINDOW = 128 * 1024  # bytes of one read while walking headers
+# Zero bytes that may end any tar: the end marker may begin in the last block of a record of 20
+# blocks, and the record is filled up.
+RECORD = 21 * BLOCK
+_LARGEST_RECORD = 1 << 20  # bytes of the largest record that `tar -b` writes
+EXTENSION_LIMIT = 1024 * 1024  # bytes; a larger PAX or long-name header is refused as an attack
+_NAME_PATTERN = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"\x04\x22": "lz4", b"PK": "zip"}
 
-Read = Callable[[int, int], bytes | memoryview]  # (offset, length) -> that many bytes, fewer only at the end
+# (offset, length) -> `length` bytes; fewer only at the end of the shard
+Read = Callable[[int, int], bytes | memoryview]
 
 
 class Sample(NamedTuple):
-    """Where one sample lies in its shard. `fields`: (name, offset of the data, size) in order."""
+    """Position of one sample in its shard. `fields`: (name, offset of the data, size) in order."""
 
     key: str
     start: int  # first byte of its first header
-    stop: int  # first byte after its last member's padding
+    stop: int  # byte after the padding of its last member
     fields: list[tuple[str, int, int]]
 
 
 @dataclass
 class Walk:
-    """What a walk over the headers of one shard passed over. `ignored` counts by reason."""
+    """Members that a walk over headers skipped. `ignored`: reason -> number of members."""
 
     ignored: dict[str, int] = field(default_factory=dict)
 
@@ -53,39 +58,43 @@ class Walk:
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def padding(size: int) -> int:
-    """Zero bytes that follow `size` bytes of data."""
+    """Return the number of zero bytes that follow `size` bytes of data."""
     return -size % BLOCK
 
 
 def header(name: str, size: int) -> bytes:
-    """The header blocks of a regular file: 512 bytes, or 1 536 and more where ustar cannot hold the name or size."""
+    """Return the header blocks of a regular file.
+
+    512 bytes; at least 1536 where ustar cannot hold the name or the size. Raises UsageError for an
+    empty name and for one with a NUL character.
+    """
     raw = name.encode("utf-8", "surrogateescape")
     if not raw or b"\0" in raw:
-        raise UsageError(f"{name!r} cannot be a member name: it is empty or holds a NUL character.")
+        raise UsageError(f"{name!r} cannot be a member name: it must have at least one character and no NUL.")
     if len(raw) <= 100 and size < 8**11:
         return _ustar(raw, b"", size, b"0")
-    fits = _fit(raw)
-    if fits is not None and size < 8**11:
-        return _ustar(fits[0], fits[1], size, b"0")
-    records = b"" if fits is not None else _record(b"path", raw)
+    split = _ustar_name(raw)
+    if split is not None and size < 8**11:
+        return _ustar(split[0], split[1], size, b"0")
+    records = b"" if split is not None else _record(b"path", raw)
     records += b"" if size < 8**11 else _record(b"size", str(size).encode())
     extension = _ustar(b"././@PaxHeader", b"", len(records), b"x") + records + bytes(padding(len(records)))
-    return extension + _ustar(*(fits or (raw[:100], b"")), size if size < 8**11 else 0, b"0")
+    return extension + _ustar(*(split or (raw[:100], b"")), size if size < 8**11 else 0, b"0")
 
 
 def member_size(name: str, size: int) -> int:
-    """Bytes that a member takes: its headers, its data, its padding."""
+    """Return the bytes of a member in a shard: headers, data and padding."""
     if len(name) <= 100 and name.isascii() and size < 8**11:
         return BLOCK + size + padding(size)
     return len(header(name, size)) + size + padding(size)
 
 
-def _fit(raw: bytes) -> tuple[bytes, bytes] | None:
-    """(name, prefix) as ustar holds them, or None if it cannot."""
+def _ustar_name(raw: bytes) -> tuple[bytes, bytes] | None:
+    """Return a path as ustar's (name, prefix), or None if it fits in neither."""
     if len(raw) <= 100:
         return raw, b""
     cut = raw.find(b"/", max(0, len(raw) - 101), 156)
@@ -93,21 +102,25 @@ def _fit(raw: bytes) -> tuple[bytes, bytes] | None:
 
 
 def _ustar(name: bytes, prefix: bytes, size: int, kind: bytes) -> bytes:
+    """Return one header block. Its parts are constants, because this runs once per member."""
     digits = b"%011o" % size
-    summed = _SUM + sum(name) + sum(prefix) + sum(digits) + kind[0]
+    checksum = _SUM + sum(name) + sum(prefix) + sum(digits) + kind[0]
     tail = _TAIL if not prefix else _MAGIC + prefix + bytes(167 - len(prefix))
-    return b"%b%b%b%b%06o\0 %b%b" % (name, _FILL[len(name)], digits, _TIME, summed, kind, tail)
+    return b"%b%b%b%b%06o\0 %b%b" % (name, _FILL[len(name)], digits, _TIME, checksum, kind, tail)
 
 
-_FILL = [bytes(100 - length) + b"0000644\x000000000\x000000000\x00" for length in range(101)]  # then mode, uid, gid
-_TIME = b"\x0000000000000\x00"  # the end of the size; mtime
-_MAGIC = bytes(100) + b"ustar\x0000" + bytes(64) + bytes(16)  # no link name; magic, version; no owner, group, device
-_TAIL = _MAGIC + bytes(167)  # no prefix
-_SUM = sum(_FILL[100]) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)  # of all that is the same in every header
+# By length of the name: its padding, then mode, uid and gid.
+_FILL = [bytes(100 - length) + b"0000644\x000000000\x000000000\x00" for length in range(101)]
+_TIME = b"\x0000000000000\x00"  # the NUL that ends the size, then mtime
+# An empty link name; magic and version; empty owner, group and device.
+_MAGIC = bytes(100) + b"ustar\x0000" + bytes(64) + bytes(16)
+_TAIL = _MAGIC + bytes(167)  # with an empty prefix
+# Checksum of the bytes that are the same in every header.
+_SUM = sum(_FILL[100]) + sum(_TIME) + 8 * ord(" ") + sum(_MAGIC)
 
 
 def _record(name: bytes, value: bytes) -> bytes:
-    """A PAX record: its own length in decimal, blank, name=value, newline."""
+    """Return a PAX record: its own length in decimal, a blank, name=value, a newline."""
     body = b" " + name + b"=" + value + b"\n"
     length = len(body) + 1
     while length != len(body) + len(str(length)):
@@ -115,37 +128,44 @@ def _record(name: bytes, value: bytes) -> bytes:
     return str(length).encode() + body
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def split_name(path: str) -> tuple[str, str] | None:
-    """(key, field) of a member name, or None where webdataset's rule finds no key: no dot, or a dot first."""
-    found = _SPLIT.match(path)
-    return (found.group(1), found.group(2).lower()) if found else None
+    """Return (key, field) of a member name.
+
+    None for a base name without a dot or with a leading dot, where webdataset finds no key.
+    """
+    match = _NAME_PATTERN.match(path)
+    return (match.group(1), match.group(2).lower()) if match else None
 
 
 def is_aside(name: str) -> bool:
-    """Whether a member is no part of a sample by its name: notes on the set (__*__), side files of a Mac (._*)."""
+    """Return whether a name marks a member that belongs to no sample.
+
+    These are notes on the data set (`__*__`) and the files that macOS adds (`._*`).
+    """
     return (name.startswith("__") and name.endswith("__")) or name.rpartition("/")[2].startswith("._")
 
 
-NO_KEY, ASIDE = "no key in the name", "not a sample"  # why a member is passed over
+NO_KEY, ASIDE = "no key in the name", "not a sample"  # reasons to skip a member
 
 
 def other_kind(kind: bytes, name: str) -> str:
-    """Why a member that is no regular file is passed over."""
+    """Return the reason to skip a member that is not a regular file."""
     return "a directory" if kind == b"5" or name.endswith("/") else "a link or device"
 
 
 def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iterator[Sample]:
-    """Samples of a shard of `size` bytes, in order; only headers are looked at.
+    """Yield the samples of a shard of `size` bytes, in order. Only headers are read.
 
-    `shard` is its name in errors. Raises ShardError with the offset when the shard ends inside a member or a header,
-    has no end marker, a bad checksum, a key that comes back, or two members of one name.
+    `shard` is its name in errors; `walk` counts the skipped members. Raises ShardError with the
+    offset for a shard that ends inside a member or a header, lacks the end marker, has a wrong
+    header checksum, has the same key in two places, or has two members of the same name.
     """
     walk = walk or Walk()
-    seen: set[str] = set()
-    named: set[str] = set()
+    seen_keys: set[str] = set()
+    field_names: set[str] = set()  # of the current sample
     current: Sample | None = None
     for name, start, data, length in _members(read, size, shard, walk):
         parts = split_name(name)
@@ -155,47 +175,53 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
         key, field_name = parts
         stop = data + length + padding(length)
         if current is not None and current.key == key:
-            if field_name in named:
+            if field_name in field_names:
                 raise ShardError(f"{shard} holds two members named '{name}', the second at offset {start}. Repack it.")
-            named.add(field_name)
+            field_names.add(field_name)
             current.fields.append((field_name, data, length))
             current = current._replace(stop=stop)
             continue
         if current is not None:
             yield current
-        if key in seen:
+        if key in seen_keys:
             raise ShardError(
-                f"{shard} holds members of '{key}' in two places, the second ('{name}') at offset {start}; the fields of "
-                f"a sample must be adjacent. Repack it from a sorted list."
+                f"{shard} holds members of '{key}' in two places, the second ('{name}') at offset "
+                f"{start}; the fields of a sample must be adjacent. Repack it from a sorted list."
             )
-        seen.add(key)
-        named = {field_name}
+        seen_keys.add(key)
+        field_names = {field_name}
         current = Sample(key, start, stop, [(field_name, data, length)])
     if current is not None:
         yield current
 
 
 def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]) -> bool:
-    """Whether bytes are those of one sample by their headers. fields: (name, offset of the data within the bytes, size) in order."""
-    whole = len(data)
+    """Return whether the headers in `data` are those of the sample `key` with these fields.
+
+    `fields`: (name, offset of its data within `data`, size) in order. The data is not compared.
+    """
 
     def read(offset: int, length: int) -> bytes | memoryview:
-        return data[offset : offset + length] if offset < whole else END[:length]
+        return data[offset : offset + length] if offset < len(data) else END[:length]
 
     try:
-        found = list(_members(read, whole + len(END), "", Walk(), is_begun=True))
+        members = list(_members(read, len(data) + len(END), "", Walk(), is_first=False))
     except ShardError:
         return False
-    named = [(split_name(name), at, size) for name, _, at, size in found if not is_aside(name)]
-    return [(parts, at, size) for parts, at, size in named if parts is not None] == [
-        ((key, name), at, size) for name, at, size in fields
+    named = [(split_name(name), offset, size) for name, _, offset, size in members if not is_aside(name)]
+    return [(parts, offset, size) for parts, offset, size in named if parts is not None] == [
+        ((key, name), offset, size) for name, offset, size in fields
     ]
 
 
-def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = False) -> Iterator[tuple[str, int, int, int]]:
-    """(name, offset of the first header block, offset of the data, size) of each regular file. is_begun: not from the first on."""
+def _members(read: Read, size: int, shard: str, walk: Walk, *, is_first: bool = True) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (name, offset of its first header block, offset of its data, size) of each member.
+
+    Members are regular files. is_first: offset 0 is the start of a file, which must not be
+    compressed.
+    """
     window, base = read(0, min(size, _WINDOW)), 0
-    if not is_begun:
+    if is_first:
         check_plain(window, shard)
     offset, start, extra = 0, None, Extra()
     while True:
@@ -206,14 +232,16 @@ def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = 
         if not base <= offset <= base + len(window) - BLOCK:
             window, base = read(offset, min(size - offset, _WINDOW)), offset
             if len(window) < BLOCK:
-                raise ShardError(f"{shard} gave {len(window)} bytes at offset {offset} where {BLOCK} were promised.")
+                raise ShardError(
+                    f"{shard} gave {len(window)} bytes at offset {offset} instead of {BLOCK}. Copy or pack it again."
+                )
         block = bytes(window[offset - base : offset - base + BLOCK])
         if not block[0] and block == bytes(BLOCK):
             if size - offset < 2 * BLOCK or bytes(read(offset, 2 * BLOCK)) != END:
                 raise ShardError(
                     f"{shard} has a zero block at offset {offset} that is not the end: it is damaged. Copy it again."
                 )
-            _only_zeros(read, offset, size, shard)
+            _check_zeros(read, offset, size, shard)
             if start is not None:
                 raise ShardError(f"{shard} ends at offset {offset} after an extension header without its member. Repack it.")
             return
@@ -224,7 +252,8 @@ def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = 
         if kind in EXTENSIONS:
             check_extension(shard, offset, length, size)
             padded = min(length + padding(length), size - data)
-            inside = data - base + padded <= len(window)  # nothing is read twice: a server would be asked anew
+            # Use the window where it has the payload: another read would be another request.
+            inside = data - base + padded <= len(window)
             payload = window[data - base : data - base + padded] if inside else read(data, padded)
             extra.read(kind, bytes(payload), length, shard, offset)
             offset = data + length + padding(length)
@@ -233,7 +262,7 @@ def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = 
         name = extra.path or name_in(block)
         check_inside(shard, f"'{name}'", data, length, size)
         if kind == b"S" or extra.sparse:
-            raise sparse(shard, name, offset)
+            raise sparse_error(shard, name, offset)
         if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
             yield name, start, data, length
         else:
@@ -242,87 +271,108 @@ def _members(read: Read, size: int, shard: str, walk: Walk, *, is_begun: bool = 
         offset, start, extra = data + length + padding(length), None, Extra()
 
 
-def _only_zeros(read: Read, offset: int, size: int, shard: str) -> None:
-    """After the end marker nothing but zeros may follow: tars one after another, or a shard zeroed in part, are refused."""
+def _check_zeros(read: Read, offset: int, size: int, shard: str) -> None:
+    """Raise ShardError unless zeros of a plausible number fill the shard from its end marker on.
+
+    Concatenated tars and shards that lost a part to zeros are refused.
+    """
     if not is_padding(read, offset, size):
         raise ShardError(
-            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does, which is more than tar adds. It is "
-            f"damaged, or several tars in one. Pack it again, or copy what is whole: wdstrain repair"
+            f"{shard} ends at offset {offset}, {size - offset} bytes before the file does, which "
+            f"is more than tar adds. It is damaged, or several tars in one. Pack it again, or copy "
+            f"its intact samples: wdstrain repair"
         )
     if any(bytes(read(offset, size - offset))):
         raise ShardError(
-            f"{shard} holds something after its end at offset {offset}: several tars in one? Pack it again, or copy what is "
-            f"whole: wdstrain repair"
+            f"{shard} has data after its end at offset {offset}: several tars in one? Pack it "
+            f"again, or copy its intact samples: wdstrain repair"
         )
 
 
 def is_padding(read: Read, offset: int, size: int) -> bool:
-    """Whether tar may have ended a shard of this size with zeros from this offset on.
+    """Return whether tar may have written the zeros from `offset` to the end of a shard.
 
-    Tar fills up its last record. Records have 20 blocks, or as many as `tar -b` says; `tar -A` adds the record of the archive
-    before. A shard that lost its end to zeros is seldom whole records, and its zeros seldom begin where a member ends.
+    Tar fills up its last record. A record has 20 blocks, or the number given to `tar -b`; `tar -A`
+    adds the record of the previous archive. A shard that lost its end to zeros rarely has whole
+    records, and its zeros rarely begin at the end of a member.
     """
     zeros = size - offset
     if zeros <= RECORD:
         return True
     record = max(RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD))
-    return record >= RECORD - BLOCK and zeros <= 2 * record + BLOCK and offset > 0 and any(bytes(read(offset - BLOCK, BLOCK)))
+    if record < RECORD - BLOCK or zeros > 2 * record + BLOCK or offset <= 0:
+        return False
+    return any(bytes(read(offset - BLOCK, BLOCK)))
 
 
 @dataclass
 class Extra:
-    """What extension headers say of the next member."""
+    """Properties of the next member that its extension headers give."""
 
     path: str | None = None
     size: int | None = None
     sparse: bool = False
 
     def read(self, kind: bytes, padded: bytes, length: int, shard: str, offset: int) -> None:
-        """Take in what one says. padded: its data of this length, with the padding behind it."""
-        payload, told, named = padded[:length], self.path is not None, kind == b"L"
+        """Read one extension header of type `kind` at `offset` of `shard`.
+
+        padded: its data of `length` bytes and the padding after it. Raises ShardError.
+        """
+        payload, had_path, gives_path = padded[:length], self.path is not None, kind == b"L"
         if kind == b"L":
-            if b"\0" not in payload and any(padded[length:]):  # tarfile would read on
+            if b"\0" not in payload and any(padded[length:]):  # tarfile would read into the padding
                 raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
             self.path = payload.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
         elif kind == b"g":
             for name, _ in _records(payload, shard, offset):
-                if name in (b"path", b"size"):  # who goes by it and who does not read different samples
+                if name in (b"path", b"size"):  # readers disagree whether it applies
                     raise ShardError(f"{shard} claims one {name.decode()} for all its members at offset {offset}. Repack it.")
         elif kind in (b"x", b"X"):
             for name, value in _records(payload, shard, offset):
                 if name == b"path":
-                    named = True
+                    gives_path = True
                     self.path = value.decode("utf-8", "surrogateescape")
                 elif name == b"size":
                     if not value.isdigit() or len(value) > 20:
-                        raise ShardError(f"{shard} claims a size of {value[:40]!r} at offset {offset}. Repack it.")
+                        raise ShardError(
+                            f"{shard} claims a size of {value[:40]!r} at offset {offset}; it must "
+                            f"be a decimal number. Repack it."
+                        )
                     self.size = int(value)
                 elif name.startswith(b"GNU.sparse"):
                     self.sparse = True
-        if told and named:  # some go by the first, some by the last
+        if had_path and gives_path:  # readers disagree which of the two applies
             raise ShardError(f"{shard} has a second header for the name of one member at offset {offset}. Repack it.")
 
 
 def _records(payload: bytes, shard: str, offset: int) -> Iterator[tuple[bytes, bytes]]:
-    at = 0
-    while at < len(payload) and payload[at]:
-        digits, blank, _ = payload[at : at + 12].partition(b" ")
+    """Yield (name, value) of each record of a PAX header at `offset`. Raises ShardError."""
+    start = 0
+    while start < len(payload) and payload[start]:
+        digits, blank, _ = payload[start : start + 12].partition(b" ")
         length = int(digits) if digits.isdigit() and blank else 0
-        name, equals, value = payload[at + len(digits) + 1 : at + length - 1].partition(b"=")
-        if length < 5 or at + length > len(payload) or not equals or payload[at + length - 1 : at + length] != b"\n":
+        stop = start + length
+        name, equals, value = payload[start + len(digits) + 1 : stop - 1].partition(b"=")
+        if length < 5 or stop > len(payload) or not equals or payload[stop - 1 : stop] != b"\n":
             raise ShardError(f"{shard} has a malformed PAX header at offset {offset}. Repack it.")
         yield name, value
-        at += length
+        start = stop
 
 
 def size_in(block: bytes, shard: str, offset: int) -> int:
-    """The member's size, after the header's checksum was found right."""
+    """Return the size of the member whose header is `block`. Checks the header's checksum first.
+
+    Raises ShardError for a wrong checksum and for an impossible size.
+    """
     stored = block[148:156].strip(b"\0 ")
     summed = block[:148] + b"        " + block[156:]
-    total = sum(summed)
-    signed = total - 256 * sum(byte > 127 for byte in summed) if not block.isascii() else total  # as old tars sum
+    total = signed = sum(summed)
+    if not block.isascii():  # old tars sum signed bytes
+        signed = total - 256 * sum(byte > 127 for byte in summed)
     if not stored or stored.strip(b"01234567") or int(stored, 8) not in (total, signed):
-        raise ShardError(f"{shard} has no valid tar header at offset {offset}: it is damaged or no tar. Copy or pack it again.")
+        raise ShardError(
+            f"{shard} has no valid tar header at offset {offset}: it is damaged or not a tar. Copy or pack it again."
+        )
     raw = block[124:136]
     if raw[0] & 0x80:  # base 256, for sizes from 8 GiB on
         value = int.from_bytes(raw, "big") & ~(0x80 << 88)
@@ -331,19 +381,22 @@ def size_in(block: bytes, shard: str, offset: int) -> int:
         return value
     digits = raw.strip(b"\0 ") or b"0"
     if digits.strip(b"01234567"):
-        raise ShardError(f"{shard} claims a size of {raw!r} at offset {offset}, which is no octal number. Repack it.")
+        raise ShardError(f"{shard} claims a size of {raw!r} at offset {offset}; it must be an octal number. Repack it.")
     return int(digits, 8)
 
 
 def check_plain(window: bytes | memoryview, shard: str) -> None:
-    """Raise ShardError for a file that begins as a compressed one."""
-    for magic, what in _FOREIGN.items():
+    """Raise ShardError if `window`, the first bytes of a file, are those of a compressed file."""
+    for magic, kind in _COMPRESSED.items():
         if bytes(window[: len(magic)]) == magic and bytes(window[257:262]) != b"ustar":
-            raise ShardError(f"{shard} is a {what} file, not a plain tar; offsets need plain tars. Unpack it first.")
+            raise ShardError(
+                f"{shard} is a {kind} file, not a plain tar; shards must be plain, because members "
+                f"are read at their offsets. Unpack it first."
+            )
 
 
 def check_extension(shard: str, offset: int, length: int, size: int) -> None:
-    """Raise ShardError for an extension header that is too large or runs beyond the end of the shard."""
+    """Raise ShardError for an extension header that is too large or runs beyond the shard."""
     if length > EXTENSION_LIMIT:
         raise ShardError(
             f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit. Repack it."
@@ -351,22 +404,26 @@ def check_extension(shard: str, offset: int, length: int, size: int) -> None:
     check_inside(shard, "an extension header", offset + BLOCK, length, size)
 
 
-def sparse(shard: str, name: str, offset: int) -> ShardError:
-    """The error for a sparse file, whose bytes do not lie as its size says."""
+def sparse_error(shard: str, name: str, offset: int) -> ShardError:
+    """Return the error for a sparse file: its data is shorter than its size, so offsets fail."""
     return ShardError(f"{shard} holds the sparse file '{name}' at offset {offset}. Repack it without --sparse.")
 
 
-def check_inside(shard: str, what: str, data: int, length: int, size: int) -> None:
-    """Raise ShardError for a member that runs beyond the end of the shard."""
+def check_inside(shard: str, described: str, data: int, length: int, size: int) -> None:
+    """Raise ShardError for a member that runs beyond the end of the shard.
+
+    described: the member's name in the error; data, length: offset and size of its data;
+    size: bytes of the shard.
+    """
     if data + length > size:
         raise ShardError(
-            f"{shard} ends inside {what}: {length} bytes promised at offset {data}, {max(0, size - data)} found. "
-            f"Copy or pack it again."
+            f"{shard} ends inside {described}: {length} bytes promised at offset {data}, "
+            f"{max(0, size - data)} found. Copy or pack it again."
         )
 
 
 def name_in(block: bytes) -> str:
-    """The member's name as its header has it."""
+    """Return the member's name in its header block."""
     name = block[:100].split(b"\0", 1)[0]
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")

@@ -33,7 +33,7 @@ from wdstrain.shards.tar import (
     other_kind,
     padding,
     size_in,
-    sparse,
+    sparse_error,
     split_name,
 )
 from wdstrain.verifying.search import Search
@@ -155,7 +155,7 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
             name = extra.path or name_in(block)
             check_inside("", f"'{name}'", data, length, size)
             if kind == b"S" or extra.sparse:
-                raise sparse("", name, offset)
+                raise sparse_error("", name, offset)
         except ShardError as error:
             fault = fault or Damage(begun, size, _said(error))
             following = search.after(offset + 1)
