@@ -504,7 +504,7 @@ def test_what_cannot_be_is_one_sentence(folder: Path, capsys: Any, words: list[s
 
 
 def test_sizes_that_cannot_be_are_the_errors_of_a_loader(folder: Path) -> None:
-    with pytest.raises(PlanError, match="world sizes that fit"):
+    with pytest.raises(PlanError, match="Use a world size that divides lanes"):
         foresee(folder, lanes=3, world_size=2)
     index = open_index(folder)
     with pytest.raises(UsageError, match="is of the kind number"):

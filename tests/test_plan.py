@@ -226,7 +226,7 @@ def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> Non
         ({"batch_size": 0}, "batch_size=0"),
         ({"lanes": 6, "world_size": 4}, r"6 lanes cannot be shared by 4 ranks.*\[1, 2, 3, 6\]"),
         ({"lanes": 3}, "4 cannot be taken equally from 3 lanes"),
-        ({"tail": "repeat"}, "tail='repeat' is not one of drop, pad, keep"),
+        ({"tail": "repeat"}, "tail='repeat': must be one of drop, pad, keep"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers(options: dict[str, Any], words: str) -> None:

@@ -1,15 +1,16 @@
-"""The order of an epoch over several sources with given shares.
+"""Epoch plan over several sources with given shares.
 
-Each source keeps a plan of its own (its lanes, its window, its seed); the mixture only says how many samples of each
-source a step takes. The sources take turns, one sample each (`_turns`), over and over: of k turns a source with share s has
-floor(s k) or ceil(s k). With q samples per lane and step a lane has taken q t samples before step t, so each source is within
-one sample of its share at any time, the position is still (epoch, step), and everything a plan promises holds.
+Each source has a `Plan` of its own, with its own lanes, window and seed. The mixture decides how
+many samples of each source a step takes. The sources take turns of one sample in a fixed cycle
+(`_turns`): of the first k turns, a source with share s has floor(s * k) or ceil(s * k). Each lane
+follows the cycle, so a source is always within one sample per lane of its share. The position of an
+epoch is (epoch, step), as in a `Plan`.
 
-The road not taken: floor(b q t) - floor(a q t) for a source between the bounds a and b of its share. That is as exact, and
-goes back by one now and then where a source has less than a sample of a step: what it gave came twice.
+The number of turns of a source must never decrease from one step to the next, or a sample would be
+delivered twice.
 
-Stop rule: the epoch ends before the first step that a source cannot fill; nothing is repeated within an epoch. What the
-others have left is left out of this epoch, another part each epoch.
+The epoch ends before the first step that a source cannot fill. No sample is repeated within an
+epoch. The remaining samples of the other sources are left out; they differ between epochs.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from wdstrain.order.plan import Ints, Plan, Tail
 from wdstrain.order.rng import key
 from wdstrain.runtime.cached import cached_property
 
-TURNS = 2  # version of the order in which sources take turns; what a plan makes of each source is another (`plan.ORDER`)
+TURNS = 2  # version of the cycle of turns; `plan.ORDER` is the version of the order within a source
 
 
 class Mixture:
-    """A plan over several sources; it has the members of `Plan` that readers and loaders use.
+    """The order of one epoch over several sources. It has the members of `plan.Order`.
 
-    counts: samples of each shard, one array for each source; ids count through the sources in order. Lanes are numbered
-    source by source. Raises PlanError when a source cannot fill its share of one step.
+    counts: samples of each shard, one array for each source, int64[shards] each.
+    names: the name of each source; its seed depends on it.
+    shares: the share of each source; they add up to 1.
+    window: reach of the shuffle in samples of a lane, over all sources.
+    The other arguments are those of `Plan`. Sample ids count through the sources in order. Lanes
+    are numbered source by source, `lane_count` lanes each.
+    Raises PlanError if a source cannot fill its share of one step.
     """
 
     tail: Tail = "drop"
@@ -57,7 +63,7 @@ class Mixture:
         self.seed, self.epoch, self.batch_size, self.world_size, self.shuffle = seed, epoch, batch_size, world_size, shuffle
         self.lane_count = lanes if lanes is not None else world_size
         self.global_batch = batch_size * world_size
-        whole = Plan(  # checks what lanes, ranks and batches have to do with each other
+        checked = Plan(  # raises PlanError if batch_size, world_size and lanes do not fit together
             counts=np.array([max(1, self.global_batch)]),
             seed=0,
             epoch=0,
@@ -65,13 +71,17 @@ class Mixture:
             world_size=world_size,
             lanes=lanes,
         )
-        self._per_lane = whole.samples_per_step_per_lane
+        # a lane of one source takes at most this many; the lanes of all sources together, exactly
+        self.samples_per_step_per_lane = checked.samples_per_step_per_lane
         self._turns = _turns(tuple(shares))
         self.samples = int(sum(count.sum() for count in counts))
         self.steps = self._most_steps([int(count.sum()) for count in counts], names)
         for source, name in enumerate(names):
             if self._taken(source, self.steps) < 1:
-                raise PlanError(f"the source {name} gives no sample in an epoch of {self.steps} steps. Raise its weight.")
+                raise PlanError(
+                    f"source {name} gives no sample in an epoch of {self.steps} steps: each source must give one. "
+                    f"Raise its weight."
+                )
         self._plans = [
             Plan(
                 counts=count,
@@ -88,67 +98,79 @@ class Mixture:
         ]
         self._firsts = [0, *accumulate(int(count.sum()) for count in counts)]
         self.window = max(plan.window for plan in self._plans)
-        self.samples_per_step_per_lane = self._per_lane  # most that a step takes from a lane
 
     @property
     def left_out(self) -> int:
-        """Samples this epoch does not deliver."""
+        """Samples that this epoch does not deliver."""
         return self.samples - self.steps * self.global_batch
 
     def lanes_of(self, rank: int) -> list[int]:
-        mine = self._plans[0].lanes_of(rank)
-        return [source * self.lane_count + lane for lane in mine for source in range(len(self._plans))]
+        """Lanes that a rank reads, of all sources."""
+        source_lanes = self._plans[0].lanes_of(rank)
+        return [source * self.lane_count + lane for lane in source_lanes for source in range(len(self._plans))]
 
     def lane_samples(self, lane: int) -> int:
-        plan, own, _ = self._of(lane)
-        return plan.lane_samples(own)
+        """Samples that a lane delivers."""
+        plan, source_lane, _ = self._locate(lane)
+        return plan.lane_samples(source_lane)
 
     def lane_places(self, lane: int) -> int:
+        """Places that a lane reads: as many as it delivers, since a mixture has no padding."""
         return self.lane_samples(lane)
 
     def span(self, lane: int, step: int) -> tuple[int, int]:
-        """Delivery positions [start, stop) of a lane that make up its part of a step; none where its share is due later."""
+        """Delivery positions [start, stop) of a lane that a step takes; empty if no turn is due."""
         source = lane // self.lane_count
         return int(self._taken(source, step)), int(self._taken(source, step + 1))
 
     def order(self, lane: int, start: int, stop: int) -> Ints:
-        plan, own, _ = self._of(lane)
-        return plan.order(own, start, stop)
+        """Places of a lane that are delivered at positions [start, stop). int64[stop - start]."""
+        plan, source_lane, _ = self._locate(lane)
+        return plan.order(source_lane, start, stop)
 
     def due(self, lane: int, start: int, stop: int) -> Ints:
-        """The step that needs the sample, for places [start, stop) of a lane."""
-        plan, own, source = self._of(lane)
-        position = plan.due(own, start, stop)  # a plan of one sample a step: its step is the position
+        """Step that needs each of the places [start, stop) of a lane. int64[stop - start]."""
+        plan, source_lane, source = self._locate(lane)
+        position = plan.due(source_lane, start, stop)  # the source's plan takes one sample per step
         return np.asarray(np.searchsorted(self._all_taken[source], position, side="right") - 1)
 
     def first_place(self, lane: int, step: int) -> int:
-        plan, own, source = self._of(lane)
-        return plan.first_place(own, int(self._taken(source, step)))
+        """First place of a lane that is read if the epoch starts at `step`."""
+        plan, source_lane, source = self._locate(lane)
+        return plan.first_place(source_lane, int(self._taken(source, step)))
 
     def ids(self, lane: int, places: Ints) -> Ints:
-        plan, own, source = self._of(lane)
-        found: Ints = plan.ids(own, places) + self._firsts[source]
-        return found
+        """Sample ids at these places of a lane. int64, shape of `places`."""
+        plan, source_lane, source = self._locate(lane)
+        sample_ids: Ints = plan.ids(source_lane, places) + self._firsts[source]
+        return sample_ids
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
-    def _of(self, lane: int) -> tuple[Plan, int, int]:
-        source, own = divmod(lane, self.lane_count)
-        return self._plans[source], own, source
+    def _locate(self, lane: int) -> tuple[Plan, int, int]:
+        """Return the plan of a lane's source, the lane's number in it, and the source's number."""
+        source, source_lane = divmod(lane, self.lane_count)
+        return self._plans[source], source_lane, source
 
     def _taken(self, source: int, step: int) -> int:
         """Samples of a source that each lane has taken before a step."""
-        had = self._turns[source]
-        rounds, turn = divmod(self._per_lane * step, len(had) - 1)
-        return rounds * int(had[-1]) + int(had[turn])
+        turns = self._turns[source]
+        cycles, turn = divmod(self.samples_per_step_per_lane * step, len(turns) - 1)
+        return cycles * int(turns[-1]) + int(turns[turn])
 
     @cached_property
     def _all_taken(self) -> list[Ints]:
-        """`_taken` of every step, for each source. int64[steps + 1] each"""
-        rounds, turn = np.divmod(np.arange(self.steps + 1, dtype=np.int64) * self._per_lane, self._turns.shape[1] - 1)
-        return [rounds * had[-1] + had[turn] for had in self._turns]
+        """`_taken` of every step, for each source. int64[steps + 1] each."""
+        taken = np.arange(self.steps + 1, dtype=np.int64) * self.samples_per_step_per_lane
+        cycles, turn = np.divmod(taken, self._turns.shape[1] - 1)
+        return [cycles * turns[-1] + turns[turn] for turns in self._turns]
 
     def _most_steps(self, totals: list[int], names: Sequence[str]) -> int:
+        """Return the most steps for which every source has enough samples. Raises PlanError if 0.
+
+        totals: samples of each source.
+        """
+
         def fits(step: int) -> bool:
             return all(self._taken(source, step) * self.lane_count <= total for source, total in enumerate(totals))
 
@@ -159,30 +181,33 @@ class Mixture:
         if low == 0:
             shares = ", ".join(f"{name} {total} samples" for name, total in zip(names, totals, strict=True))
             raise PlanError(
-                f"these sources cannot fill one step of {self.global_batch} with their shares ({shares}). "
-                f"Lower batch_size, or the weight of the smallest source."
+                f"these sources cannot fill one step of {self.global_batch} samples by their shares ({shares}). "
+                f"Lower batch_size or the weight of the smallest source."
             )
         return low
 
 
 @lru_cache(maxsize=4)
 def _turns(shares: tuple[Fraction, ...]) -> Ints:
-    """How many of the first k turns each source has, until they repeat: int64[sources, turns + 1].
+    """Return how many of the first k turns each source has. int64[sources, turns + 1].
 
-    A source is due its next turn once its share of the turns is more than it had, and must have it before that is one more. Whoever
-    must have it first takes it: this finds such an order whenever there is one, and there always is (Steiner and Yeomans, 1993).
+    `turns` is the length of the cycle. A source may take its next turn once its share of the turns
+    exceeds the turns it has taken. Its deadline is the turn at which the excess would reach one.
+    The source with the earliest deadline takes each turn. That keeps every deadline (Steiner and
+    Yeomans, 1993).
     """
     turns = lcm(*(share.denominator for share in shares))
-    each = [int(share * turns) for share in shares]
-    had, owner = [0] * len(shares), np.empty(turns, np.int64)
-    waiting, due = [(0, source) for source in range(len(shares))], list[tuple[int, int]]()
+    quotas = [int(share * turns) for share in shares]
+    taken, owner = [0] * len(shares), np.empty(turns, np.int64)
+    upcoming = [(0, source) for source in range(len(shares))]  # heap of (first allowed turn, source)
+    due = list[tuple[int, int]]()  # heap of (deadline, source)
     for turn in range(turns):
-        while waiting and waiting[0][0] <= turn:
-            source = heappop(waiting)[1]
-            heappush(due, (-(-(had[source] + 1) * turns // each[source]), source))
+        while upcoming and upcoming[0][0] <= turn:
+            source = heappop(upcoming)[1]
+            heappush(due, (-(-(taken[source] + 1) * turns // quotas[source]), source))
         source = owner[turn] = heappop(due)[1]
-        had[source] += 1
-        heappush(waiting, (had[source] * turns // each[source], source))
-    found = np.zeros((len(shares), turns + 1), np.int64)
-    found[owner, np.arange(1, turns + 1)] = 1
-    return found.cumsum(axis=1)
+        taken[source] += 1
+        heappush(upcoming, (taken[source] * turns // quotas[source], source))
+    has_turn = np.zeros((len(shares), turns + 1), np.int64)
+    has_turn[owner, np.arange(1, turns + 1)] = 1
+    return has_turn.cumsum(axis=1)

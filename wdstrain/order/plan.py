@@ -1,25 +1,23 @@
-"""The order of an epoch, decided on integers before a byte is read.
+"""Epoch plans: which samples a rank reads, in which order, and the order of delivery.
 
-A plan says which samples a rank reads, in which order it reads them (always forward) and in which order they are
-delivered. Everything else obeys it and holds no position of its own; hence one order for any number of workers, equal
-steps on every rank, and a resume that costs one window wherever it happens.
+A plan is a pure function over integers. Readers, workers and loaders execute it and keep no
+position of their own. An epoch is laid out as follows:
 
-How an epoch is laid out:
+* Line: all samples, shard after shard. The shards are permuted for each epoch.
+* Hole, only with tail="drop": the samples that fill no step. They are one contiguous run of the
+  line. Its position changes with the epoch.
+* Lane: the line is cut by count into `lanes` equal runs. One rank reads each lane forward.
+* Window: the sample at place i of its lane has the key i + jitter, with jitter uniform in
+  [0, window). The delivery order is the stable sort of the keys. A sample is therefore delivered
+  less than one window after it was read, and two windows of keys are enough to enter the order at
+  any position. The places of the first step have a tenth of the jitter, so that the first batch
+  needs few reads.
+* Step: takes the same number of samples from each lane. A rank owns lanes / world_size lanes. With
+  fixed `lanes` the global batches are the same for every world size.
 
-    line    all samples of the data set, shard after shard, the shards in an order permuted for this epoch
-    hole    with tail="drop": the samples that fill no step, one run of the line at a random place, another each epoch
-    lane    the line cut by count into `lanes` equal runs; each is read forward, by one rank
-    window  the sample at place i of its lane gets the key i + jitter, jitter uniform in [0, window); the delivery order
-            is the stable sort of the keys. So a sample leaves less than one window after it was read, and the order can
-            be entered at any position by looking at two windows of keys. The first batch's worth of places is jittered by
-            a tenth of the window only, so that the first batch is due after a batch and a tenth of the window. The road
-            not taken is webdataset's reservoir: it mixes as well for the same memory, but its state depends on all that
-            went before, so it cannot be re-entered.
-    step    every step takes the same number of samples from each lane; a rank owns lanes / world_size lanes. With
-            `lanes` fixed, the global batches are therefore the same for every world size.
-
-The order depends on the sizes of the shards, seed, epoch, batch_size * world_size, lanes, window and tail, and on
-nothing else. A change of what a seed means must change `ORDER` and the golden test in the same commit.
+The order depends only on the sizes of the shards, seed, epoch, batch_size * world_size, lanes,
+window, shuffle and tail. A change of the order must change `ORDER` and the golden test in the same
+commit.
 """
 
 from __future__ import annotations
@@ -37,18 +35,19 @@ from wdstrain.errors import PlanError, UsageError
 from wdstrain.order.rng import below, bits
 from wdstrain.runtime.cached import cached_property
 
-ORDER = 1  # version of the order: same inputs and same ORDER, same epoch
+ORDER = 1  # version of the order; equal inputs and equal ORDER give equal epochs
 
 Ints = npt.NDArray[np.int64]
 Tail = Literal["drop", "pad", "keep"]
 
-_BLOCK = 4096  # positions computed at a time, at least; the cost per sample is that of sorting three windows
+_BLOCK = 4096  # least number of positions computed at a time; smaller blocks sort too often
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
-    """Return an argument as a Python int: ints and numpy's integers are taken, bools, floats and text refused.
+    """Return an argument as a Python int.
 
-    Raises UsageError, also for a value below `least`.
+    value: an int or a NumPy integer. name: the name of the argument, for the error message.
+    Raises UsageError for a bool, a float, any other type, and a value below `least`.
     """
     rule = "must be an integer" + (f" >= {least}" if least is not None else "")
     try:
@@ -61,12 +60,12 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def is_number(value: Any) -> bool:
-    """Whether an argument is a real number, Python's or numpy's."""
+    """Return whether an argument is a real number of Python or NumPy."""
     return isinstance(value, Real)
 
 
 class Order(Protocol):
-    """What readers and loaders use of a plan."""
+    """Members of a plan that readers and loaders use: `Plan` and `Mixture` have them."""
 
     @property
     def seed(self) -> int: ...
@@ -106,10 +105,15 @@ class Order(Protocol):
 class Plan:
     """The order of one epoch.
 
-    counts: samples of each shard, in index order. window: 1 delivers in reading order. tail: what is done with samples
-    that fill no whole step: "drop" leaves them out, "pad" repeats samples that are marked invalid, "keep" gives a short
-    last batch, empty on a rank for which there is no sample left. A lane with no sample for the last batch takes one from its part
-    of the batch before, which is then shorter as well. Raises PlanError, with the numbers that would do, when the sizes do not fit.
+    counts: samples of each shard in index order, int64[shards].
+    window: reach of the shuffle, in samples of a lane; 1 delivers in reading order.
+    shuffle: False keeps the shards in index order. It does not change `window`.
+    tail: handling of the samples that fill no whole step. "drop" leaves them out. "pad" repeats
+    samples, which the batch marks as invalid. "keep" gives a short last batch, which is empty on a
+    rank that has no samples left. With "keep", a lane without samples for the last step takes one
+    from its step before, which is then shorter too.
+    limit: most steps of the epoch; only with tail="drop". The rest counts as left out.
+    Raises PlanError if the sizes do not fit. The message names sizes that do.
     """
 
     counts: Ints
@@ -121,7 +125,7 @@ class Plan:
     window: int = 1
     shuffle: bool = True
     tail: Tail = "drop"
-    limit: int | None = None  # most steps; what it leaves out counts as left out
+    limit: int | None = None
     _blocks: dict[tuple[int, int], Ints] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,46 +133,52 @@ class Plan:
             object.__setattr__(self, name, integer(name, getattr(self, name)))
         for name in ("batch_size", "world_size", "window"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)} is below 1.")
+                raise PlanError(f"{name}={getattr(self, name)}: must be >= 1.")
         if self.tail not in get_args(Tail):
-            raise PlanError(f"tail={self.tail!r} is not one of {', '.join(get_args(Tail))}.")
+            raise PlanError(f"tail={self.tail!r}: must be one of {', '.join(get_args(Tail))}.")
         if self.lanes is not None:
             object.__setattr__(self, "lanes", integer("lanes", self.lanes))
         if self.lanes is not None and (self.lanes < 1 or self.lanes % self.world_size):
-            fits = [w for w in range(1, max(1, self.lanes) + 1) if self.lanes % w == 0]
-            raise PlanError(f"{self.lanes} lanes cannot be shared by {self.world_size} ranks; world sizes that fit: {fits}.")
+            divisors = [size for size in range(1, max(1, self.lanes) + 1) if self.lanes % size == 0]
+            raise PlanError(
+                f"{self.lanes} lanes cannot be shared by {self.world_size} ranks: every rank needs the same number. "
+                f"Use a world size that divides lanes: {divisors}."
+            )
         if self.global_batch % self.lane_count:
             raise PlanError(
                 f"a global batch of {self.batch_size} x {self.world_size} = {self.global_batch} cannot be taken equally "
                 f"from {self.lane_count} lanes. Make batch_size * world_size a multiple of lanes."
             )
         if self.limit is not None and self.tail != "drop":
-            raise PlanError(f'limit={self.limit} leaves samples out, tail="{self.tail}" none. Use tail="drop".')
+            raise PlanError(f'limit={self.limit} leaves samples out, but tail="{self.tail}" does not. Use tail="drop".')
         if self.samples < 1:
-            raise PlanError("there are no samples in these shards. Check the address.")
+            raise PlanError("these shards hold no samples. Check the address.")
         if self.steps < 1:
             raise PlanError(
                 f"{self.samples} samples cannot give {self.world_size} rank(s) one batch of {self.batch_size} "
                 f'({self.global_batch} needed). Lower batch_size or world_size, or use tail="pad".'
             )
 
-    # --- sizes -------------------------------------------------------------------------------------------------------
+    # --- sizes ------------------------------------------------------------------------------------
 
     @property
     def lane_count(self) -> int:
+        """Lanes of all ranks together."""
         return self.lanes if self.lanes is not None else self.world_size
 
     @property
     def global_batch(self) -> int:
+        """Samples of one step over all ranks."""
         return self.batch_size * self.world_size
 
     @property
     def samples_per_step_per_lane(self) -> int:
-        """Samples a step takes from each lane."""
+        """Samples that a step takes from each lane."""
         return self.global_batch // self.lane_count
 
     @cached_property
     def samples(self) -> int:
+        """Samples of all shards, including those that this epoch leaves out."""
         return int(self.counts.sum())
 
     @cached_property
@@ -180,48 +190,49 @@ class Plan:
 
     @property
     def left_out(self) -> int:
-        """Samples this epoch does not deliver: only with tail="drop", and fewer than a global batch if there is no limit."""
+        """Samples that this epoch does not deliver.
+
+        0 unless tail="drop". Below `global_batch` unless `limit` is given.
+        """
         return max(0, self.samples - self.steps * self.global_batch) if self.tail == "drop" else 0
 
     def lanes_of(self, rank: int) -> range:
+        """Lanes that a rank reads."""
         share = self.lane_count // self.world_size
         return range(rank * share, (rank + 1) * share)
 
     def lane_samples(self, lane: int) -> int:
-        """Samples delivered by a lane as themselves, not as padding."""
+        """Samples that a lane delivers, without padding."""
         kept = self.samples - self.left_out
         return kept // self.lane_count + (lane < kept % self.lane_count)
 
     def lane_places(self, lane: int) -> int:
-        """Places a lane reads. One more than it delivers only where an empty lane must pad and needs something to repeat."""
+        """Places that a lane reads: `lane_samples`, or 1 if an empty lane delivers padding."""
         count = self.lane_samples(lane)
         return 1 if count == 0 and (self.tail == "pad" or self._repeats(lane)) else count
 
     def span(self, lane: int, step: int) -> tuple[int, int]:
-        """Delivery positions [start, stop) of a lane that make up its part of a step.
+        """Delivery positions [start, stop) of a lane that a step takes.
 
-        With tail="pad" they may lie beyond `lane_samples`: those are padding. With tail="keep" the last step is short; where
-        nothing is left for the rank, it is one position of padding, which shows what an empty batch is made of.
+        With tail="pad", positions at `lane_samples` or later are padding. With tail="keep" the last
+        step is short. If it has no sample for a rank, it has one position of padding for that rank,
+        which gives the empty batch its fields and shapes.
         """
         start, stop = step * self.samples_per_step_per_lane, (step + 1) * self.samples_per_step_per_lane
-        if self.tail == "keep":
-            lent = self._lent(lane)
-            start -= lent if step == self.steps - 1 else 0
-            stop = (
-                self.lane_samples(lane) + self._repeats(lane)
-                if step == self.steps - 1
-                else stop - (lent if step == self.steps - 2 else 0)
-            )
+        if self.tail == "keep" and step == self.steps - 1:
+            return start - self._lent(lane), self.lane_samples(lane) + self._repeats(lane)
+        if self.tail == "keep" and step == self.steps - 2:
+            return start, stop - self._lent(lane)
         return start, stop
 
-    # --- order -------------------------------------------------------------------------------------------------------
+    # --- order ------------------------------------------------------------------------------------
 
     def order(self, lane: int, start: int, stop: int) -> Ints:
-        """Places of a lane in the order they are delivered, for delivery positions [start, stop).
+        """Places of a lane that are delivered at the positions [start, stop). int64[stop - start].
 
-        int64[stop - start]. The sample at place i is delivered before any at place i + window or later. Positions beyond
-        the lane's samples (tail="pad") repeat the place delivered last. Costs stop - start plus at most three windows,
-        wherever start is.
+        The sample at place i is delivered before any sample at place i + window or later. Positions
+        at `lane_samples` or later (padding) repeat the place that is delivered last. The cost is
+        that of stop - start plus at most three windows of places, for any start.
         """
         count = self.lane_samples(lane)
         if count == 0 or start >= stop:
@@ -236,34 +247,44 @@ class Plan:
         return delivered
 
     def due(self, lane: int, start: int, stop: int) -> Ints:
-        """The last step that needs the sample, for places [start, stop) of a lane. int64[stop - start]."""
+        """Last step that needs each of the places [start, stop) of a lane. int64[stop - start]."""
         count = self.lane_samples(lane)
         if count == 0:
             return np.full(stop - start, self.steps - 1, np.int64)
         position = self.positions(lane, start, stop)
         step = position // self.samples_per_step_per_lane
-        if self.tail == "pad" or self._lent(lane) or self._repeats(lane):  # padding repeats the last until the end
+        # with padding, the last step may need the sample that is delivered last
+        if self.tail == "pad" or self._lent(lane) or self._repeats(lane):
             step[position == count - 1] = self.steps - 1
         return step
 
     def positions(self, lane: int, start: int, stop: int) -> Ints:
-        """Delivery positions of the places [start, stop) of a lane, each less than a window from its place. int64[stop - start]"""
+        """Delivery positions of the places [start, stop) of a lane. int64[stop - start].
+
+        Each is less than one window from its place.
+        """
         if self.window == 1:
             return np.arange(start, stop)
         low, high = max(0, start - self.window + 1), min(self.lane_samples(lane), stop + self.window - 1)
         places = self.order(lane, low, high)
-        mine = (places >= start) & (places < stop)
+        inside = (places >= start) & (places < stop)
         position = np.empty(stop - start, np.int64)
-        position[places[mine] - start] = np.flatnonzero(mine) + low
+        position[places[inside] - start] = np.flatnonzero(inside) + low
         return position
 
     def first_place(self, lane: int, step: int) -> int:
-        """The first place to read when the epoch is entered at `step`: at most one window before it."""
-        last = max(0, self.lane_samples(lane) - 1)  # what padding repeats is needed however late the step is
+        """First place of a lane that is read if the epoch starts at `step`.
+
+        It is at most one window before the step.
+        """
+        last = max(0, self.lane_samples(lane) - 1)  # a step of padding repeats the last sample
         return max(0, min(self.span(lane, step)[0], last) - self.window + 1)
 
     def ids(self, lane: int, places: Ints) -> Ints:
-        """Sample ids (numbers in the whole data set, in index order) at these places of a lane. int64, as `places`."""
+        """Sample ids at these places of a lane. int64, shape of `places`.
+
+        The id of a sample is its number in the data set, in index order.
+        """
         kept = self.samples - self.left_out
         start = lane * (kept // self.lane_count) + min(lane, kept % self.lane_count)
         line = np.minimum(start + places, kept - 1)
@@ -271,11 +292,11 @@ class Plan:
         shard = np.searchsorted(self._line_stops, line, side="right")
         return np.asarray(self._line_ids[shard] + line)
 
-    # --- parts -------------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------
 
     @cached_property
     def shard_order(self) -> Ints:
-        """Shard numbers in the order of the line. int64[shards]"""
+        """Shard numbers in the order of the line. int64[shards]."""
         numbers = np.arange(len(self.counts))
         if not self.shuffle:
             return numbers
@@ -283,16 +304,18 @@ class Plan:
 
     @cached_property
     def _line_stops(self) -> Ints:
+        """End of each shard on the line, in line order. int64[shards]."""
         return np.cumsum(self.counts[self.shard_order])
 
     @cached_property
     def _line_ids(self) -> Ints:
-        """What to add to a place of the line to get the id, for each shard in line order. int64[shards]"""
+        """A sample's id minus its position on the line, by shard in line order. int64[shards]."""
         first = np.cumsum(self.counts) - self.counts
         return np.asarray(first[self.shard_order] - (self._line_stops - self.counts[self.shard_order]))
 
     @cached_property
     def _hole(self) -> int:
+        """Position on the line of the first sample that is left out."""
         kept = self.samples - self.left_out
         if not self.shuffle or not self.left_out:
             return kept
@@ -300,37 +323,45 @@ class Plan:
 
     @cached_property
     def _block(self) -> int:
+        """Positions that are computed and kept together."""
         return max(_BLOCK, self.window)
 
     def _delivered(self, lane: int, block: int) -> Ints:
-        """Places delivered at positions [block * _block, (block + 1) * _block) of a lane."""
-        found = self._blocks.get((lane, block))
-        if found is None:
+        """Places that a lane delivers at positions [block * _block, (block + 1) * _block)."""
+        delivered = self._blocks.get((lane, block))
+        if delivered is None:
             count = self.lane_samples(lane)
             start, stop = block * self._block, min((block + 1) * self._block, count)
-            # Places before low are all delivered before start, and places from high on all at stop or later, so the
-            # sorted keys of the places between them, shifted by low, are the positions themselves.
+            # Places before low are delivered before start, and places from high on at stop or
+            # later. The rank of a key among those of [low, high), plus low, is its position.
             low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
             places = np.arange(low, high)
             reach = np.where(places < self.samples_per_step_per_lane, max(1, self.window // 10), self.window)
             keys = places + below(reach, places, "jitter", self.seed, self.epoch, lane)
-            found = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
-            for old in [k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3]:
-                self._blocks.pop(old, None)
-            self._blocks[lane, block] = found
-        return found
+            delivered = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
+            for distant in [k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3]:
+                self._blocks.pop(distant, None)
+            self._blocks[lane, block] = delivered
+        return delivered
 
     def _lent(self, lane: int) -> int:
-        """With tail="keep": 1 if a lane moves one sample of its last but one step into the last, which would be empty."""
-        return int(self.tail == "keep" and self._ends(lane) and self.samples_per_step_per_lane > 1 and self.steps > 1)
+        """With tail="keep": 1 if a lane moves a sample from its step before the last into its last.
+
+        It does so if it has no other sample for the last step. 0 otherwise.
+        """
+        return int(self.tail == "keep" and self._ends_early(lane) and self.samples_per_step_per_lane > 1 and self.steps > 1)
 
     def _repeats(self, lane: int) -> int:
-        """With tail="keep": 1 if nothing is left for any lane of a rank in the last step, and this is the first of them."""
+        """With tail="keep": 1 if a lane adds a position of padding to its last step.
+
+        The first lane of a rank does so if no lane of the rank has a sample for that step.
+        0 otherwise.
+        """
         share = self.lane_count // self.world_size
         if self.tail != "keep" or lane % share or (self.samples_per_step_per_lane > 1 and self.steps > 1):
             return 0
-        return int(all(self._ends(one) for one in range(lane, lane + share)))
+        return int(all(self._ends_early(rank_lane) for rank_lane in range(lane, lane + share)))
 
-    def _ends(self, lane: int) -> bool:
-        """Whether a lane has no sample for the last step."""
+    def _ends_early(self, lane: int) -> bool:
+        """Return whether a lane has no sample for the last step."""
         return self.lane_samples(lane) == (self.steps - 1) * self.samples_per_step_per_lane

@@ -1,11 +1,12 @@
-"""Random bits that are a function of a key and an index, for ever.
+"""Random bits as a pure function of a key and an index.
 
-Every random decision of this package (order, jitter, crop, split) is read from here by its index, so it can be
-re-entered at any place and does not depend on how many numbers somebody else has drawn. SplitMix64 (Steele, Lea and
-Flood, 2014) in counter form: value i of key k is `mix(k + (i + 1) * GOLDEN)`. It passes BigCrush, costs six integer
-operations, and needs no promise of a library: numpy does not promise the stream of `Generator` methods (NEP 19).
-Keys come from blake2b over the words that name the decision, so `("jitter", seed, epoch)` and `("shards", seed,
-epoch)` are unrelated streams.
+Every random decision (order, jitter, crop, split) reads its bits here by index. The bits do not
+depend on how many numbers were drawn before, so an epoch can start at any step.
+
+The generator is SplitMix64 (Steele, Lea and Flood, 2014) as a counter: value i of key k is
+`mix(k + (i + 1) * GOLDEN)`. NumPy's `Generator` is not used, because NumPy may change its stream
+(NEP 19). A key is the blake2b hash of the words that name the decision. `("jitter", seed, epoch)`
+and `("shards", seed, epoch)` are therefore unrelated streams.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def key(*words: int | str) -> int:
-    """A 64-bit key for the decision that `words` name; a string and a number never collide.
+    """Return the 64-bit key of the decision that `words` name.
 
-    Equal integers of any type give one key. Raises TypeError for other numbers.
+    Equal integers of any type give the same key. A string and an integer never do.
+    Raises TypeError for a number that is not an integer.
     """
     return _key(*(str(word) if isinstance(word, str) else int(as_int(word)) for word in words))
 
@@ -37,27 +39,30 @@ def _key(*words: int | str) -> int:
 
 
 def bits(index: npt.NDArray[np.integer] | U64, *words: int | str) -> U64:
-    """64 random bits for each index. uint64, the shape of `index`."""
+    """Return 64 random bits for each index. uint64, shape of `index`."""
     return _mix(np.uint64(key(*words)) + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
 
 def below(
     limit: int | npt.NDArray[np.integer], index: npt.NDArray[np.integer] | U64, *words: int | str
 ) -> npt.NDArray[np.int64]:
-    """A uniform integer in [0, limit) for each index; limits at most 2**31. int64, the shape of `index`."""
+    """Return a uniform integer in [0, limit) for each index. int64, shape of `index`.
+
+    limit: one limit, or one for each index; at most 2**31.
+    """
     high = bits(index, *words) >> np.uint64(32)
     return np.asarray((high * np.asarray(limit).astype(np.uint64)) >> np.uint64(32), np.int64)
 
 
 def uniform(index: npt.NDArray[np.integer] | U64, columns: int, *words: int | str) -> npt.NDArray[np.float64]:
-    """`columns` uniform numbers in [0, 1) for each index. float64[len(index), columns]."""
-    # seeds: uint64[n, 1]; steps: uint64[1, columns]
-    seeds = bits(index, *words)[:, None]
-    steps = np.arange(1, columns + 1, dtype=np.uint64)[None, :] * _GOLDEN
+    """Return `columns` uniform numbers in [0, 1) for each index. float64[len(index), columns]."""
+    seeds = bits(index, *words)[:, None]  # uint64[len(index), 1]
+    steps = np.arange(1, columns + 1, dtype=np.uint64)[None, :] * _GOLDEN  # uint64[1, columns]
     return np.asarray((_mix(seeds + steps) >> np.uint64(11)) * 2.0**-53)
 
 
 def _mix(z: U64) -> U64:
+    """Return the output function of SplitMix64 for each state. uint64, shape of `z`."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(z ^ (z >> np.uint64(31)))
