@@ -22,12 +22,18 @@ def content(number: int, size: int) -> bytes:
     return (f"<{number}>" * size).encode()[:size]
 
 
-def put(folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "") -> None:
-    """A tar in which sample k<n> holds its number over and over; all of these tars have one size. at: when it was written."""
+def put(
+    folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "", keys: int | None = None
+) -> None:
+    """A tar in which sample k<n> holds its number over and over; all of these tars have one size.
+
+    at: when it was written. keys: what they count from, if not from `first`.
+    """
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / "new", "w", format=FORMATS[kind]) as tar:
         for number, size in enumerate(sizes, first):
-            for name in (f"{long}k{number}.txt", f"{long}k{number}.name"):
+            key = f"{long}k{number if keys is None else number - first + keys}"
+            for name in (f"{key}.txt", f"{key}.name"):
                 member = tarfile.TarInfo(name)
                 member.size = size
                 (folder / "data").write_bytes(content(number, size))
@@ -73,6 +79,25 @@ def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
     put(www, 50, sizes, at=2)
     with pytest.raises(ShardError, match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again"):
         given(loader)
+
+
+@pytest.mark.parametrize("says", ["strong", "weak", "modified"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(www: Path, says: str, closed: bool) -> None:
+    """Of a set with an index that has no checksums."""
+    put(www, 0, [100, 200, 300], at=1)
+    wt.index(www)
+    with serving(www, says=says) as served:
+        loader = wt.Loader(served.url, batch_size=3)
+        batches = loader.epoch(0, until=1)
+        assert next(batches)["txt"]
+        if closed:
+            loader.close()
+        put(www, 50, [100, 200, 300], at=2, keys=0)
+        with closing(loader), pytest.raises(ShardError, match="changed while it was read"):
+            next(loader.epoch(1))
+        again = given(wt.Loader(served.url, batch_size=3))
+        assert sorted(again.values()) == [content(50, 100), content(51, 200), content(52, 300)]
 
 
 @pytest.mark.parametrize("long", ["", "folder/" * 20])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from wdstrain.bulk import Places
 from wdstrain.cache import BLOCK, Cache, CachedFile
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.indexing import Shard
+from wdstrain.indexing import Index, Shard
 from wdstrain.interrupts import Held
 from wdstrain.pieces import Pieces
 from wdstrain.remote import RemoteFile, is_remote, open_remote
@@ -146,10 +146,10 @@ class Fetchers:
     """Threads that fetch ranges for the lanes of a reader, begun in the order in which they were added; they start with the first.
 
     cache: of shards on servers. tally: what is read is added to it. told: called, from any thread, when something that was begun
-    is there or failed.
+    is there or failed. index: of the shards; what servers call them is noted there where nothing else tells them from others.
     """
 
-    def __init__(self, cache: Cache | None, tally: Tally, told: Callable[[], None]) -> None:
+    def __init__(self, cache: Cache | None, tally: Tally, told: Callable[[], None], index: Index | None = None) -> None:
         # whoever stops this takes the lock itself: an interrupt within a Condition would keep it locked
         self.cache, self.lock = cache, threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -157,6 +157,7 @@ class Fetchers:
         self._todo: deque[_Range] = deque()
         self._stopping = threading.Event()
         self._tags: dict[str, str] = {}
+        self._index = index
         self._files: dict[int, dict[str, RemoteFile | CachedFile]] = {}  # by thread and path: what it reads
         self._alone: int | None = None  # the one thread that goes on where a server knows no ranges
         self._threads: list[threading.Thread] = []
@@ -217,7 +218,9 @@ class Fetchers:
                 files.pop(next(iter(files))).close()
         if file is None:
             file = self.cache.open(shard, self._stopping) if self.cache is not None else None
-            file = file or open_remote(shard.path, shard.bytes, shard.tag or self._tags.get(shard.path), self._stopping)
+            tags, by_version = self._versions(shard)
+            tag = shard.tag or tags.get(shard.path)
+            file = file or open_remote(shard.path, shard.bytes, tag, self._stopping, by_version=by_version)
         with self.lock:
             files[shard.path] = file
         return file
@@ -236,8 +239,14 @@ class Fetchers:
                 self._tally.retries += file.retries - before[0]
                 self._tally.cached += file.cached - before[1]
                 self._tally.fetched += file.fetched - before[2]
-        if file.tag is not None and self._tags.setdefault(file.path, file.tag) != file.tag:
+        if file.tag is not None and self._versions(one.shard)[0].setdefault(file.path, file.tag) != file.tag:
             raise ShardError(f"{one.shard.shown} changed while it was read. Start again.")
+
+    def _versions(self, shard: Shard) -> tuple[dict[str, str], bool]:
+        """What servers called shards, by path, and whether nothing else tells this one from others: of such it is kept."""
+        if self._index is not None and self._index.needs_headers(shard):
+            return self._index.versions, True
+        return self._tags, False
 
     def _take(self, me: int) -> _Range | None:
         """The next range to fetch, once there is one; None when all is to end, or another goes on alone."""

@@ -190,6 +190,7 @@ class Index:
 
     own: for each shard the labels of its own index, where joined indexes have different labels; else empty. A class number in a
     shard counts in the classes of its own label. `labels` are then those that could be joined by the names of their classes.
+    versions: by path, what a server called a shard when it was first read, of those that `needs_headers`.
     """
 
     shards: tuple[Shard, ...]
@@ -198,6 +199,7 @@ class Index:
     labels: tuple[Label, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
     own: tuple[tuple[Label, ...], ...] = ()
+    versions: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
