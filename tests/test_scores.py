@@ -196,3 +196,12 @@ def test_a_table_of_predictions_ranks_as_the_metrics_do(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     areas = [roc_auc_score([row["y true"] == c for row in rows], [float(row[f"y={c}"]) for row in rows]) for c in CLASSES[:3]]
     assert found["auroc"] == pytest.approx(np.mean(areas), abs=0.002)
+
+
+def test_one_tag_alone_is_learnt_and_scored(tmp_path: Path) -> None:
+    true = np.arange(40) % 3 == 0
+    outputs = np.where(np.arange(40) % 5 == 0, -1.0, 1.0)[:, None] * np.where(true, 1.0, -1.0)[:, None]
+    found = scored(tmp_path, outputs, [["a"] if one else [] for one in true], "multi", ("a",))
+    assert found["accuracy"] == found["exact"] == pytest.approx(0.8)
+    assert found["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
+    assert found["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))

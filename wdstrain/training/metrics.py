@@ -76,7 +76,8 @@ class Scores:
             matrix, counts = (own.pop(name, None) for name in ("confusion", "counts"))
             numbers = {name: float(value) for name, value in own.items() if value.ndim == 0}
             if counts is not None:
-                numbers |= _of_counts(counts)
+                numbers |= _of_counts(counts[1:]) | {"exact": float(counts[0, 0]) / max(1, samples)}
+                counts = counts[1:]
             if area is not None:
                 numbers |= _mean_area(area, matrix.sum(1) if matrix is not None else counts[:, 4], samples)
             if matrix is not None:
@@ -123,6 +124,27 @@ class _Areas(torchmetrics.Metric):
         return (having * below).sum(1) / (having.sum(1) * without.sum(1))
 
 
+class _Tags(torchmetrics.Metric):
+    """Counts of several classes at once. torchmetrics' own know no label of one class."""
+
+    full_state_update = False
+    counts: Tensor  # [1 + classes, 5]: first the samples of which all is right; then as `_of_counts` takes them
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(1 + classes, 5), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """preds: probabilities [b, classes]; target: 0 or 1 of each."""
+        said, true = preds > 0.5, target > 0
+        kinds = [said & true, said & ~true, ~said & ~true, ~said & true, true]
+        self.counts[0, 0] += (said == true).all(1).sum()
+        self.counts[1:] += torch.stack([kind.sum(0) for kind in kinds], 1)
+
+    def compute(self) -> Tensor:
+        return self.counts
+
+
 def _log_odds(outputs: Tensor) -> Tensor:
     """Of each class against the mean of the others, 0 where all are equal. [b, classes], also where a class is nearly certain."""
     best = outputs.argmax(1, keepdim=True)
@@ -142,8 +164,7 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
         }
     if head.kind == "multi":
         return {
-            "counts": classification.MultilabelStatScores(classes, average=None),
-            "exact": classification.MultilabelExactMatch(classes),
+            "counts": _Tags(classes),
         }
     found: dict[str, torchmetrics.Metric | torchmetrics.MetricCollection] = {}
     if classes <= _MATRIX:
