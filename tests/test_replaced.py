@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import wdstrain as wt
-from tests.servers import Served, serving
+from tests.servers import Handler, Served, serving
 from wdstrain.errors import ShardError
 
 SAYS = ("strong", "weak", "modified", "nothing")
@@ -116,3 +116,22 @@ def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
             put(www, first, sizes, at=4_000_000_000)  # never older than the answer
             found = given(wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache"))
             assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
+def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> None:
+    """A server may name versions by time and size, which two files can have in common."""
+    sizes = [100, 200, 300]
+    for folder, first in ((www, 0), (www / "x", 0), (www / "y", 50)):
+        put(folder, first, sizes, at=1, keys=0)
+
+    def answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data = (www / handler.path[-1] / "a.tar").read_bytes()
+        ranged = handler.headers.get("Range") is not None
+        span = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"} if ranged else {}
+        handler.answer(206 if ranged else 200, data[start:stop], {"ETag": 'W/"1"', **span})
+        return True
+
+    with serving(www, faults=[answer] * 100) as served:
+        for name, first in (("x", 0), ("y", 50)):
+            found = given(wt.Loader(f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"))
+            assert found == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}
