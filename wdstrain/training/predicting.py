@@ -194,6 +194,8 @@ def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, 
         example = field.example
         assert example is not None
         out = np.empty(example.shape, example.dtype)
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            return None, "it is no file"
         try:
             with open(path, "rb") as file:
                 field.read(os.path.splitext(path)[1][1:].lower(), memoryview(file.read()), out, np.full(DRAWS, 0.5))
