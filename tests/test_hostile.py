@@ -449,3 +449,15 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
     assert [line for line in lines if not line.endswith(" 1")] == []
     assert (done.stderr + done.stdout).count("Permission denied") == len(lines)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["index.json", "index.bin"])
+@pytest.mark.parametrize("verb", ["info", "verify", "show", "index"])
+def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(name: str, verb: str, tmp_path: Path) -> None:
+    wt.pack([{"txt": "x"}], tmp_path / "set")
+    (tmp_path / "set" / name).unlink()
+    os.mkfifo(tmp_path / "set" / name)
+    command = [sys.executable, "-m", "wdstrain", verb, str(tmp_path / "set")]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (0 if (verb, name) == ("index", "index.bin") else 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import wdstrain as wt
-from tests.servers import Served, serving
+from tests.servers import Handler, Served, serving
 from wdstrain.errors import ShardError
 
 SAYS = ("strong", "weak", "modified", "nothing")
@@ -22,12 +22,18 @@ def content(number: int, size: int) -> bytes:
     return (f"<{number}>" * size).encode()[:size]
 
 
-def put(folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "") -> None:
-    """A tar in which sample k<n> holds its number over and over; all of these tars have one size. at: when it was written."""
+def put(
+    folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "", keys: int | None = None
+) -> None:
+    """A tar in which sample k<n> holds its number over and over; all of these tars have one size.
+
+    at: when it was written. keys: what they count from, if not from `first`.
+    """
     folder.mkdir(exist_ok=True)
     with tarfile.open(folder / "new", "w", format=FORMATS[kind]) as tar:
         for number, size in enumerate(sizes, first):
-            for name in (f"{long}k{number}.txt", f"{long}k{number}.name"):
+            key = f"{long}k{number if keys is None else number - first + keys}"
+            for name in (f"{key}.txt", f"{key}.name"):
                 member = tarfile.TarInfo(name)
                 member.size = size
                 (folder / "data").write_bytes(content(number, size))
@@ -75,6 +81,25 @@ def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
         given(loader)
 
 
+@pytest.mark.parametrize("says", ["strong", "weak", "modified"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(www: Path, says: str, closed: bool) -> None:
+    """Of a set with an index that has no checksums."""
+    put(www, 0, [100, 200, 300], at=1)
+    wt.index(www)
+    with serving(www, says=says) as served:
+        loader = wt.Loader(served.url, batch_size=3)
+        batches = loader.epoch(0, until=1)
+        assert next(batches)["txt"]
+        if closed:
+            loader.close()
+        put(www, 50, [100, 200, 300], at=2, keys=0)
+        with closing(loader), pytest.raises(ShardError, match="changed while it was read"):
+            next(loader.epoch(1))
+        again = given(wt.Loader(served.url, batch_size=3))
+        assert sorted(again.values()) == [content(50, 100), content(51, 200), content(52, 300)]
+
+
 @pytest.mark.parametrize("long", ["", "folder/" * 20])
 @pytest.mark.parametrize("kind", list(FORMATS))
 def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, long: str) -> None:
@@ -91,3 +116,22 @@ def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
             put(www, first, sizes, at=4_000_000_000)  # never older than the answer
             found = given(wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache"))
             assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
+def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> None:
+    """A server may name versions by time and size, which two files can have in common."""
+    sizes = [100, 200, 300]
+    for folder, first in ((www, 0), (www / "x", 0), (www / "y", 50)):
+        put(folder, first, sizes, at=1, keys=0)
+
+    def answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data = (www / handler.path[-1] / "a.tar").read_bytes()
+        ranged = handler.headers.get("Range") is not None
+        span = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"} if ranged else {}
+        handler.answer(206 if ranged else 200, data[start:stop], {"ETag": 'W/"1"', **span})
+        return True
+
+    with serving(www, faults=[answer] * 100) as served:
+        for name, first in (("x", 0), ("y", 50)):
+            found = given(wt.Loader(f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"))
+            assert found == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}

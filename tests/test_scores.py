@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
+from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, mean_squared_error, r2_score, roc_auc_score
 
 import wdstrain as wt
 
@@ -90,7 +90,7 @@ def test_tags_that_no_sample_has_are_left_out_of_means(tmp_path: Path, there: in
         assert not {"auroc", "f1"} & set(found)
 
 
-@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
+@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0, 200.0])
 @pytest.mark.parametrize("kind", ["binary", "class", "multi"])
 def test_auroc_is_right_for_models_that_are_unsure_and_for_those_that_are_certain(
     tmp_path: Path, kind: str, scale: float
@@ -158,3 +158,50 @@ def test_a_number_is_never_called_wrong_and_a_class_only_where_another_was_said(
         wt.train(tmp_path / name, tmp_path / f"run {name}", val=tmp_path / name, **options)
         page = (tmp_path / f"run {name}" / "report.html").read_text()
         assert bool(re.search("<span class=wrong>", page)) == (name == "other")
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.7e9])
+def test_numbers_far_from_0_are_scored_by_what_they_differ(tmp_path: Path, mean: float) -> None:
+    """Times, ids and coordinates: a float32 holds 1.7e9 to 128."""
+    rng = np.random.default_rng(0)
+    outputs = rng.normal(size=(60, 1)).astype(np.float32)
+    values = [mean + round(float(one), 2) for one in 3 * outputs[:, 0] + rng.normal(size=60)]
+    found = scored(tmp_path, outputs, values, "number", ())
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", model=Same, image=image(1))
+    with open(tmp_path / "p.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    said, true = (np.array([float(row[name]) for row in rows]) for name in ("y", "y true"))
+    assert sorted(true) == sorted(values)
+    assert found["mse"] == pytest.approx(mean_squared_error(true, said), rel=1e-5)
+    assert found["mae"] == pytest.approx(mean_absolute_error(true, said), rel=1e-5)
+    assert found["r2"] == pytest.approx(r2_score(true, said), rel=1e-5)
+    run = wt.train(tmp_path / "set", tmp_path / "two", val=tmp_path / "set", model=Same, image=image(1), **QUIET)
+    assert run.val["mse_of_mean"] == pytest.approx(np.var(true), rel=0.02)  # of the 48 that made batches
+
+
+def test_numbers_that_are_all_equal_have_a_loss_of_their_size(tmp_path: Path) -> None:
+    """The deviation of many 0.1 is what rounding left of it."""
+    assert scored(tmp_path, np.zeros((30, 1)), [0.1] * 30, "number", ())["loss"] < 1
+
+
+def test_a_table_of_predictions_ranks_as_the_metrics_do(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    true = rng.integers(0, 3, 90)
+    outputs = 8 * (rng.normal(size=(90, 3)) + np.eye(3)[true] - [0.0, 1.5, 3.0])
+    found = scored(tmp_path, outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
+    options: dict[str, Any] = {"model": Same, "image": image(3), "probabilities": True}
+    wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "set", tmp_path / "p.csv", **options)
+    with open(tmp_path / "p.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    areas = [roc_auc_score([row["y true"] == c for row in rows], [float(row[f"y={c}"]) for row in rows]) for c in CLASSES[:3]]
+    assert found["auroc"] == pytest.approx(np.mean(areas), abs=0.002)
+
+
+def test_one_tag_alone_is_learnt_and_scored(tmp_path: Path) -> None:
+    true = np.arange(40) % 3 == 0
+    outputs = np.where(np.arange(40) % 5 == 0, -1.0, 1.0)[:, None] * np.where(true, 1.0, -1.0)[:, None]
+    found = scored(tmp_path, outputs, [["a"] if one else [] for one in true], "multi", ("a",))
+    assert found["accuracy"] == found["exact"] == pytest.approx(0.8)
+    assert found["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))
+    assert found["auroc"] == pytest.approx(roc_auc_score(true, outputs[:, 0]))

@@ -441,3 +441,12 @@ except wt.WdstrainError as error:
 @pytest.mark.slow
 def test_a_lost_process_leaves_the_signals_of_the_caller_as_they_were(shards: Path, tmp_path: Path) -> None:
     assert joined(JOINED.partition("done =")[0] + DYING, tmp_path, shards)[0] == (0, "True True")
+
+
+def test_a_pipe_among_pictures_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(GOOD)
+    os.mkfifo(tmp_path / "in" / "b.png")
+    command = [sys.executable, "-m", "wdstrain", "predict", str(run), str(tmp_path / "in"), "-o", str(tmp_path / "p.csv")]
+    assert subprocess.run(command, timeout=100, capture_output=True).returncode == 1
+    assert [row["error"] for row in rows_of(tmp_path / "p.csv")] == ["", "it is no file"]

@@ -185,10 +185,11 @@ class Number:
     names: tuple[str, ...]
     column: str | None
     is_finite: bool = False  # what is infinite or NaN is a bad sample
+    dtype: str = "float32"
 
     @property
     def example(self) -> Example:
-        return Example((), "float32")
+        return Example((), self.dtype)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
         value = scalar(data, self.column)

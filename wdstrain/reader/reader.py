@@ -184,7 +184,7 @@ class Reader:
             self._arena.reset()
             self._runs, self._error, self._stopping, self._released, self._resting = {}, None, False, 0, []
             self._broken = None
-            self._fetchers = RangePrefetcher(self._cache, self.tally, self._settle_all)
+            self._fetchers = RangePrefetcher(self._cache, self.tally, self._settle_all, self._index)
             thread = threading.Thread(target=self._read_epochs, args=(epoch, step, until), name="wdstrain-reader", daemon=True)
             with DeferSignals():
                 thread.start()  # which may fail: then there is none to wait for

@@ -191,6 +191,7 @@ class Index:
 
     own: for each shard the labels of its own index, where joined indexes have different labels; else empty. A class number in a
     shard counts in the classes of its own label. `labels` are then those that could be joined by the names of their classes.
+    versions: by path, what a server called a shard when it was first read, of those that `needs_headers`.
     """
 
     shards: tuple[Shard, ...]
@@ -199,6 +200,7 @@ class Index:
     labels: tuple[Label, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
     own: tuple[tuple[Label, ...], ...] = ()
+    versions: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -227,7 +229,7 @@ class Index:
         """The state in which a shard has to be; "" where checksums tell of each sample whether it is what it was."""
         return "" if shard.path in self._with_checksums else shard.tag
 
-    def needs_headers(self, shard: Shard) -> bool:
+    def needs_headers(self, shard: ShardFile) -> bool:
         """Whether nothing but the headers of its samples tells a shard of a server for sure from another of the same size."""
         return is_remote(shard.path) and shard.path not in self._with_checksums and not shard.tag.startswith('"')
 

@@ -26,7 +26,7 @@ from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import ARRAYS, Index, Label, Shard, Table
 from wdstrain.shards.tar import Walk, samples
-from wdstrain.storage.local import INDEX_NAME, beside, open_source, read_whole, state_of, write_whole
+from wdstrain.storage.local import INDEX_NAME, beside, open_source, read_whole, regular, state_of, write_whole
 from wdstrain.storage.remote import is_remote, redacted
 
 BIN_NAME = "index.bin"
@@ -308,7 +308,7 @@ def _map(path: str, wanted: str, *, former: str | None) -> Table:
         if data is None:
             raise ValueError(f"{redacted(path)} is not there")
     else:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     head, table = _arrays(data, path)
     if head["id"] != wanted:

@@ -106,6 +106,7 @@ class HttpFile:
     fetched: int = 0  # bytes that were asked for and came
     cached: int = 0
     first: int | None = None
+    by_version: bool = False  # of no strong ETag, the version is the tag
     version: str | None = None  # what the first answer says: an ETag, a weak one too, or when it was modified
     _answer: Answer | None = field(default=None, repr=False)
     _stop: int = 0  # where the response in hand ends
@@ -263,7 +264,8 @@ class HttpFile:
         self._stop, self.ranged = stop, self.ranged and (response.status == 206 or "Range" not in sent)
         self.known_size = answer.total if self.known_size is None else self.known_size
         self.version = version_of(response.headers) if self.version is None else self.version
-        self.tag = _strong(tag) if self.tag is None else self.tag
+        if self.tag is None:
+            self.tag = self.version if self.by_version else _strong(tag)
 
     def _pause(self, error: Exception, offset: int, tries: int, begun: float) -> None:
         """Wait before the next try. Raises StorageError when there were enough of them."""

@@ -7,6 +7,7 @@ far away is read by `remote`, with the same few methods.
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -282,10 +283,19 @@ def read_whole(path: str) -> bytes | None:
     if is_remote(path):
         return read_remote(path)
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             return file.read()
     except FileNotFoundError:
         return None
+
+
+def regular(path: str, flags: int) -> int:
+    """Opens a file, for `open`. Raises OSError for what is none: to open or to read a pipe may wait for ever."""
+    found = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(errno.EINVAL, "it is no file but a folder, a pipe or a device", path)
+    return found
 
 
 def beside(path: str, name: str) -> str:

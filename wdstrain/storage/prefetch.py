@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.pieces import BufferList
@@ -141,14 +142,27 @@ class LaneStream:
         return found if sum(one.stop - one.start for one in found) <= _FILLED else []
 
 
+class ShardVersions(Protocol):
+    """An index that keeps what servers call its shards (ETag or modification time), by path.
+
+    needs_headers: whether nothing else tells a shard from another of its size.
+    """
+
+    @property
+    def versions(self) -> dict[str, str]: ...
+    def needs_headers(self, shard: ShardFile) -> bool: ...
+
+
 class RangePrefetcher:
     """Threads that fetch ranges for the lanes of a reader, begun in the order in which they were added; they start with the first.
 
     cache: of shards on servers. tally: what is read is added to it. told: called, from any thread, when something that was begun
-    is there or failed.
+    is there or failed. index: of the shards; what servers call them is noted there where nothing else tells them from others.
     """
 
-    def __init__(self, cache: Cache | None, tally: FetchStats, told: Callable[[], None]) -> None:
+    def __init__(
+        self, cache: Cache | None, tally: FetchStats, told: Callable[[], None], index: ShardVersions | None = None
+    ) -> None:
         # whoever stops this takes the lock itself: an interrupt within a Condition would keep it locked
         self.cache, self.lock = cache, threading.RLock()
         self._changed = threading.Condition(self.lock)
@@ -156,6 +170,7 @@ class RangePrefetcher:
         self._todo: deque[_Range] = deque()
         self._stopping = threading.Event()
         self._tags: dict[str, str] = {}
+        self._index = index
         self._files: dict[int, dict[str, RemoteFile | CachedFile]] = {}  # by thread and path: what it reads
         self._alone: int | None = None  # the one thread that goes on where a server knows no ranges
         self._threads: list[threading.Thread] = []
@@ -216,7 +231,9 @@ class RangePrefetcher:
                 files.pop(next(iter(files))).close()
         if file is None:
             file = self.cache.open(shard, self._stopping) if self.cache is not None else None
-            file = file or open_remote(shard.path, shard.bytes, shard.tag or self._tags.get(shard.path), self._stopping)
+            tags, by_version = self._versions(shard)
+            tag = shard.tag or tags.get(shard.path)
+            file = file or open_remote(shard.path, shard.bytes, tag, self._stopping, by_version=by_version)
         with self.lock:
             files[shard.path] = file
         return file
@@ -235,8 +252,14 @@ class RangePrefetcher:
                 self._tally.retries += file.retries - before[0]
                 self._tally.cached += file.cached - before[1]
                 self._tally.fetched += file.fetched - before[2]
-        if file.tag is not None and self._tags.setdefault(file.path, file.tag) != file.tag:
+        if file.tag is not None and self._versions(one.shard)[0].setdefault(file.path, file.tag) != file.tag:
             raise ShardError(f"{one.shard.shown} changed while it was read. Start again.")
+
+    def _versions(self, shard: ShardFile) -> tuple[dict[str, str], bool]:
+        """What servers called shards, by path, and whether nothing else tells this one from others: of such it is kept."""
+        if self._index is not None and self._index.needs_headers(shard):
+            return self._index.versions, True
+        return self._tags, False
 
     def _take(self, me: int) -> _Range | None:
         """The next range to fetch, once there is one; None when all is to end, or another goes on alone."""

@@ -24,13 +24,19 @@ def open_remote(
     tag: str | None = None,
     stopping: threading.Event | None = None,
     first: int | None = None,
+    by_version: bool = False,
 ) -> RemoteFile:
     """An object to read from. size and tag: as they are known; stopping: set when reading is to end.
 
+    by_version: without a strong ETag, whatever else its server says tells it from another, as while it was read first.
     first: bytes that are wanted of its beginning, if nothing else is sure to be; the answer that tells the size brings no more.
     """
     event = stopping or threading.Event()
-    return ObjectFile(path, size, tag, event) if is_object(path) else HttpFile(path, size, tag, event, first=first)
+    return (
+        ObjectFile(path, size, tag, event)
+        if is_object(path)
+        else HttpFile(path, size, tag, event, first=first, by_version=by_version)
+    )
 
 
 def read_remote(path: str) -> bytes | None:

@@ -141,8 +141,11 @@ class Cache:
         return file.whole or (file.sound and path.endswith(PART))
 
     def place_of(self, shard: ShardFile) -> str:
-        """The path that a whole shard has in the cache: the same for one content, wherever it comes from."""
-        content = [shard.sha256] if shard.sha256 else [shard.shown, shard.tag, str(shard.bytes)]
+        """The path that a whole shard has in the cache: the same for one content, wherever it comes from.
+
+        Without a checksum it is that of the whole address: what follows a ? may tell shards apart.
+        """
+        content = [shard.sha256] if shard.sha256 else [shard.path, shard.tag, str(shard.bytes)]
         name = re.sub(r"[^A-Za-z0-9._-]", "_", shard.name.removesuffix(".tar"))[:80]
         return os.path.join(self.folder, f"{name}-{blake2b(repr(content).encode(), digest_size=8).hexdigest()}.tar")
 

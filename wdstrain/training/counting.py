@@ -54,7 +54,8 @@ def _scaled(head: Head, index: Index) -> Head:
         with suppress(WdstrainError, ValueError, TypeError):
             values.append(float(scalar(data, head.target.column)))
     found = np.array(values)[np.isfinite(values)] if values else np.zeros(1)
-    return replace(head, mean=float(found.mean()), deviation=float(found.std()) or 1.0)
+    mean, deviation = float(found.mean()), float(found.std())
+    return replace(head, mean=mean, deviation=deviation if deviation > 1e-12 * abs(mean) else 1.0)  # rounding is no deviation
 
 
 def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:

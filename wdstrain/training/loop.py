@@ -359,7 +359,7 @@ class Training:
                 prefix = f"{head.name}/" if several else ""
                 if head.kind == "number":  # the error of always predicting the training data's mean
                     mean = metrics[f"{prefix}target_mean"]
-                    val[f"{prefix}mse_of_mean"] = val[f"{prefix}square"] - 2 * mean * val[f"{prefix}mean"] + mean**2
+                    val[f"{prefix}mse_of_mean"] = val[f"{prefix}variance"] + (val[f"{prefix}mean"] - mean) ** 2
         return metrics
 
     def _verdict(self, seconds: Mapping[str, float]) -> str:

@@ -21,8 +21,8 @@ from torchmetrics import classification, regression
 from wdstrain.training.task import Head, Task
 
 _BINS, _FEWEST_BINS, _ALL_BINS = 1 << 14, 1 << 10, 1 << 21  # of AUROC: for a class, at least, for all classes together
-_FURTHEST = 32.0  # log-odds; beyond that a double is 0 or 1 as well
-_NEAR = 0.01  # log-odds up to which bins are equally wide, 0.00001; beyond that a thousandth of the log-odds
+_FURTHEST = 1e4  # log-odds; those of a model that is far too certain rank its samples too
+_NEAR = 0.01  # log-odds up to which bins are equally wide, 0.00002; beyond that two thousandths of the log-odds
 _CURVES = 100  # classes, of which AUROC is taken at most
 _MATRIX = 2000  # classes, of which a confusion matrix is at most
 _WORST = ("loss", "mse", "mae")  # less is better
@@ -36,7 +36,10 @@ class Scores:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self._parts = [torchmetrics.MetricCollection(_metrics(head)).to(device).set_dtype(torch.float64) for head in task.heads]
-        self._sums = torch.zeros(1 + 2 * len(task.heads), dtype=torch.float64, device=device)  # losses; targets, their squares
+        self._areas = [one.to(device).set_dtype(torch.float64) if (one := _areas(head)) else None for head in task.heads]
+        self._sums = torch.zeros(
+            1 + 2 * len(task.heads), dtype=torch.float64, device=device
+        )  # losses; targets less their mean, its squares
         self.samples = 0
 
     @torch.no_grad()
@@ -46,14 +49,17 @@ class Scores:
             return
         self.samples += len(outputs)
         self._sums[0] += losses.double().sum()
-        for i, (head, own, target, part) in enumerate(
-            zip(self._task.heads, self._task.split(outputs), targets, self._parts, strict=True)
+        for i, (head, own, target, part, areas) in enumerate(
+            zip(self._task.heads, self._task.split(outputs), targets, self._parts, self._areas, strict=True)
         ):
             if head.kind == "number":
-                self._sums[1 + 2 * i] += target.double().sum()
-                self._sums[2 + 2 * i] += (target.double() ** 2).sum()
+                apart = target.double() - head.mean  # squares of times or coordinates would drown their variance
+                self._sums[1 + 2 * i] += apart.sum()
+                self._sums[2 + 2 * i] += (apart**2).sum()
             with _in_any_order():
                 part.update(*_seen(head, own, target))
+                if areas is not None:
+                    areas.update(_log_odds(own.double()) if head.kind == "class" else own.double(), target)
 
     def compute(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
         """(metrics, details) of all processes. reduce: Tensor -> its sum over them. details: of a head, what is no one number."""
@@ -61,25 +67,28 @@ class Scores:
         samples = int(reduce(torch.tensor([self.samples], device=self._device)).item())
         found: dict[str, float] = {"samples": float(samples), "loss": float(sums[0]) / max(1, samples)}
         details: dict[str, Any] = {}
-        for i, (head, part) in enumerate(zip(self._task.heads, self._parts, strict=True)):
+        for i, (head, part, areas) in enumerate(zip(self._task.heads, self._parts, self._areas, strict=True)):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*before the.*update.*")  # of a process that got no sample
                 warnings.filterwarnings("ignore", message=".*No (positive|negative) samples.*")
                 own = part.compute()
-            matrix, counts, areas = (own.pop(name, None) for name in ("confusion", "counts", "auroc"))
+                area = None if areas is None else areas.compute()
+            matrix, counts = (own.pop(name, None) for name in ("confusion", "counts"))
             numbers = {name: float(value) for name, value in own.items() if value.ndim == 0}
             if counts is not None:
-                numbers |= _of_counts(counts)
-            if areas is not None:
-                numbers |= _mean_area(areas, matrix.sum(1) if matrix is not None else counts[:, 4], samples)
+                numbers |= _of_counts(counts[1:]) | {"exact": float(counts[0, 0]) / max(1, samples)}
+                counts = counts[1:]
+            if area is not None:
+                numbers |= _mean_area(area, matrix.sum(1) if matrix is not None else counts[:, 4], samples)
             if matrix is not None:
                 numbers |= _of_matrix(head, matrix)
                 details[head.name] = {"confusion": matrix.tolist(), "classes": _right_of_each(head, matrix)}
             if head.kind == "number":
-                numbers["mean"] = float(sums[1 + 2 * i]) / max(1, samples)
-                numbers["square"] = float(sums[2 + 2 * i]) / max(1, samples)
-                if (spread := numbers["square"] - numbers["mean"] ** 2) > 0 and samples > 1:
-                    numbers["r2"] = 1 - numbers["mse"] / spread
+                apart = float(sums[1 + 2 * i]) / max(1, samples)
+                numbers["mean"] = head.mean + apart
+                numbers["variance"] = max(0.0, float(sums[2 + 2 * i]) / max(1, samples) - apart**2)
+                if numbers["variance"] > 0 and samples > 1:
+                    numbers["r2"] = 1 - numbers["mse"] / numbers["variance"]
             if len(self._task.heads) > 1:
                 numbers = {f"{head.name}/{name}": value for name, value in numbers.items()}
             found |= numbers
@@ -97,13 +106,11 @@ class _Areas(torchmetrics.Metric):
         self._bins = min(_BINS, max(_FEWEST_BINS, _ALL_BINS // classes))
         self.add_state("counts", torch.zeros(classes, 2, self._bins), dist_reduce_fx="sum")
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """preds: probabilities [b] or [b, classes], with target 0 or 1 of the same shape; or outputs with target class [b]."""
-        if preds.ndim == target.ndim:
-            odds, there = preds.double().logit(), target
-        else:
-            odds, there = _log_odds(preds.double()), torch.nn.functional.one_hot(target, preds.shape[1])
-        odds, there = odds.reshape(len(odds), -1), there.reshape(len(odds), -1).long()
+    def update(self, odds: Tensor, target: Tensor) -> None:
+        """odds: log-odds [b, classes]; target: 0 or 1 of each class [b, classes], or the class [b]; of one of two, 0 or 1."""
+        if target.ndim == 1 and odds.shape[1] > 1:
+            target = torch.nn.functional.one_hot(target, odds.shape[1])
+        there = target.reshape(odds.shape).long()
         near = odds.nan_to_num(-_FURTHEST).clamp(-_FURTHEST, _FURTHEST) / _NEAR
         place = ((near.asinh() / math.asinh(_FURTHEST / _NEAR) + 1) / 2 * (self._bins - 1)).round().long()
         row = 2 * torch.arange(odds.shape[1], device=odds.device) + there
@@ -115,6 +122,27 @@ class _Areas(torchmetrics.Metric):
         without, having = self.counts.double().unbind(1)
         below = without.cumsum(1) - without / 2
         return (having * below).sum(1) / (having.sum(1) * without.sum(1))
+
+
+class _Tags(torchmetrics.Metric):
+    """Counts of several classes at once. torchmetrics' own know no label of one class."""
+
+    full_state_update = False
+    counts: Tensor  # [1 + classes, 5]: first the samples of which all is right; then as `_of_counts` takes them
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(1 + classes, 5), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """preds: probabilities [b, classes]; target: 0 or 1 of each."""
+        said, true = preds > 0.5, target > 0
+        kinds = [said & true, said & ~true, ~said & ~true, ~said & true, true]
+        self.counts[0, 0] += (said == true).all(1).sum()
+        self.counts[1:] += torch.stack([kind.sum(0) for kind in kinds], 1)
+
+    def compute(self) -> Tensor:
+        return self.counts
 
 
 def _log_odds(outputs: Tensor) -> Tensor:
@@ -133,24 +161,25 @@ def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricC
     if head.kind == "binary":
         return {
             "confusion": classification.BinaryConfusionMatrix(),
-            "auroc": _Areas(1),
         }
     if head.kind == "multi":
         return {
-            "counts": classification.MultilabelStatScores(classes, average=None),
-            "exact": classification.MultilabelExactMatch(classes),
-            "auroc": _Areas(classes),
+            "counts": _Tags(classes),
         }
     found: dict[str, torchmetrics.Metric | torchmetrics.MetricCollection] = {}
     if classes <= _MATRIX:
         found["confusion"] = classification.MulticlassConfusionMatrix(classes)
     else:
         found["accuracy"] = classification.MulticlassAccuracy(classes, average="micro")
-    if classes <= _CURVES:
-        found["auroc"] = _Areas(classes)
     if classes > 5:
         found["top5"] = classification.MulticlassAccuracy(classes, top_k=5, average="micro")
     return found
+
+
+def _areas(head: Head) -> _Areas | None:
+    if head.kind == "number" or (head.kind == "class" and len(head.classes) > _CURVES):
+        return None
+    return _Areas(head.outputs)
 
 
 def _seen(head: Head, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +195,8 @@ def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, 
         example = field.example
         assert example is not None
         out = np.empty(example.shape, example.dtype)
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            return None, "it is no file"
         try:
             with open(path, "rb") as file:
                 field.read(os.path.splitext(path)[1][1:].lower(), memoryview(file.read()), out, np.full(DRAWS, 0.5))
@@ -234,15 +237,17 @@ def _cells(head: Head, outputs: Tensor | None, probabilities: bool) -> list[str]
     if outputs is None:
         return [""] * len(_columns(head, probabilities, False))
     if head.kind == "number":
-        return [_shown(float(f"{float(head.values(outputs[None].double())):.9g}"))]  # as many digits as a float32 has
-    shares = head.probabilities(outputs[None])[0].tolist()
+        # as many digits as a float32 has, of what is left when the mean is taken off
+        digits = min(17, 9 + max(0, math.ceil(math.log10(max(abs(head.mean) / head.deviation, 1.0)))))
+        return [_shown(float(f"{float(head.values(outputs[None].double())):.{digits}g}"))]
+    shares = head.probabilities(outputs[None].double())[0].tolist()
     if head.kind == "multi":
         cells = ["|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)]
     else:
         best = max(range(len(shares)), key=shares.__getitem__)
-        cells = [head.classes[best], f"{shares[best]:.6f}"]
+        cells = [head.classes[best], f"{shares[best]:.9g}"]
     if probabilities:
-        cells += [f"{share:.6f}" for share in shares]
+        cells += [f"{share:.9g}" for share in shares]
     return cells
 
 

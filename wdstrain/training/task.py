@@ -58,10 +58,11 @@ class Head:
         return 1 if self.kind in ("binary", "number") else len(self.classes)
 
     def field(self) -> Field:
-        """What reads the target: int64[b] of classes, float32[b, classes] of several, float32[b] of numbers."""
+        """What reads the target: int64[b] of classes, float32[b, classes] of several, float64[b] of numbers."""
         column = self.target.column
         if self.kind == "number":
-            return Number((self.target.field,), column, is_finite=True)  # a loss of NaN would end the run
+            # a loss of NaN would end the run; a float32 holds times and coordinates too coarsely, before the mean is taken off
+            return Number((self.target.field,), column, is_finite=True, dtype="float64")
         return label(self.target.field, column=column, classes=self.classes, multi=self.kind == "multi")
 
     def losses(self, outputs: Tensor, target: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
@@ -70,7 +71,7 @@ class Head:
         outputs: [b, self.outputs]; target: as `field` reads it, or shares of classes [b, classes]; weights: as `weights` has them.
         """
         if self.kind == "number":
-            return (outputs[:, 0] - (target - self.mean) / self.deviation) ** 2
+            return (outputs[:, 0] - ((target - self.mean) / self.deviation).to(outputs.dtype)) ** 2
         if self.kind == "class":
             return functional.cross_entropy(outputs, target, weight=weights, label_smoothing=smoothing, reduction="none")
         share = target
