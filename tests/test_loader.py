@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -573,6 +574,9 @@ def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
         ({"fields": ["image"]}, "is no dict"),
         ({"multiprocessing_context": "x"}, "is not fork, forkserver or spawn"),
         ({"on_bad": "skip"}, "on_bad is raise, replace or mark"),
+        ({"collate_fn": list}, "collate_fn=.*Give transform too"),
+        ({"collate_fn": list, "fields": {"label": wt.label()}}, "Give transform too"),
+        ({"collate_fn": 3, "transform": double}, "collate_fn=3: must be a function"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(shards: Path, options: dict[str, Any], words: str) -> None:
@@ -734,8 +738,143 @@ def test_a_value_that_cannot_travel_is_a_sentence_and_not_a_hang(shards: Path) -
 
 
 def test_an_example_that_is_no_dict_is_refused(shards: Path) -> None:
-    with pytest.raises(SampleError, match="it gave tuple, and an example is a dict"):
+    with pytest.raises(SampleError, match="transform returned tuple; an example must be a dict.*collate_fn"):
         keys(wt.Loader(shards, transform=lambda sample: (1, 2), batch_size=4))
+
+
+def ragged(sample: dict[str, Any]) -> dict[str, Any] | None:
+    """An example for all samples but those whose class is 5, 12 and 19: ones, as many as its class."""
+    number = int(sample["cls"])
+    return None if number % 7 == 5 else {"x": torch.ones(number + 1)}
+
+
+def as_pair(sample: dict[str, Any]) -> tuple[Any, int]:
+    made = ragged(sample)
+    if made is None:
+        raise ValueError("left out")
+    return made["x"], int(sample["cls"])
+
+
+def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
+    values, numbers = zip(*examples, strict=True)
+    return {
+        "x": torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True),
+        "n": torch.tensor(numbers),
+        "examples": examples,
+    }
+
+
+def test_a_transform_that_gives_nothing_or_ragged_values_is_told_what_to_do(shards: Path) -> None:
+    with pytest.raises(SampleError, match=r'returned None.*--select\)\. on_bad="replace" goes on without it'):
+        keys(wt.Loader(shards, transform=ragged, batch_size=1))
+    for on_bad in ("raise", "replace"):
+        loader = wt.Loader(shards, transform=ragged, batch_size=4, shuffle=False, on_bad=on_bad, max_bad=1)
+        with pytest.raises(
+            SampleError, match="a batch that begins with.*cannot be stacked: stack expects.*collate_fn"
+        ) as caught:
+            keys(loader)
+        assert "on_bad" not in str(caught.value)
+        assert "No good sample" not in str(caught.value)
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collate_fn_makes_the_batches(shards: Path, num_workers: int) -> None:
+    def make() -> wt.Loader:
+        return wt.Loader(
+            shards,
+            transform=as_pair,
+            collate_fn=padded,
+            batch_size=4,
+            num_workers=num_workers,
+            on_bad="replace",
+            max_bad=0.5,
+            tail="keep",
+        )
+
+    loader = make()
+    batches = list(wt.to_device(loader, "cpu"))
+    assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4, 1]
+    for batch in batches:
+        assert [int(key[1:]) for key in batch["__key__"]] == batch["n"].tolist()
+        assert (batch["x"].sum(1) == batch["n"] + 1).all()
+        assert all(torch.equal(x, torch.ones(n + 1)) for x, n in batch["examples"])
+    assert loader.report()["bad"] == 3
+    state = None
+    for step, _batch in enumerate(loader):
+        if step == 1:
+            state = loader.state_dict()
+            break
+    loader.close()
+    assert state is not None
+    resumed, copied = make(), pickle.loads(pickle.dumps(loader))
+    resumed.load_state_dict(state)
+    whole = [batch["n"].tolist() for batch in loader.epoch(1, until=2)]
+    assert [batch["n"].tolist() for batch in resumed] == whole[2:]
+    assert [batch["n"].tolist() for batch in copied.epoch(1, until=2)] == whole
+    for one in (loader, resumed, copied):
+        one.close()
+
+
+def broken(examples: list[Any]) -> Any:
+    raise KeyError("no such value")
+
+
+def a_tuple(examples: list[Any]) -> Any:
+    return (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "words"),
+    [
+        (broken, "collate_fn raised KeyError: 'no such value'"),
+        (a_tuple, "it returned tuple; a batch is a dict of values by name"),
+    ],
+)
+def test_a_collate_fn_that_fails_is_told(shards: Path, collate_fn: Any, words: str) -> None:
+    for num_workers in (0, 1):
+        loader = wt.Loader(shards, transform=double, collate_fn=collate_fn, batch_size=4, num_workers=num_workers)
+        with pytest.raises(SampleError, match=words):
+            keys(loader)
+        loader.close()
+    with pytest.raises(UsageError, match="collate_fn cannot be sent to worker processes"):
+        wt.Loader(shards, transform=double, collate_fn=lambda found: found[0], num_workers=1, multiprocessing_context="spawn")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_images_without_a_size_are_a_list_also_where_their_sizes_agree(tmp_path: Path, num_workers: int) -> None:
+    folder = tmp_path / "shards"
+    write_tar(folder / "a.tar", [(f"k{i}", {"png": picture(i)}) for i in range(8)])
+    loader = wt.Loader(folder, {"image": wt.image()}, batch_size=4, num_workers=num_workers)
+    for batch in loader:
+        assert isinstance(batch["image"], list)
+        assert [image.shape for image in batch["image"]] == [(3, 20, 24)] * 4
+    loader.close()
+
+
+def test_a_batch_without_rows_has_no_images(tmp_path: Path) -> None:
+    write_tar(tmp_path / "shards" / "a.tar", [("k", {"png": picture(1)})])
+    for rank, rows in enumerate([1, 0]):
+        loader = wt.Loader(tmp_path / "shards", {"image": wt.image()}, batch_size=4, rank=rank, world_size=2, tail="keep")
+        assert [(len(batch["image"]), len(batch["__key__"])) for batch in loader] == [(rows, rows)]
+
+
+class OwnField:
+    names = ("cls",)
+    example = None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return 1
+
+
+@pytest.mark.parametrize("field", [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), OwnField()])
+def test_fields_are_recognised(field: Any) -> None:
+    assert isinstance(field, wt.Field)
+
+
+@pytest.mark.parametrize("value", ["jpg", None, 3, {"names": ("jpg",)}])
+def test_other_values_are_no_fields(value: Any) -> None:
+    assert not isinstance(value, wt.Field)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -269,24 +269,12 @@ def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Lis
     for _batch in loader:
         break  # an epoch that was left is none
     loader.close()
-    assert [line.partition(",")[0] for line in heard.lines] == [f"epoch {i}: 20 samples in 4 batches" for i in range(3)]
+    assert [line.partition(",")[0] for line in heard.lines] == [f"epoch {i}: 20 samples" for i in range(3)]
     for line in heard.lines:
         assert "\n" not in line
-        for word in (
-            "MB",
-            "samples/s",
-            "waited",
-            "read",
-            "parse",
-            "wait for shuffle",
-            "decode",
-            "collate",
-            "hand-off",
-            "copy",
-            "loop",
-        ):
+        assert len(line) <= 120
+        for word in ("MB", "samples/s", "waited", "bound"):
             assert word in line
-        assert line.endswith(loader.report()["verdict"]) or "bound" in line
 
 
 def test_the_line_and_the_report_name_what_went_wrong(tmp_path: Path, listen: Callable[..., Listener]) -> None:
@@ -300,8 +288,9 @@ def test_the_line_and_the_report_name_what_went_wrong(tmp_path: Path, listen: Ca
         pass
     loader.close()
     report = loader.report()
-    (line,) = heard.lines
-    assert "1 bad; 1 x png: no image of a known format; " in line
+    line, bad_line = heard.lines
+    assert ", 1 bad; " in line
+    assert bad_line == "epoch 0: bad samples: 1 x png: no image of a known format"
     assert report["bad_samples"][0]["key"] == "<b>k03</b>"
     assert json.loads(json.dumps(report)) == report
     shown = report._repr_html_()
@@ -318,7 +307,8 @@ def test_decoding_that_waits_is_told_from_decoding_that_computes(tmp_path: Path)
     report = loader.report()
     assert report["compute_seconds"] < 0.4 * report["decode_seconds"]
     assert "Decoding waits: it computes in" in report["verdict"]
-    assert "More workers than cores would help" in report["verdict"]
+    assert "A field or transform that waits for less would help" in report["verdict"]
+    assert "cores" not in report["verdict"]
 
 
 def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
@@ -328,7 +318,10 @@ def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
     meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
     assert len(meter.bad_reasons) <= 21
     assert sum(meter.bad_reasons.values()) == 1000
-    assert len(meter.line) < 1000
+    meter.epoch, meter.samples, meter.batches, meter.bytes, meter.retries = 10**6, 10**12, 10**10, 10**18, 10**6
+    meter.wait_seconds = meter.decode_seconds = 1e7
+    assert len(meter.line) <= 120
+    assert len(meter.bad_line) <= 120
 
 
 def test_descriptors_are_given_back_with_the_loader(shards: Path) -> None:

@@ -33,6 +33,7 @@ from wdstrain.shards.index import Ints
 from wdstrain.shards.values import Array
 
 Transform = Callable[..., Any]
+Collate = Callable[[list[Any]], Mapping[str, Any]]  # the examples of a batch, in order, to its values by name
 
 
 class Task(NamedTuple):
@@ -72,6 +73,10 @@ def _task(begin: tuple[Any, ...], arrays: list[bytes], end: tuple[Any, ...]) -> 
 
 
 _LONGEST = 1000  # characters of a reason
+_NO_EXAMPLE = (
+    "transform returned None, and each sample must give an example; filter samples when they are packed (wdstrain convert tars "
+    "--select)"
+)
 MISMATCH = "its bytes are not those that were packed (crc32)"
 
 
@@ -79,12 +84,14 @@ class Bad(NamedTuple):
     """A sample that could not be decoded: its row in the batch, the field at fault (may be empty), and why.
 
     `substitute` is the id of the sample that took its place, its own where its row was left empty, -1 if neither was done.
+    of_batch: each sample could be decoded, but no batch could be made of them.
     """
 
     row: int
     field: str
     reason: str
     substitute: int = -1
+    of_batch: bool = False
 
 
 class Result(NamedTuple):
@@ -107,7 +114,10 @@ Read = tuple[dict[str, Any], list[Bad], float]  # values that have no column, ba
 
 
 class Decoder:
-    """Decodes tasks by `fields`, by `transform`, or by neither, into bytes. `takes_rng`: the transform wants (sample, rng)."""
+    """Decodes tasks by `fields`, by `transform`, or by neither, into bytes. `takes_rng`: the transform wants (sample, rng).
+
+    collate_fn: makes a batch of the examples that the transform returned; default: as torch does.
+    """
 
     def __init__(
         self,
@@ -116,6 +126,7 @@ class Decoder:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         takes_rng: bool,
+        collate_fn: Collate | None,
         replace: bool,
         marks: bool,
         seed: int,
@@ -124,6 +135,7 @@ class Decoder:
         layout: Layout,
     ) -> None:
         self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
+        self._collate: Collate = collate_fn or default_collate
         self._replace, self._marks = replace, marks
         self._seed, self.arena, self.slots, self._layout = seed, arena, slots, layout
         self._idle = transform is None and fields is not None and not fields  # everything is read into its place
@@ -195,7 +207,11 @@ class Decoder:
                     bad[row] = Bad(row, found or name, _reason(error))
         read = time.perf_counter()
         gone = self._substitute(sorted(bad.values()), task.ids, [*columns.values(), *loose.values()])
-        return {} if _fails(gone) else {name: _gather(values) for name, values in loose.items()}, gone, read
+        return (
+            {} if _fails(gone) else {name: _batched(self._fields[name], values) for name, values in loose.items()},
+            gone,
+            read,
+        )
 
     def _at_once(
         self, field: Field, column: Array | None, task: Task, bad: Mapping[int, Bad], draws: Draws, desk: ProgressCell
@@ -233,19 +249,31 @@ class Decoder:
                 torch.default_generator.manual_seed(word)
             try:
                 rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
-                examples[row] = self._transform(sample, *rng)
-                if not isinstance(examples[row], Mapping):
-                    raise TypeError(f"it gave {type(examples[row]).__name__}, and an example is a dict of values by name")
+                example = examples[row] = self._transform(sample, *rng)
             except Exception as error:
                 bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}"))
+                continue
+            if example is None:
+                bad.append(Bad(row, "", _NO_EXAMPLE))
+            elif self._collate is default_collate and not isinstance(example, Mapping):
+                reason = f"transform returned {type(example).__name__}; an example must be a dict of values by name"
+                bad.append(Bad(row, "", f"{reason}, or something that a collate_fn of yours takes"))
         read = time.perf_counter()
         bad = self._substitute(sorted(bad), task.ids, [examples])
         if _fails(bad):
             return {}, bad, read
         try:
-            collated = default_collate(examples)
+            collated = self._collate(examples)
+            if not isinstance(collated, Mapping):
+                raise TypeError(f"it returned {type(collated).__name__}; a batch is a dict of values by name")
         except Exception as error:
-            return {}, [Bad(0, "", f"the examples of this batch cannot be stacked: {error}")], read
+            reason = f"collate_fn raised {type(error).__name__}: {_reason(error)}"
+            if self._collate is default_collate:
+                reason = (
+                    f"the examples of this batch cannot be stacked: {_reason(error).rstrip('. ')}. Return values of one shape, or "
+                    f"give the Loader a collate_fn, which makes a batch of the list of its examples"
+                )
+            return {}, [Bad(0, "", reason, of_batch=True)], read
         return dict(collated), bad, read
 
     def _substitute(self, bad: list[Bad], ids: Ints, columns: list[Any]) -> list[Bad]:
@@ -331,6 +359,14 @@ def _for_torch(value: Any) -> Any:
     if not torch_has(value.dtype):
         raise SampleError(f"it is an array of {value.dtype}, which torch does not have; store it as float64 or complex128")
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
+def _batched(field: Field, values: list[Any]) -> Any:
+    """Return the values of a field without a fixed size as they are in the batch.
+
+    Images stay a list also where all sizes happen to agree, so that the type of a batch does not depend on its samples.
+    """
+    return [_tensor(value) for value in values] if isinstance(field, Image) else _gather(values)
 
 
 def _gather(values: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 A field is a small picklable object (the `Field` protocol below; write your own the same way). It names the tar fields it
 reads, the first that a sample has wins, and turns its bytes into a value. A field whose values all have one shape says so
 in `example`; its values are then written straight into batch memory that is reused, and the batch holds a tensor. Others
-return their value, and the batch holds a list, or a tensor where all values are arrays of one shape.
+return their value, and the batch holds a list, or a tensor where all values are arrays of one shape (images: always a list).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,8 +43,9 @@ class Example:
     channels_last: bool = False
 
 
+@runtime_checkable
 class Field(Protocol):
-    """A part of an example.
+    """A part of an example. `isinstance(value, Field)` tells whether an object has what a field needs.
 
     names: tar fields to look for, in order of preference. example: shape and dtype of the value, which `read` writes into
     `out`; `out` is all zeros before. None if values differ in shape: then `out` is None and `read` returns the value.

@@ -26,9 +26,13 @@ _BY_NAME = (FunctionType, type, functools._lru_cache_wrapper)  # pickled as the 
 
 
 def check_picklable(
-    fields: Mapping[str, object] | None, transform: object, method: str | None, *, instead: str = "num_workers=0, "
+    fields: Mapping[str, object] | None,
+    functions: Mapping[str, object],
+    method: str | None,
+    *,
+    instead: str = "num_workers=0, ",
 ) -> None:
-    """Raise UsageError if a field or the transform cannot be sent to processes of this start method (None: Python's own).
+    """Raise UsageError if a field or one of these functions, by the name of its option, cannot be sent to processes of this start method (None: Python's own).
 
     instead: what works with such parts.
     """
@@ -37,7 +41,7 @@ def check_picklable(
         return
     for name, part in {
         **{f"fields[{name!r}]": field for name, field in (fields or {}).items()},
-        "transform": transform,
+        **functions,
     }.items():
         reason = _hindrance(part)
         if reason:

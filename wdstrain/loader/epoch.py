@@ -195,6 +195,9 @@ class Batches(Iterator[Batch]):
         if self._given_at is None and self._meter.batches and not self._logged:
             self._logged = True
             _log.info("%s", self._meter.line)
+            if bad := self._meter.bad_line:
+                _log.info("%s", bad)
+            _log.debug("%s", self._meter.details)
 
     def lock_pages(self) -> None:
         """Page-lock the memory of these batches for copies to a CUDA device, once. A batch was taken before."""

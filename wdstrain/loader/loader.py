@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from wdstrain.decode import jpeg_region
-from wdstrain.decode.decoder import Transform
+from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, Image, lies_in_batches, reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import UsageError, WdstrainError
@@ -54,7 +54,10 @@ class Loader:
 
     urls            folder, index.json, tar, glob or brace pattern, a list of them, or an Index
     fields          {name in the batch: field}, such as {"image": wt.image(size=224), "label": wt.label()}
-    transform       sample -> example, or (sample, rng) -> example; a sample is {"__key__": str, field: bytes}
+    transform       sample -> example, or (sample, rng) -> example; a sample is {"__key__": str, field: bytes}, an example a
+                    dict of values by name. rng is the sample's own in this epoch. What torch, numpy and random draw by
+                    themselves is seeded per sample in worker processes; with num_workers=0 threads share these generators,
+                    so it differs from run to run
     batch_size      per rank
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
     shuffle         False: file order. seed: of the order and of augmentation; each epoch differs
@@ -75,7 +78,10 @@ class Loader:
                     most bytes in it (a number, or "200GB"): those not used for longest go first. Default: no cache
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
     patience        seconds without a batch after which the logger "wdstrain" warns who is stuck: stage, shard, key, and the
-                    Python stack of the thread or worker process; 0: never. Whole epochs are a line of its level INFO
+                    Python stack of the thread or worker process; 0: never. Its level INFO has a
+                    line of at most 120 characters for each whole epoch, its level DEBUG the seconds of each stage too
+    collate_fn      list of the examples of a batch -> dict of its values by name. Default: as torch does, which stacks values
+                    of one shape. Examples may then be of any type but None. With worker processes it runs there
 
     Raises UsageError and ShardError at once for addresses and sizes that cannot be, SampleError in the loop for a sample
     that cannot be decoded, with shard, key, field and offset.
@@ -102,11 +108,16 @@ class Loader:
         cache_limit: int | str | None = None,
         multiprocessing_context: Context | None = None,
         patience: float = 60.0,
+        collate_fn: Collate | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "urls", "__class__")}
         _log_slow_paths()
         if fields is not None and transform is not None:
             raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
+        if collate_fn is not None and (transform is None or not callable(collate_fn)):
+            raise UsageError(
+                f"collate_fn={collate_fn!r}: must be a function of the list of examples that a transform returned. Give transform too."
+            )
         if on_bad not in get_args(OnBad) or not is_number(max_bad) or not 0 <= max_bad <= 1:
             raise UsageError(
                 f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise, replace or mark, max_bad a share from 0 to 1."
@@ -132,7 +143,7 @@ class Loader:
         if multiprocessing_context not in (None, *get_args(Context)):
             raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
         if num_workers:
-            check_picklable(fields, transform, multiprocessing_context)
+            check_picklable(fields, {"transform": transform, "collate_fn": collate_fn}, multiprocessing_context)
         make = self._planner(
             seed=seed,
             batch_size=batch_size,
@@ -152,6 +163,7 @@ class Loader:
             fields=fields,
             transform=transform,
             takes_rng=transform is not None and takes_rng(transform),
+            collate_fn=collate_fn,
             on_bad=on_bad,
             num_workers=num_workers,
             context=multiprocessing_context,

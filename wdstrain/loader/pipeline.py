@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from wdstrain.decode.batch_slots import Layout, Slots
-from wdstrain.decode.decoder import MISMATCH, Bad, Decoder, Result, Task, Transform
+from wdstrain.decode.decoder import MISMATCH, Bad, Collate, Decoder, Result, Task, Transform
 from wdstrain.decode.fields import Field, is_light
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder, in_flight
@@ -85,6 +85,7 @@ class Pipeline:
         fields: Mapping[str, Field] | None,
         transform: Transform | None,
         takes_rng: bool,
+        collate_fn: Collate | None,
         on_bad: str,
         num_workers: int,
         context: str | None,
@@ -126,12 +127,13 @@ class Pipeline:
             landing=landing,
         )
         self._to_do = TaskBuilder(index, wanted, with_keys=transform is not None, landing=landing)
-        self._replace, self._cache = replace, cache
+        self._replace, self._cache, self._transforms = replace, cache, transform is not None
         self._decoder = decoder = Decoder(
             names=index.fields,
             fields=decoded,
             transform=transform,
             takes_rng=takes_rng,
+            collate_fn=collate_fn,
             replace=replace,
             marks=self._marks,
             seed=plan.seed,
@@ -218,7 +220,9 @@ class Pipeline:
             found = [self._found(batch, one) for one in result.bad if batch.valid[one.row]]
         valid = len(given) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if plan.tail == "keep" else len(given)
-        values = result.values if rows else {name: _none_of(value) for name, value in result.values.items()}
+        values = result.values
+        if not rows:
+            values = {name: _none_of(value) if self._transforms else value[:0] for name, value in values.items()}
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
         made["__key__"] = self._index.keys(given[:rows]) if result.bad else keys[:rows]
         if self._source_names:
@@ -411,6 +415,8 @@ class Pipeline:
         unreadable = [one for one in result.bad if one.substitute < 0]
         if unreadable:
             more = f" ({len(unreadable)} bad samples in this batch.)" if len(unreadable) > 1 else ""
+            if unreadable[0].of_batch:
+                raise SampleError(f"a batch that begins with {self._found(batch, unreadable[0]).sentence}")
             more += (
                 " No good sample was found near it to take its place."
                 if self._replace

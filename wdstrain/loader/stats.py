@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ _NO_STALL = 0.1  # share of the time that may be spent waiting before the input 
 _KINDS = 20  # of reasons that are counted apart
 _SHOWN = 3  # of them in a line of the log
 _WAITS = 0.4  # share of its time in which a decoder computes, below which it rather waits
+_WIDTH = 120  # characters of a line of the log
 _KEPT = 100  # bad samples that are listed one by one; all are counted
 
 
@@ -163,8 +165,8 @@ class EpochStats:
         spent = self.decode_seconds + self.collate_seconds
         if 0 < self.compute_seconds < _WAITS * spent:
             return (
-                f"{shares}. Decoding waits: it computes in {self.compute_seconds / spent:.0%} of its time. More workers than cores would "
-                f"help, or a field or transform that waits for less"
+                f"{shares}. Decoding waits: it computes in {self.compute_seconds / spent:.0%} of its time. A field or "
+                f"transform that waits for less would help"
             )
         # samples per second, if nothing else held it back: of the loop, of the storage, and of one decoder
         others = min(samples / max(1e-9, self.loop_seconds), samples / max(1e-9, read))
@@ -191,24 +193,35 @@ class EpochStats:
 
     @property
     def line(self) -> str:
-        """The epoch in one line, for a log."""
+        """The epoch in one line of at most 120 characters, for a log. `report` has all of it."""
         seconds = self.wait_seconds + self.loop_seconds
-        stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
-        most = sorted(self.bad_reasons.items(), key=lambda one: -one[1])[:_SHOWN]
-        odd = [f"{count} x {printable(reason)}" for reason, count in most]
         counts = {"retries": self.retries, "read again": self.reread, "bad": self.bad}
-        notes = [f"{count} {name}" for name, count in counts.items() if count] + odd
-        far = (
-            f" ({self.fetched / 1e6:.1f} fetched, {self.cached / 1e6:.1f} from the cache)"
-            if self.fetched or self.cached
-            else ""
+        notes = "".join(f", {count} {name}" for name, count in counts.items() if count)
+        return _shortened(
+            f"epoch {self.epoch}: {self.samples} samples, {self.bytes / 1e6:.1f} MB, {seconds:.2f} s, "
+            f"{self.samples / max(1e-9, seconds):.0f} samples/s, waited {self.stall:.1%}{notes}; {self.verdict}"
         )
+
+    @property
+    def bad_line(self) -> str:
+        """The most frequent reasons of bad samples in one line of at most 120 characters; empty if there are none."""
+        most = sorted(self.bad_reasons.items(), key=lambda one: -one[1])[:_SHOWN]
+        reasons = ", ".join(f"{count} x {printable(reason)}" for reason, count in most)
+        return _shortened(f"epoch {self.epoch}: bad samples: {reasons}") if reasons else ""
+
+    @property
+    def details(self) -> str:
+        """Seconds of each stage, and the whole verdict, in one line."""
+        stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
         return (
-            f"epoch {self.epoch}: {self.samples} samples in {self.batches} batches, {self.bytes / 1e6:.1f} MB{far}, {seconds:.2f} s, "
-            f"{self.samples / max(1e-9, seconds):.0f} samples/s, waited {self.wait_seconds:.2f} s ({self.stall:.1%}); seconds: {stages} "
-            f"({self.decoders} decoder{'s' * (self.decoders != 1)}); {''.join(f'{note}; ' for note in notes)}{self.verdict}"
+            f"epoch {self.epoch}: {self.batches} batches, {self.fetched / 1e6:.1f} MB fetched, {self.cached / 1e6:.1f} MB from the "
+            f"cache; seconds: {stages}; {self.decoders} decoder{'s' * (self.decoders != 1)}; {self.verdict}"
         )
 
     def report(self) -> Report:
         bad = [one._asdict() for one in self.bad_samples]
         return Report({**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict}, stages=self.stages)
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, _WIDTH, placeholder=" ...")

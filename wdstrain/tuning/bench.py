@@ -78,7 +78,8 @@ def bench(
     Loader(
         index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
     )  # what cannot be is told at once
-    check_picklable(fields, transform, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
+    functions = {"transform": transform, "collate_fn": options.get("collate_fn")}
+    check_picklable(fields, functions, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
     mean = float((index.table.stop - index.table.start).sum()) / len(index)  # what is read of a sample, its headers included
     with tempfile.TemporaryDirectory() as folder:
         few = stages.excerpt(index, max(_SAMPLES, 4 * batch_size), os.path.join(folder, "part.tar"))
@@ -168,7 +169,7 @@ class _Parts:
     def decoding(self, few: Index, kind: str) -> dict[int, float]:
         """Samples a second of one decoder, and of one on each processor."""
         rng = self._transform is not None and takes_rng(self._transform)
-        bare = stages.Bare(few, self._fields, self._transform, self._batch, rng)
+        bare = stages.Bare(few, self._fields, self._transform, self._batch, rng, self._options.get("collate_fn"))
         context = self._options.get("multiprocessing_context")
         found = {}
         for count in sorted({1, cores()}):

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.decoder import Decoder, Task, Transform
+from wdstrain.decode.decoder import Collate, Decoder, Task, Transform
 from wdstrain.decode.fields import Example, Field, read_field
 from wdstrain.decode.transforms import Draws
 from wdstrain.decode.workers import OneCoreEach
@@ -152,7 +152,13 @@ class Bare:
     """The decoder by itself: batches that lie in memory are decoded over and over. index: of one tar on this machine."""
 
     def __init__(
-        self, index: Index, fields: Mapping[str, Field] | None, transform: Transform | None, batch_size: int, takes_rng: bool
+        self,
+        index: Index,
+        fields: Mapping[str, Field] | None,
+        transform: Transform | None,
+        batch_size: int,
+        takes_rng: bool,
+        collate_fn: Collate | None,
     ) -> None:
         self.size = min(batch_size, len(index))
         examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
@@ -167,6 +173,7 @@ class Bare:
             fields=fields,
             transform=transform,
             takes_rng=takes_rng,
+            collate_fn=collate_fn,
             marks=False,
             replace=True,  # a bad sample is for the loader to tell
             seed=0,
