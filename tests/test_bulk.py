@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import wdstrain as wt
 from tests.conftest import ROOT, picture
 from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.scatter import ChecksumJob, ScatterList, of_samples
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 
@@ -127,10 +127,10 @@ def test_runs_are_filled_in_order_and_compared(way: bool, file: File, sizes: lis
     came, before = cut(sizes, there), 0
     for k, i in enumerate(made.summed):
         if len(came[i]) < sizes[i]:
-            assert not made.sums.found[k:].any()
+            assert not made.sums.checksums[k:].any()
             break
         before = zlib.crc32(came[i], before if made.joined[k] else 0)
-        assert made.sums.found[k] == before
+        assert made.sums.checksums[k] == before
 
 
 @thorough
@@ -141,21 +141,21 @@ def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
     fd, whole = file
     made, total = laid(sizes, order, joins=False), sum(sizes)
     places, ends = made.places, sorted({0, total, *(int(one * total) for one in bounds)})
-    parts = [(begin, places.cut(end - begin)) for begin, end in pairwise(ends)]
+    parts = [(begin, places.split_off(end - begin)) for begin, end in pairwise(ends)]
     assert places.left == 0
     for begin, part in order.sample(parts, len(parts)):
         if order.randrange(3):
-            assert filled(part, fd, begin) == part._all
+            assert filled(part, fd, begin) == part._total
         else:  # by another, who has only the views
-            BufferList(part).take(whole[begin : begin + part.left])
-            part.came(part.left)
+            BufferList(part).write(whole[begin : begin + part.left])
+            part.advance(part.left)
     check_places(made, sizes, whole[:total])
     for k, i in enumerate(made.summed):
         begin, end = sum(sizes[:i]), sum(sizes[: i + 1])
         together = any(low <= begin and end <= high for low, high in pairwise(ends))
-        assert made.sums.found[k] == (zlib.crc32(whole[begin:end]) if together else 0)
-    made.sums.take()
-    assert made.sums.found.tolist() == [zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed]
+        assert made.sums.checksums[k] == (zlib.crc32(whole[begin:end]) if together else 0)
+    made.sums.update()
+    assert made.sums.checksums.tolist() == [zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed]
 
 
 @settings(thorough, max_examples=30)
@@ -170,7 +170,7 @@ def test_an_answer_is_received_as_it_comes(
     there = file.data[: max(0, sum(sizes) - missing)]
     rest = there[head:]
     for at in range(0, min(head, len(there)), 16_000):
-        made.places.take(there[at : min(at + 16_000, head)])
+        made.places.write(there[at : min(at + 16_000, head)])
     here, other = socket.socketpair()
     more = threading.Event()
 
@@ -200,9 +200,9 @@ def test_an_answer_is_received_as_it_comes(
     sender.join()
     check_places(made, sizes, there)
     came = cut(sizes, there)
-    made.places.came(0)  # whatever came is taken into the sums
+    made.places.advance(0)  # whatever came is taken into the sums
     whole = [i for i in made.summed if len(came[i]) == sizes[i]]
-    assert made.sums.found.tolist() == [zlib.crc32(came[i]) if i in whole else 0 for i in made.summed]
+    assert made.sums.checksums.tolist() == [zlib.crc32(came[i]) if i in whole else 0 for i in made.summed]
 
 
 def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
@@ -236,7 +236,7 @@ def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> N
     sums = ChecksumJob([memory], of, start, size, size.cumsum())
     assert filled(ScatterList([memory], of, start, size, sums), fd, 17) == 100_000
     assert bytes(memory.view) == b"".join(whole[17 + at : 22 + at] for at in range(99_995, -1, -5))
-    assert sums.found.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
+    assert sums.checksums.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
@@ -248,14 +248,14 @@ def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: li
     upto = (lie - lie[0])[:, None] + ints(20, 50)
     sums = ChecksumJob((arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1))
     of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
-    places = of_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
+    places = scatter_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
     assert filled(places, fd, 7) == 150 + sum(gaps)
     samples = [whole[at : at + 50] for at in lie.tolist()]
     assert bytes(arena.view[:60]) == b"".join(one[:20] for one in samples)
     assert bytes(rows.view[:90]) == b"".join(one[20:] for one in reversed(samples))
     assert not any(arena.view[60:])
     assert not any(rows.view[90:])
-    assert sums.found.tolist() == [zlib.crc32(part) for one in samples for part in (one[:20], one[20:])]
+    assert sums.checksums.tolist() == [zlib.crc32(part) for one in samples for part in (one[:20], one[20:])]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import wdstrain as wt
 from tests.conftest import picture, write_shards
 from tests.servers import serving, small_and_quick
 from wdstrain.loader import task_blocks
-from wdstrain.memory.scatter import Ints, Truths
+from wdstrain.memory.scatter import Bools, Ints
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
@@ -31,7 +31,7 @@ def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(self: task_blocks.TaskBlock, *words: Any, **named: Any) -> Any:
         task = original(self, *words, **named)
-        found.append(len(task.doubtful))
+        found.append(len(task.unverified))
         return task
 
     monkeypatch.setattr(task_blocks.TaskBlock, "task", recorded)
@@ -124,7 +124,7 @@ def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: l
 
 
 def compared(
-    table: Table, fields: Truths, memory: Memory, where: Ints, number: int, count: int, place: int = 0
+    table: Table, fields: Bools, memory: Memory, where: Ints, number: int, count: int, place: int = 0
 ) -> tuple[VerifiedRing, ReadVerifier]:
     """Samples from `number` on that are compared, with places from `place` on and these offsets in the memory."""
     found = VerifiedRing(PackedChecksums(table, fields, memory), where)
@@ -133,8 +133,8 @@ def compared(
 
 def doubts(found: VerifiedRing, place: int, count: int) -> list[int]:
     """Which of them are not known to be sound, and whether this was to be expected."""
-    doubtful = np.flatnonzero(found.doubtful(np.arange(place, place + count))).tolist()
-    assert found.any_doubt or not doubtful
+    doubtful = np.flatnonzero(found.unverified(np.arange(place, place + count))).tolist()
+    assert found.any_unverified or not doubtful
     return doubtful
 
 
@@ -160,12 +160,12 @@ def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: 
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
     found, comparison = compared(replace(index.table, **{part: lying}), index.among(None), memory, where, 0, 20)
-    comparison.take(0, len(shard))
+    comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [of]
     where[7] = memory.size - 10  # nor where it would be
     found, comparison = compared(index.table, index.among(None), memory, where, 0, 20)
-    comparison.take(0, len(shard))
+    comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [7]
 
@@ -185,15 +185,15 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
         memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[table.start[i] : table.stop[i]]
     extent = int(table.stop[number + count - 1] - table.start[number])
     found, comparison = compared(table, index.among(names), memory, where, number, count, place)
-    assert found.doubtful(np.arange(place, place + count)).all()
-    comparison.take(0, extent)
+    assert found.unverified(np.arange(place, place + count)).all()
+    comparison.update(0, extent)
     comparison.settle()
-    assert (doubts(found, place, count), found.any_doubt) == ([], False)
+    assert (doubts(found, place, count), found.any_unverified) == ([], False)
     for name, offset, size in index.members(9):
         at = int(offsets[9 - number] + offset - table.start[9]) + size // 2
         memory.view[at] ^= 255
         found, comparison = compared(table, index.among(names), memory, where, number, count, place)
-        comparison.take(0, extent)
+        comparison.update(0, extent)
         comparison.settle()
         assert doubts(found, place, count) == ([4] if name in names else [])
         memory.view[at] ^= 255
@@ -207,22 +207,22 @@ def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(m
     where = table.start[:20].copy()
     found, comparison = compared(table, index.among(None), memory, where, 0, 20)
     ends = (table.stop[:20] - table.start[0]).tolist()
-    comparison.take(0, ends[3] - 1)
+    comparison.update(0, ends[3] - 1)
     assert doubts_so_far(found) == list(range(3, 20))
-    comparison.take(ends[3] - 1, ends[9] + 5)
+    comparison.update(ends[3] - 1, ends[9] + 5)
     assert doubts_so_far(found) == list(range(10, 20))
     found, comparison = compared(table, index.among(None), memory, where, 0, 20)
     middle = (ends[9] + ends[10]) // 2  # of the eleventh
     first, second = comparison.within(0, middle), comparison.within(middle, ends[19])
-    second.take(0, ends[19] - middle)
-    first.take(0, middle)
+    second.update(0, ends[19] - middle)
+    first.update(0, middle)
     assert doubts_so_far(found) == [10]
     comparison.settle()
-    assert found.any_doubt
+    assert found.any_unverified
 
 
 def doubts_so_far(found: VerifiedRing) -> list[int]:
-    return np.flatnonzero(found.doubtful(np.arange(20))).tolist()
+    return np.flatnonzero(found.unverified(np.arange(20))).tolist()
 
 
 @pytest.mark.usefixtures("way")
@@ -231,8 +231,8 @@ def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path)
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
     found, comparison = compared(index.table, index.among(None), memory, index.table.start[:20].copy(), 0, 20)
-    comparison.take(0, len(shard))
+    comparison.update(0, len(shard))
     comparison.settle()
-    assert not found.any_doubt
+    assert not found.any_unverified
     found.not_compared(4, 3)
     assert doubts(found, 0, 20) == [4, 5, 6]

@@ -79,7 +79,7 @@ def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: IOThreadP
         hands.fill(file, at, places, partial(told.put, number))
     assert sorted(told.get(timeout=30) for _ in starts) == list(range(500))
     assert bytes(memory.view) == DATA
-    assert [int(one.found[0]) for one in sums] == [zlib.crc32(DATA[at : at + size]) for at in starts]
+    assert [int(one.checksums[0]) for one in sums] == [zlib.crc32(DATA[at : at + size]) for at in starts]
     assert sorted(ours()) == ["wdstrain-hand_0", "wdstrain-hand_1", "wdstrain-hand_2", "wdstrain-hands"]
 
 
@@ -87,12 +87,12 @@ def test_places_that_were_begun_are_filled_to_their_end(hands: IOThreadPool, fil
     memory, done = Memory(300_000), threading.Event()
     sums = ChecksumJob([memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000))
     places = ScatterList([memory], ints(0), ints(0), ints(memory.size), sums)
-    places.take(DATA[:1000])
+    places.write(DATA[:1000])
     hands.fill(file, 1000, places, done.set)
     assert done.wait(30)
     assert places.left == 0
     assert bytes(memory.view) == DATA[:300_000]
-    assert sums.found.tolist() == [zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))]
+    assert sums.checksums.tolist() == [zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))]
 
 
 def test_where_the_file_ends_something_is_left(hands: IOThreadPool, file: int) -> None:

@@ -311,8 +311,8 @@ class Decoder:
         if len(task.unverified):
             size = task.size[task.unverified]
             sums = ChecksumJob([self.arena], np.zeros_like(size), task.offset[task.unverified], size, np.ones_like(size))
-            sums.take()
-            for m in task.unverified[sums.found != task.crc].tolist():
+            sums.update()
+            for m in task.unverified[sums.checksums != task.crc].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1
                 bad.setdefault(row, Bad(row, self._names[task.field[m]], MISMATCH))
         return dict(sorted(bad.items()))

@@ -19,7 +19,7 @@ import torch
 
 from wdstrain.decode.decoder import MISMATCH, Decoder, Result, Task
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.memory.scatter import Truths
+from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
 from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.runtime.watchdog import ProgressCell
@@ -53,7 +53,7 @@ class TaskBlock(NamedTuple):
     alike: tuple[int, ...]
 
     def task(
-        self, number: int, batch_number: int, slot: int, offset: Ints, unreadable: dict[int, str], unverified: Truths | None
+        self, number: int, batch_number: int, slot: int, offset: Ints, unreadable: dict[int, str], unverified: Bools | None
     ) -> Task:
         """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; unreadable: by row, why
 

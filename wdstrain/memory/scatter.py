@@ -1,9 +1,12 @@
-"""Many runs of memory at once: filled from a file, and compared by checksum.
+"""Scatter lists: many runs of memory that are filled from one file or socket and checksummed.
 
-A batch has a run for each sample or more, and piece by piece each costs a view, a call, and Python's own lock, given away and waited
-for once more; with several threads that is half of what reading arrays takes. Here one call in C is for all of them (`kernels.c`), given
-as integers, and it holds no lock; what it reads it compares while the processor has it at hand. Where it was not compiled the same is
-done piece by piece.
+A batch has at least one run per sample. A call of Python per run would take and release the GIL
+each time. Here all runs are integer arrays, and one call of C (`native/kernels.c`) fills them
+without the GIL. It computes checksums while the bytes are in the CPU cache. Without the C library
+the same is done in Python, run by run.
+
+The C code writes to the addresses that it gets. `Runs` therefore checks every run against the end
+of its memory, because offsets may come from a hostile index file.
 """
 
 from __future__ import annotations
@@ -23,25 +26,31 @@ from wdstrain.native import kernels
 from wdstrain.native.checksum import crc32
 
 Ints = npt.NDArray[np.int64]
-Truths = npt.NDArray[np.bool_]
+Bools = npt.NDArray[np.bool_]
 
-NO_SUMS = (None, 0, *[None] * 5, 0)  # for the library to take
+NO_CHECKSUMS = (None, 0, *[None] * 5, 0)  # C arguments of an empty checksum job
 
-_ALL = (1 << 63) - 1
-_NOTHING = memoryview(b"")
-_AT_HAND = 256 << 10  # bytes that the processor still has when they are compared
+_MAX_INT64 = (1 << 63) - 1
+_EMPTY = memoryview(b"")
+_CACHED_BYTES = 256 << 10  # bytes that are still in the CPU cache when they are verified
 
 
 class Runs:
-    """Runs of bytes in some memories."""
+    """Runs of bytes in one or several memories."""
 
-    def __init__(self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints) -> None:
-        """of: which of the memories; start, size: in it, int64[n] each. Raises ValueError beyond its end."""
-        # addresses are believed by the system: what an index claims must not lead out of the memory it is for
-        limit, base = _each([one.size for one in memories], of), _each([one.address for one in memories], of)
-        if len(start) and (start.min() < 0 or size.min() < 0 or (start > limit - size).any()):  # in this order no sum overflows
-            raise ValueError("a run of bytes is beyond the end of the memory it is in")
-        self._memories, self._of, self._address, self._size = memories, of, start + base, np.ascontiguousarray(size)
+    def __init__(self, memories: Sequence[Memory], memory_index: Ints, start: Ints, size: Ints) -> None:
+        """memory_index: the memory of each run, as an index into `memories`. int64[n].
+
+        start, size: offset and length of each run in its memory, in bytes. int64[n] each.
+        Raises ValueError if a run reaches beyond its memory.
+        """
+        limit = _by_run([memory.size for memory in memories], memory_index)
+        base = _by_run([memory.address for memory in memories], memory_index)
+        # `limit - size` cannot overflow once size >= 0 holds; `start + size` could
+        if len(start) and (start.min() < 0 or size.min() < 0 or (start > limit - size).any()):
+            raise ValueError("a run of bytes is beyond the end of its memory: start + size must be <= its size")
+        self._memories, self._memory_index = memories, memory_index
+        self._address, self._size = start + base, np.ascontiguousarray(size)
 
     def __len__(self) -> int:
         return len(self._address)
@@ -50,120 +59,157 @@ class Runs:
         return map(self.run, range(len(self)))
 
     def run(self, number: int) -> memoryview:
-        """One of them."""
-        memory = self._memories[int(self._of[number])]
+        """Return the bytes of one run as a writable view."""
+        memory = self._memories[int(self._memory_index[number])]
         start = int(self._address[number]) - memory.address
         return memory.view[start : start + int(self._size[number])]
 
-    def _cut(self, first: int, stop: int) -> None:
-        """Be only these."""
-        self._of, self._address, self._size = self._of[first:stop], self._address[first:stop], self._size[first:stop]
+    def _keep(self, first: int, stop: int) -> None:
+        """Drop all runs but [first, stop)."""
+        kept = slice(first, stop)
+        self._memory_index, self._address, self._size = self._memory_index[kept], self._address[kept], self._size[kept]
 
 
-def _each(values: list[int], of: Ints) -> Any:
-    """The values of the memories that runs are in."""
-    return values[0] if len(values) == 1 else np.array(values)[of]
+def _by_run(values: list[int], memory_index: Ints) -> Any:
+    """Return the value of each run's memory, or one number if there is one memory."""
+    return values[0] if len(values) == 1 else np.array(values)[memory_index]
 
 
-class Compared(Protocol):
-    """What is compared of bytes as they come."""
+class Verification(Protocol):
+    """Work that is done on the bytes of a scatter list as they arrive.
 
-    def take(self, before: int, now: int) -> None:
-        """Compare what so many bytes are enough for, now that they are there, and were not before."""
+    Byte counts are those of the list: its first byte is byte 0.
+    """
 
-    def within(self, before: int, now: int) -> Compared:
-        """What can be compared of a part of the bytes alone; what comes is counted from its beginning."""
+    def update(self, before: int, now: int) -> None:
+        """Process what becomes complete between the first `before` and the first `now` bytes."""
+
+    def within(self, before: int, now: int) -> Verification:
+        """Return the work on bytes [before, now) alone. Its byte counts start at `before`."""
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What the library takes: runs whose sums it is to take, and samples that it is to compare."""
+    def c_arguments(self) -> tuple[Any, ...]:
+        """Arguments of the C functions: a checksum job, and samples to verify."""
 
 
 class ChecksumJob(Runs):
-    """Runs whose crc32 is taken. found: uint32[n], of those of which it was."""
+    """Runs whose crc32 is computed as bytes arrive.
+
+    checksums: crc32 of each run, uint32[n]; 0 until it is computed.
+    """
 
     def __init__(
-        self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, upto: Ints, joined: Truths | None = None
+        self,
+        memories: Sequence[Memory],
+        memory_index: Ints,
+        start: Ints,
+        size: Ints,
+        complete_at: Ints,
+        joined: Bools | None = None,
     ) -> None:
-        """upto: how many bytes of what is being read have to be there for each, growing, int64[n].
+        """memory_index, start, size: as in `Runs`.
 
-        joined: taken of a run and the one before it, as if they were one, bool[n]; not so if it is None.
+        complete_at: number of bytes of the scatter list that must be there for each run to be
+        complete, not decreasing. int64[n].
+        joined: whether a run continues the checksum of the run before it. bool[n]; None: none does.
         """
-        super().__init__(memories, of, start, size)
-        self._upto, self._begun = np.ascontiguousarray(upto), 0  # what they count from
+        super().__init__(memories, memory_index, start, size)
+        self._complete_at, self._first_byte = np.ascontiguousarray(complete_at), 0
         self._joined = joined
-        self.found: npt.NDArray[np.uint32] = np.zeros(len(self), np.uint32)
+        self.checksums: npt.NDArray[np.uint32] = np.zeros(len(self), np.uint32)
 
-    def take(self, before: int = 0, now: int | None = None) -> None:
-        """Of those for which that many bytes were too few, and so many are enough; of all others where `now` is None."""
-        now = _ALL if now is None else now + self._begun
-        first, stop = np.searchsorted(self._upto, (before + self._begun, now), side="right").tolist()
+    def update(self, before: int = 0, now: int | None = None) -> None:
+        """Compute the checksums of the runs that become complete between `before` and `now` bytes.
+
+        now: None stands for all bytes.
+        """
+        now = _MAX_INT64 if now is None else now + self._first_byte
+        first, stop = np.searchsorted(self._complete_at, (before + self._first_byte, now), side="right").tolist()
         if kernels.library is not None:
-            kernels.library.sums(*self.part(first, stop).arrays[:-3])
+            kernels.library.sums(*self._part(first, stop).c_arguments[:-3])
             return
         for i in range(first, stop):
             joined = self._joined is not None and self._joined[i]
-            self.found[i] = crc32(self.run(i), int(self.found[i - 1]) if joined else 0)
+            self.checksums[i] = crc32(self.run(i), int(self.checksums[i - 1]) if joined else 0)
 
     def within(self, before: int, now: int) -> ChecksumJob:
-        """Those of which nothing is among the bytes before, and all is there now."""
-        before, now = before + self._begun, now + self._begun
-        first, stop = np.searchsorted(self._upto - self._size, before), np.searchsorted(self._upto, now, side="right")
-        part = self.part(int(first), max(int(first), int(stop)))
-        part._begun = before
+        """Return the runs that lie entirely in bytes [before, now) of the scatter list."""
+        before, now = before + self._first_byte, now + self._first_byte
+        first = int(np.searchsorted(self._complete_at - self._size, before))
+        stop = int(np.searchsorted(self._complete_at, now, side="right"))
+        part = self._part(first, max(first, stop))
+        part._first_byte = before
         return part
 
-    def part(self, first: int, stop: int) -> ChecksumJob:
-        """These of them. What is found of them is found here."""
+    def _part(self, first: int, stop: int) -> ChecksumJob:
+        """Return the runs [first, stop). They share `checksums` with this job."""
         part = copy(self)
-        part._cut(first, stop)
-        part._upto, part.found = self._upto[first:stop], self.found[first:stop]
+        part._keep(first, stop)
+        part._complete_at, part.checksums = self._complete_at[first:stop], self.checksums[first:stop]
         part._joined = None if self._joined is None else self._joined[first:stop]
         return part
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What the library takes."""
+    def c_arguments(self) -> tuple[Any, ...]:
+        """Arguments of the C functions. The addresses are valid while this object exists."""
         joined = None if self._joined is None else self._joined.ctypes.data
-        lie = self._address.ctypes.data, self._size.ctypes.data
-        return kernels.checksum, len(self), *lie, joined, self.found.ctypes.data, self._upto.ctypes.data, self._begun, None
+        runs = self._address.ctypes.data, self._size.ctypes.data
+        checksums, complete_at = self.checksums.ctypes.data, self._complete_at.ctypes.data
+        return kernels.checksum, len(self), *runs, joined, checksums, complete_at, self._first_byte, None
 
 
 class ScatterList(Runs):
-    """Runs to be filled one after another. left: bytes that are still to come."""
+    """Runs that are filled one after another. left: bytes that are not filled yet."""
 
-    def __init__(self, memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, compared: Compared | None = None) -> None:
-        """compared: as it comes."""
-        super().__init__(memories, of, start, size)
-        self.left = self._all = int(size.sum())
-        self._compared, self._seen = compared, 0  # and of how many bytes it was
-        self._views: Iterator[memoryview] | None = None  # what is left, while `take` fills it, each looked up when it is begun
-        self._view = _NOTHING
+    def __init__(
+        self,
+        memories: Sequence[Memory],
+        memory_index: Ints,
+        start: Ints,
+        size: Ints,
+        verification: Verification | None = None,
+    ) -> None:
+        """memory_index, start, size: as in `Runs`. verification: work on arriving bytes."""
+        super().__init__(memories, memory_index, start, size)
+        self.left = self._total = int(size.sum())
+        self._verification, self._verified = verification, 0  # bytes that were verified
+        self._views: Iterator[memoryview] | None = None  # views that `write` fills after `_view`
+        self._view = _EMPTY  # unfilled rest of the view that `write` is filling
+
+    @property
+    def filled(self) -> int:
+        """Bytes that are filled."""
+        return self._total - self.left
 
     def read(self, fd: int, offset: int) -> int:
-        """Fill what is left from this offset of a file on, or a part of it. How many bytes: 0 at its end. Raises OSError."""
+        """Fill runs from this offset of a file on.
+
+        Returns the number of bytes, which may be fewer than `left`; 0 at the end of the file.
+        Raises OSError.
+        """
         if kernels.library is not None:
             return self._fill(fd, offset, self.left)
-        count = BufferList(self._between(self.filled, self._all)).read(fd, offset)
-        self.came(count)
+        count = BufferList(self._between(self.filled, self._total)).read(fd, offset)
+        self.advance(count)
         return count
 
     def receive(self, connection: socket.socket, most: int) -> int:
-        """Fill `most` bytes, no more than are left, with those that come next. How many: fewer before a pause, 0 at the end.
+        """Fill runs with the next `most` bytes of a socket; `most` must be <= left.
 
+        Returns the number of bytes: fewer if the socket times out, 0 at the end of the stream.
         Raises OSError.
         """
         if kernels.library is not None:
             return self._fill(connection.fileno(), -1, most)
-        count = BufferList(self._between(self.filled, self._all)).receive(connection, most)
-        self.came(count)
+        count = BufferList(self._between(self.filled, self._total)).receive(connection, most)
+        self.advance(count)
         return count
 
-    def take(self, data: bytes) -> None:
-        """Fill them with these bytes, which are not more than are left."""
+    def write(self, data: bytes) -> None:
+        """Copy these bytes into the runs that are filled next; len(data) must be <= left."""
         rest = memoryview(data)
         if self._views is None and rest:
-            self._views, self._view = iter(self._between(self.filled, self._all)), _NOTHING
+            self._views, self._view = iter(self._between(self.filled, self._total)), _EMPTY
         while self._views is not None and rest:
             while not self._view:
                 self._view = next(self._views)
@@ -171,89 +217,96 @@ class ScatterList(Runs):
             self._view[:count] = rest[:count]
             self._view, rest = self._view[count:], rest[count:]
         self.left -= len(data)
-        if not self.left or self.filled - self._seen >= _AT_HAND:
-            self._compare()
+        if not self.left or self.filled - self._verified >= _CACHED_BYTES:
+            self._verify()
 
-    def came(self, count: int) -> None:
-        """So many bytes of them were filled."""
+    def advance(self, count: int) -> None:
+        """Count the next `count` bytes as filled, and verify them."""
         self.left -= count
         self._views = None
-        self._compare()
+        self._verify()
 
-    def _compare(self) -> None:
-        filled = self.filled
-        if self._compared is not None and filled > self._seen:
-            self._compared.take(self._seen, filled)
-        self._seen = filled
-
-    def summed(self, count: int) -> None:
-        """So many bytes of them were filled, and compared."""
+    def advance_verified(self, count: int) -> None:
+        """Count the next `count` bytes as filled and verified."""
         self.left -= count
-        self._seen = self.filled
+        self._verified = self.filled
 
-    @property
-    def filled(self) -> int:
-        """Bytes that came."""
-        return self._all - self.left
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        """What the library takes, beside what it is to read. They are this object's own."""
-        self._views = None
-        compared = (*NO_SUMS, None) if self._compared is None else self._compared.arrays
-        return self.filled, self._seen, len(self), self._address.ctypes.data, self._size.ctypes.data, *compared
-
-    def cut(self, count: int) -> ScatterList:
-        """The places of the next `count` bytes, for another to fill."""
+    def split_off(self, count: int) -> ScatterList:
+        """Remove and return the runs of the next `count` bytes, for another reader to fill."""
         begin = self.filled
         if begin or count < self.left:
             part = self._between(begin, begin + count)
-            part._compared = None if self._compared is None else self._compared.within(begin, begin + count)
+            part._verification = None if self._verification is None else self._verification.within(begin, begin + count)
         else:
             part = copy(self)
         self.left -= count
         return part
 
+    @property
+    def c_arguments(self) -> tuple[Any, ...]:
+        """Arguments of C's `fill` from `filled` on. They are valid while this object exists."""
+        self._views = None
+        verification = (*NO_CHECKSUMS, None) if self._verification is None else self._verification.c_arguments
+        runs = len(self), self._address.ctypes.data, self._size.ctypes.data
+        return self.filled, self._verified, *runs, *verification
+
     def _between(self, begin: int, stop: int) -> ScatterList:
-        """The places of these bytes, nothing of which is compared."""
+        """Return the runs of bytes [begin, stop) of this list, without verification."""
         part, ends = copy(self), self._size.cumsum()
         first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, stop))
-        part._cut(first, last + 1 if begin < stop else first)
-        part.left = part._all = stop - begin
-        part._compared, part._seen, part._views = None, 0, None
+        part._keep(first, last + 1 if begin < stop else first)
+        part.left = part._total = stop - begin
+        part._verification, part._verified, part._views = None, 0, None
         if begin < stop:
-            missing = begin - int(ends[first] - self._size[first])
+            skipped = begin - int(ends[first] - self._size[first])  # of the first run
             part._address, part._size = part._address.copy(), part._size.copy()
-            part._address[0] += missing
-            part._size[0] -= missing
+            part._address[0] += skipped
+            part._size[0] -= skipped
             part._size[-1] -= int(ends[last]) - stop
         return part
 
     def _fill(self, fd: int, offset: int, most: int) -> int:
-        count = int(kernels.library.fill(fd, offset, most, *self.arrays))
+        """Fill at most `most` bytes in C, from a file, or from a socket if offset is -1."""
+        count = int(kernels.library.fill(fd, offset, most, *self.c_arguments))
         if count < 0:
             raise OSError(-count, os.strerror(-count))
-        self.summed(count)
+        self.advance_verified(count)
         return count
 
+    def _verify(self) -> None:
+        filled = self.filled
+        if self._verification is not None and filled > self._verified:
+            self._verification.update(self._verified, filled)
+        self._verified = filled
 
-def of_samples(
-    memories: Sequence[Memory], of: Ints, start: Ints, size: Ints, starts: Ints, stops: Ints, compared: Compared | None = None
+
+def scatter_samples(
+    memories: Sequence[Memory],
+    memory_index: Ints,
+    start: Ints,
+    size: Ints,
+    starts: Ints,
+    stops: Ints,
+    verification: Verification | None = None,
 ) -> ScatterList:
-    """Places of n samples that follow one another in a shard, in w runs each.
+    """Return the scatter list of n samples, in shard order, with w runs each.
 
-    of, start, size: int64[n, w]; starts, stops: of the samples in the shard, int64[n]. What is between them there nobody wants, and
-    goes to the last of the memories, over and over.
+    memories: the last is scratch memory. Bytes of the shard between two samples go there; they
+    overwrite each other.
+    memory_index, start, size: as in `Runs`, int64[n, w] each.
+    starts, stops: first byte and end of each sample in the shard, int64[n] each.
+    Raises ValueError if a run reaches beyond its memory.
     """
-    runs: list[Ints] = [of.reshape(-1), start.reshape(-1), size.reshape(-1)]
+    runs: tuple[Ints, Ints, Ints] = memory_index.reshape(-1), start.reshape(-1), size.reshape(-1)
     gaps = starts[1:] - stops[:-1]
-    if gaps.any():
-        count, width = start.shape
-        first, most = np.arange(0, count * width, width), memories[-1].size
-        pieces = np.append(0, -(-gaps // most))  # before each sample
-        sizes = np.full(int(pieces.sum()), most)
-        sizes[np.cumsum(pieces)[1:][gaps > 0] - 1] -= (-gaps % most)[gaps > 0]
-        values: tuple[Any, ...] = (len(memories) - 1, 0, sizes)
-        where = np.repeat(first, pieces)
-        runs = [np.insert(one, where, value) for one, value in zip(runs, values, strict=True)]
-    return ScatterList(memories if gaps.any() else memories[:-1], runs[0], runs[1], runs[2], compared)
+    if not gaps.any():
+        return ScatterList(memories[:-1], *runs, verification=verification)
+    count, width = start.shape
+    scratch = memories[-1].size
+    gap_runs = np.append(0, -(-gaps // scratch))  # runs of scratch memory before each sample
+    gap_sizes = np.full(int(gap_runs.sum()), scratch)
+    gap_sizes[np.cumsum(gap_runs)[1:][gaps > 0] - 1] -= (-gaps % scratch)[gaps > 0]
+    insert_at = np.repeat(np.arange(0, count * width, width), gap_runs)
+    gap_values: tuple[Any, ...] = (len(memories) - 1, 0, gap_sizes)
+    with_gaps = [np.insert(column, insert_at, value) for column, value in zip(runs, gap_values, strict=True)]
+    return ScatterList(memories, with_gaps[0], with_gaps[1], with_gaps[2], verification)

@@ -26,7 +26,7 @@ import numpy as np
 
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.memory.arena import Arena
-from wdstrain.memory.scatter import ChecksumJob, ScatterList, Truths, of_samples
+from wdstrain.memory.scatter import Bools, ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import Order
 from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, ReadBlock, read_bytes
@@ -55,8 +55,8 @@ class Batch(NamedTuple):
 
     ids: Ints
     offset: Ints
-    valid: Truths
-    unverified: Truths | None
+    valid: Bools
+    unverified: Bools | None
     unreadable: dict[int, str]
 
 
@@ -276,7 +276,7 @@ class Reader:
         """Why the batch of this number cannot be read, or one before it."""
         return self._broken[1] if self._broken is not None and self._broken[0] <= batch_number else None
 
-    def _doubtful(self, runs: list[_Run], stretch: StepBlock, number: int) -> Truths | None:
+    def _doubtful(self, runs: list[_Run], stretch: StepBlock, number: int) -> Bools | None:
         """Of each sample of a step, whether it is not known to be as it was packed; None if all are."""
         if self._landing is not None:  # the rest of what lands is compared by who decodes it
             return np.ones(stretch.firsts[number + 1] - stretch.firsts[number], bool)
@@ -284,7 +284,7 @@ class Reader:
             return None
         lanes = zip(runs, stretch.lanes, strict=True)
         wanted = [(run.found, lane.places[slice(*lane.firsts[number : number + 2])]) for run, lane in lanes]
-        unverified: Truths = _joined([found.unverified(places) for found, places in wanted if found is not None])
+        unverified: Bools = _joined([found.unverified(places) for found, places in wanted if found is not None])
         return unverified
 
     def _wait(self, until: Callable[[], bool]) -> None:
@@ -475,7 +475,7 @@ class Reader:
         elif run.found is not None:
             comparison = run.found.compared(run.begun + first, int(ids[0]), count - first)
         one_each = np.zeros((len(sizes), 1), np.int64), offsets[:, None], sizes[:, None]
-        pieces = of_samples((memory, self._scratch), *one_each, starts, stops, comparison)
+        pieces = scatter_samples((memory, self._scratch), *one_each, starts, stops, comparison)
         leaving = next_ == course.end or int(self._index.shard_of(np.array([course.id(next_)]))[0]) != number
         begin = partial(run.forward.begin, shard, pieces, int(starts[0]), leaving=leaving)
         size = int(stops[-1] - starts[0])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.fields import NumpyArray
-from wdstrain.memory.scatter import ChecksumJob, ScatterList, of_samples
+from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.index import Ints, Table
 
@@ -92,4 +92,4 @@ class SlotScatter(NamedTuple):
         of = np.tile(np.arange(kinds), count * width)
         there = (self.there - self.starts[0]).reshape(-1)
         sums = ChecksumJob(memories, of, where.reshape(-1), self.length.reshape(-1), there, of == 1)
-        return of_samples(memories, self.of, start, self.size, self.starts, self.stops, sums), sums
+        return scatter_samples(memories, self.of, start, self.size, self.starts, self.stops, sums), sums

@@ -276,7 +276,7 @@ class SlotSink:
 
     def _compare(self, placed: Placed, sums: ChecksumJob) -> None:
         """What is not as its index and its field say is odd."""
-        samples, found = placed.samples, sums.found.reshape(len(placed.homes), len(self._what), -1)
+        samples, found = placed.samples, sums.checksums.reshape(len(placed.homes), len(self._what), -1)
         for k, one in enumerate(self._what):
             head = found[:, k, 0]
             odd = head != self._heads.get(one.member, -1)

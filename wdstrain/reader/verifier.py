@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from wdstrain.memory.scatter import NO_SUMS, Truths
+from wdstrain.memory.scatter import NO_CHECKSUMS, Bools
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.native.checksum import crc32
@@ -31,7 +31,7 @@ from wdstrain.shards.index import Ints, Table
 class PackedChecksums:
     """Samples as an index says that they were packed, and the memory they are read into."""
 
-    def __init__(self, table: Table, compared: Truths, memory: Memory) -> None:
+    def __init__(self, table: Table, compared: Bools, memory: Memory) -> None:
         """compared: which of the fields are, bool[fields]. The table has checksums."""
         self.table, self.memory, self._compared = table, memory, compared
         kinds = (np.int64,) * 5 + (np.uint32, np.uint16, bool)
@@ -68,7 +68,7 @@ class VerifiedRing:
         """where: of the samples in the memory, by place, as it will be: int64[ring]."""
         self.packed, self.where, self.any_unverified = packed, where, False
         self.sound = bytearray(len(where))
-        self._truths: Truths = np.frombuffer(self.sound, bool)
+        self._truths: Bools = np.frombuffer(self.sound, bool)
         addresses = ctypes.addressof(packed.library), where.ctypes.data, self._truths.ctypes.data
         self.library = kernels.Lane(*addresses, len(where))
 
@@ -86,7 +86,7 @@ class VerifiedRing:
         """All has come for these samples that were to be compared."""
         self.any_unverified = self.any_unverified or any(self.sound.find(0, *run) >= 0 for run in self._runs(place, count))
 
-    def unverified(self, places: Ints) -> Truths:
+    def unverified(self, places: Ints) -> Bools:
         """Whether the samples in these places are not known to be sound. bool[n]"""
         return ~self._truths[places % len(self.sound)]
 
@@ -110,7 +110,7 @@ class ReadVerifier:
         self._begun = int(found.packed.table.start[number]) if begun is None else begun
         self._library = kernels.Samples(ctypes.addressof(found.library), place, number, count, self._begun)
 
-    def take(self, before: int, now: int) -> None:
+    def update(self, before: int, now: int) -> None:
         """Compare what is whole now that so many bytes are there, and was not before; nothing of which comes in another read."""
         if kernels.library is not None:
             kernels.library.compare(ctypes.byref(self._library), before, now)
@@ -132,6 +132,6 @@ class ReadVerifier:
         return ReadVerifier(self._found, self._place, self._number, self._count, self._begun + before)
 
     @property
-    def arrays(self) -> tuple[Any, ...]:
+    def c_arguments(self) -> tuple[Any, ...]:
         """What the library takes. It is this object's own."""
-        return (*NO_SUMS, ctypes.byref(self._library))
+        return (*NO_CHECKSUMS, ctypes.byref(self._library))

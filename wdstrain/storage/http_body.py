@@ -32,7 +32,7 @@ class Body:
         """Fill what comes, one byte at least; 0 at the end of the body. Raises as urllib3 and sockets do."""
         if self._socket is None or self._answer is None:
             found = self._response.read1(min(pieces.left, _READ))
-            pieces.take(found)
+            pieces.write(found)
             return len(found)
         answer = self._answer
         length = answer.length or 0
@@ -44,7 +44,7 @@ class Body:
         else:
             there = answer.fp.peek()  # what came with the headers
             count = min(len(there), wanted)
-            pieces.take(answer.fp.read(count))
+            pieces.write(answer.fp.read(count))
             self._drained = count == len(there)
             if self._drained:
                 self._wait_in_the_system()

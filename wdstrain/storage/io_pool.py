@@ -115,7 +115,7 @@ class _Compiled:
         kernels.library.queue_begin(self._queue)
 
     def put(self, number: int, job: _Job) -> bool:
-        wanted = job.fd, job.offset, job.places.left, *job.places.arrays
+        wanted = job.fd, job.offset, job.places.left, *job.places.c_arguments
         return int(kernels.library.queue_put(self._queue, number, *wanted)) == 0
 
     def work(self) -> None:
@@ -126,7 +126,7 @@ class _Compiled:
         number = int(kernels.library.queue_next(self._queue, ctypes.byref(came)))
         job = jobs.pop(number, None)
         if job is not None and came.value > 0:
-            job.places.summed(came.value)
+            job.places.advance_verified(came.value)
         return job
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class ObjectFile:
         data = self._bytes(offset, stop)
         if self.stopping.is_set():  # where the bytes are for may be gone
             raise StorageError(f"{self.path}: reading was stopped.")
-        todo.take(data)
+        todo.write(data)
 
     def stop(self) -> None:
         """A request that is under way is waited for; it has a time limit of its own."""

@@ -109,7 +109,7 @@ class LaneStream:
         while todo.left:
             # with a cache, as its blocks are cut; else a sample in two ranges would have to be compared by who decodes
             count = min(todo.left, RANGE if self.fetchers.cache is None else RANGE - offset % RANGE)
-            ranges.append(_Range(shard, offset, offset + count, todo.cut(count), reading))
+            ranges.append(_Range(shard, offset, offset + count, todo.split_off(count), reading))
             offset += count
         reading.missing = len(ranges)
         if self.fetchers.cache is not None:
@@ -244,7 +244,7 @@ class RangePrefetcher:
             if one.pieces:
                 file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
                 if isinstance(one.pieces, ScatterList):
-                    one.pieces.came(one.pieces.left)  # what was not filled by itself: from a cache, or by a library
+                    one.pieces.advance(one.pieces.left)  # what was not filled by itself: from a cache, or by a library
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)
         finally:

@@ -290,7 +290,7 @@ class CachedFile:
         todo, waited = BufferList(pieces), []
         while todo.left:
             count = min(todo.left, BLOCK - offset % BLOCK)
-            block = todo.cut(count)
+            block = todo.split_off(count)
             if not self._read_block(block, offset, wait=False):
                 waited.append((block, offset))
             offset += count
@@ -380,7 +380,7 @@ class CachedFile:
             self._keep(number, block)
         finally:
             unlock(self._fd, _BLOCKS + number)
-        BufferList(target).take(block[offset - start : offset - start + size])
+        BufferList(target).write(block[offset - start : offset - start + size])
         return True
 
     def _claim(self, number: int, wait: bool) -> bool | None:
@@ -451,10 +451,10 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 def _read(fd: int, todo: BufferList, offset: int, path: str) -> None:
     while todo.left:
-        count = os.preadv(fd, todo.next(), offset)
+        count = os.preadv(fd, todo.next_views(), offset)
         if not count:
             raise StorageError(f"{path} was cut while it was read. Remove it.")
-        todo.filled(count)
+        todo.advance(count)
         offset += count
 
 
