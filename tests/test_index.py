@@ -285,6 +285,21 @@ def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
     assert len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7  # both were named
 
 
+def test_shards_without_a_split_beside_a_split_are_named_in_words(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [3, 4, 2])
+    (folder / "part-000.tar").rename(folder / "train-000.tar")
+    wt.index(folder)
+    document = json.loads((folder / "index.json").read_text())
+    next(one for one in document["shardlist"] if one["url"] == "train-000.tar")["split"] = "train"
+    (folder / "index.json").write_text(json.dumps(document))
+    with pytest.raises(
+        UsageError,
+        match=r"several splits: train, and shards without a split \(2, the first is part-001.tar\). Name one split, or the shards without "
+        r"one: \S*/train-\*.tar, or \S*/part-001.tar and so on$",
+    ):
+        wt.Loader(folder)
+
+
 def test_indexing_one_shard_indexes_its_folder(shards: Path) -> None:
     wt.index(shards)
     assert wt.index(shards / "part-001.tar").counts.tolist() == [7, 13, 1]

@@ -149,9 +149,16 @@ def one_split(index: Index, urls: Urls) -> Index:
         splits = list(dict.fromkeys(shard.split for shard in mine))
         if len(splits) > 1:
             folder, shown = folder_of(mine[0].path) or ".", os.fspath(address)
-            choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits)
+            choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits if split)
             shown = redacted(shown) if is_remote(shown) else shown
-            raise UsageError(f"{shown} holds several splits: {', '.join(splits)}. Name one of: {choices}")
+            named = f"{shown} holds several splits: {', '.join(filter(None, splits))}"
+            loose = [shard.name for shard in mine if not shard.split]
+            if loose:
+                raise UsageError(
+                    f"{named}, and shards without a split ({len(loose)}, the first is {loose[0]}). Name one split, or the shards without one: "
+                    f"{choices}, or {folder}/{loose[0]}{' and so on' if len(loose) > 1 else ''}"
+                )
+            raise UsageError(f"{named}. Name one of: {choices}")
     return index
 
 
