@@ -470,3 +470,22 @@ def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> N
     for words in ([], ["--json"]):
         assert main(["info", str(path), *words]) == 0
         assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", ["unlabelled", "numbered"])
+def test_a_label_that_differs_between_sets_is_shown_with_what_differs(tmp_path: Path, other: str, capsys: Any) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    wt.pack([{"__key__": f"k{n}", "cls": n % 2} for n in range(6)], a, classes=["cat", "dog"])
+    wt.pack([{"__key__": f"m{n}", **({"txt": "x"} if other == "unlabelled" else {"cls": n % 2})} for n in range(6)], b)
+    why = {"unlabelled": "no label", "numbered": "2 classes without names"}[other]
+    for urls in ([a, b], [b, a]):
+        found = wt.info(urls)
+        assert found.ok
+        assert found.labels == ()
+        assert list(found.disagreements) == list(found.as_dict()["disagreements"]) == ["cls"]
+        assert "0 cat, 1 dog" in found.disagreements["cls"]
+        assert why in found.disagreements["cls"]
+        assert f"label cls: {found.disagreements['cls']}" in repr(found)
+        assert main(["info", *urls]) == 0
+        assert "0 cat, 1 dog" in capsys.readouterr().out
+    assert wt.info(a).disagreements == {}

@@ -90,8 +90,16 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
         contents=contents,
         histograms=_histograms(index, sampler, weights, exact, progress),
         looked=Looked(seen.looked_into, len(seen.index), seen.requests, seen.read) if seen else None,
+        disagreements=_disagreements(index),
         findings=tuple(dict.fromkeys(printable(str(one)) for one in [*found.failed, *sampler.errors])),
     )
+
+
+def _disagreements(index: Index) -> dict[str, str]:
+    """Why the sets have no label together, by the places that differ: a loader refuses these too."""
+    places = dict.fromkeys(label.place for labels in index.own for label in labels)
+    found = {"/".join(filter(None, place)): index.disagreement(*place) for place in places}
+    return {printable(place): printable(why) for place, why in found.items() if why}
 
 
 class _Gathered:

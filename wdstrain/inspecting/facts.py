@@ -54,7 +54,8 @@ class Info:
     estimated from what was `looked` at, and `error` is how far off, as a share, if the rest is like it (two standard deviations).
     bytes: of all shards; of those on servers at most 200 are asked for theirs, others are taken to be like them.
     overhead: bytes that are headers and padding. per_shard: samples of the smallest, the middle and the largest shard. made: how it was made, in words; info: the same
-    as the index has it. findings: what is wrong with shards that are left away, a sentence each.
+    as the index has it. disagreements: by field, labels that differ between the sets, or that only some have, so that they are not
+    in `labels`. findings: what is wrong with shards that are left away, a sentence each.
     """
 
     samples: int
@@ -75,6 +76,7 @@ class Info:
     contents: tuple[FieldFacts, ...]
     histograms: tuple[Histogram, ...]
     looked: Looked | None = None
+    disagreements: dict[str, str] = field(default_factory=dict)
     findings: tuple[str, ...] = field(default=())
 
     @property
@@ -136,6 +138,8 @@ class Info:
         rows.append(("fields", ", ".join(self.fields)))
         for label in self.labels:
             rows.append((f"label {label.name}", label_words(label)))
+        for place, why in self.disagreements.items():
+            rows.append((f"label {place}", f"{why}. For its classes look at each set alone"))
         rows += [("made", one) for one in self.made]
         if self.ignored:
             rows.append(("passed over", ", ".join(f"{count} x {reason}" for reason, count in self.ignored.items())))
