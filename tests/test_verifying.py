@@ -638,3 +638,19 @@ def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
         assert re.search(said, finding.sentence)
     with pytest.raises(StorageError, match=said):
         wt.Loader(bare, batch_size=4)
+
+
+def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Path) -> None:
+    """Each label is told by its first sample and a count; a loader delivers such numbers, so a repair keeps them."""
+    texts = ["1.5", "nan", "inf", "2", "-inf", "NaN"]
+    samples = [{"__key__": f"k{n}", "y": texts[n % 6], "json": b'{"z": NaN}' if n == 3 else b'{"z": 1}'} for n in range(12)]
+    labels = [wt.Label("y", "number", "y"), wt.Label("z", "number", "json", "z")]
+    wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, shard_samples=6)
+    assert wt.verify(tmp_path / "set").ok
+    found = wt.verify(tmp_path / "set", decode=True)
+    assert [(os.path.basename(one.shard), one.key, one.field, one.reason) for one in found.findings] == [
+        ("train-000000.tar", "k1", "y", "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard"),
+        ("train-000000.tar", "k3", "json", "its z is NaN or infinite, and cannot be learnt"),
+        ("train-000001.tar", "k7", "y", "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard"),
+    ]
+    assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0

@@ -76,9 +76,9 @@ def verify(
 ) -> Verification:
     """Read all shards that `urls` mean, each once, and compare them with their index.
 
-    decode: every picture is decoded, every json, npy, txt and label parsed. jobs: threads; default one per core. need: fields
-    that every sample has, as in ["jpg;png", "cls"]. progress: told several times a second, with what was read so far and
-    the bytes in all, None if a server has not said. Raises UsageError for an address that means nothing; what is wrong
+    decode: every picture is decoded, every json, npy, txt and label parsed; labels that are NaN or infinite are one finding of
+    each shard. jobs: threads; default one per core. need: fields that every sample has, as in ["jpg;png", "cls"]. progress:
+    told several times a second, with what was read so far and the bytes in all, None if a server has not said. Raises UsageError for an address that means nothing; what is wrong
     with shards and indexes is in `findings`.
     """
     if jobs is not None and jobs < 1:

@@ -6,6 +6,7 @@ told of by its first thousand findings and a count of the rest.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ from wdstrain.loader.stats import Finding
 from wdstrain.shards.index import Index, Ints, Table
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.survey import Survey, crcs_at, survey
-from wdstrain.verifying.trial import Readers, Trials
+from wdstrain.verifying.trial import NOT_FINITE, Readers, Trials
 
 _MOST = 1000  # findings of one shard that are told one by one
 _EMPTY = "it has 0 bytes"
@@ -52,7 +53,7 @@ def inspect(passage: Passage, promised: Index | None, path: str, trials: Trials 
     """Pass over a shard once and compare it. Raises StorageError or ShardError where it cannot be read to its end."""
     done = Inspection(path, passage.shown)
     labels = promised.labels if promised is not None else ()
-    found = done.found = survey(passage, Readers(labels) if trials is not None else None, trials)
+    found = done.found = survey(passage, Readers(labels, is_finite=True) if trials is not None else None, trials)
     table = found.table()
     done.starts = table.start
     if promised is not None and passage.size != promised.shards[0].bytes:
@@ -65,8 +66,15 @@ def inspect(passage: Passage, promised: Index | None, path: str, trials: Trials 
     if promised is not None:
         _compare(done, found, table, promised, passage)
     empty = {one.offset for one in done.findings if one.reason == _EMPTY}
-    for key, name, offset, reason in trials.misfits if trials is not None else []:
-        if offset not in empty:  # it was told as such
+    misfits = trials.misfits if trials is not None else []
+    alike = Counter(reason for _, _, _, reason in misfits if reason.endswith(NOT_FINITE))
+    for key, name, offset, reason in misfits:
+        if offset in empty:  # it was told as such
+            continue
+        if count := alike.pop(reason, 0):  # the first of this shard tells of all
+            more = f"; so is that of {count - 1} more in this shard" if count > 1 else ""
+            done.add(key, name, offset, f"{reason}, and cannot be learnt{more}")
+        elif not reason.endswith(NOT_FINITE):
             done.add(key, name, offset, reason)
     done.close()
     return done

@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.fields import Field, array, json, label, number, text
+from wdstrain.decode.fields import Field, Number, array, json, label, number, text
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError
 from wdstrain.shards.index import Label
 from wdstrain.shards.values import scalar
 
 MOST = 1 << 30  # bytes of a field that is tried; no loader's memory is meant for larger ones
+NOT_FINITE = "is NaN or infinite"
 _TOGETHER = 1 << 20  # bytes of one task
 _AHEAD = 4  # tasks that may wait, so that bytes do not pile up
 _DRAWS = np.zeros(27)
@@ -40,10 +41,11 @@ class _Try(NamedTuple):
 
 
 class Readers:
-    """How each field is read, by its name. labels: as the index of the shards says."""
+    """How each field is read, by its name. labels: as the index of the shards says. is_finite: NaN and infinite labels, which
+    a loader delivers and training refuses, are refused too, with a reason that ends with NOT_FINITE."""
 
-    def __init__(self, labels: tuple[Label, ...]) -> None:
-        self._labels = labels
+    def __init__(self, labels: tuple[Label, ...], *, is_finite: bool = False) -> None:
+        self._labels, self._is_finite = labels, is_finite
         self._known: dict[str, Read | None] = {}
 
     def of(self, field: str) -> Read | None:
@@ -56,7 +58,7 @@ class Readers:
         mine = [_labelled(one) for one in self._labels if one.field == field]
         kind = field.rpartition(".")[2]
         if mine:
-            return partial(_into_all, mine, field)
+            return partial(_into_all, mine, field, is_finite=self._is_finite)
         if kind in EXTENSIONS:
             return decode_image
         if kind in ("txt", "text"):
@@ -115,11 +117,13 @@ def _labelled(one: Label) -> Field:
     return label(one.field, column=one.column, classes=one.classes, multi=one.kind == "multi")
 
 
-def _into_all(fields: list[Field], name: str, data: bytes) -> None:
-    """Read a field as decoders do, into memory of its own."""
+def _into_all(fields: list[Field], name: str, data: bytes, *, is_finite: bool = False) -> None:
+    """Read a field as decoders do, into memory of its own. is_finite: raises SampleError for a number that is not."""
     for one in fields:
         out = np.empty(one.example.shape, one.example.dtype) if one.example is not None else None
         one.read(name, memoryview(data), out, _DRAWS)
+        if is_finite and isinstance(one, Number) and out is not None and not np.isfinite(out):
+            raise SampleError(f"its {one.column or name} {NOT_FINITE}")
 
 
 def _class(data: bytes) -> None:
