@@ -461,3 +461,53 @@ def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(name: str, verb: str,
     done = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if (verb, name) == ("index", "index.bin") else 1)
+
+
+BELOW_LOCKED = """
+import sys
+from wdstrain.cli import main
+locked, out = sys.argv[1:]
+for words in (
+    f"arrays {out} --field x={locked}/x.npy",
+    f"arrays {out} --field x={locked}/x.npz:x",
+    f"hdf5 {locked}/x.h5 {out} --field x=/x",
+    f"table {locked}/x.parquet {out} --image file",
+    f"table {locked}/x.csv {out} --image file",
+    f"table {locked}/x.jsonl {out} --image file",
+    f"folder {locked}/x {out}",
+):
+    print(main(["convert", *words.split()]), flush=True)
+for folder in (locked, f"{locked}/x"):
+    print(main(["serve", folder, "--port", "0"]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path, mode: int) -> None:
+    locked = tmp_path / "locked"
+    (locked / "x").mkdir(parents=True)
+    for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
+        (locked / name).touch()
+    locked.chmod(mode)
+    try:
+        command = [*without_rights_of_root(), sys.executable, "-c", BELOW_LOCKED, str(locked), str(tmp_path / "out")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        locked.chmod(0o755)
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split() == ["1"] * 9
+    assert done.stderr.count("cannot be read: Permission denied") == 9
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_may_be_listed_and_not_entered_is_not_served(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    code = "import sys; from wdstrain.cli import main; sys.exit(main(['serve', sys.argv[1], '--port', '0']))"
+    command = [*without_rights_of_root(), sys.executable, "-c", code, str(tmp_path / "set")]
+    (tmp_path / "set").chmod(0o444)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        (tmp_path / "set").chmod(0o755)
+    assert done.returncode == 1
+    assert "set cannot be read: Permission denied. Check the permissions" in done.stderr

@@ -6,6 +6,7 @@ import csv
 import datetime
 import json
 import os
+import re
 import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -422,3 +423,80 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
         pool.submit((folder / "t.csv").write_text, "file,y\nIMG/0.png,a\nIMG/1.png,b\n")
         index = wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", label="y")
     assert (len(index), index.labels[0].classes) == (2, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"), "is not UTF-8: line 2 has the byte 0xe9 at offset 20"),
+        ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: line 1 has the byte 0xff at offset 0"),
+        ("file,y\nIMG/0.png,a\n".encode("utf-16-le"), "has NUL bytes in line 1, as UTF-16 has"),
+    ],
+)
+def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(folder: Path, data: bytes, told: str) -> None:
+    (folder / "t.csv").write_bytes(data)
+    with pytest.raises(SourceError, match=f"t.csv {told}. A table must be UTF-8. Save it as UTF-8.$"):
+        wt.pack_table(folder / "t.csv", folder / "out", image="file", label="y")
+
+
+@pytest.mark.parametrize("on_bad", ["raise", "quarantine"])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("# made today\nfile,y\nIMG/0.png,a\n", "has 1 (# made today), line 2 has 2. Remove lines before the header"),
+        (
+            "file;y, z\nIMG/0.png;a\nIMG/1.png;b\n",
+            "has 2 (file;y, z), line 2 has 1. Remove lines before the header, and separate",
+        ),
+        (
+            "file;y;z\nIMG/0.png,a,b\n",
+            "has 3 (file, y, z), line 2 has 1. Remove lines before the header, and separate all cells by semicol",
+        ),
+    ],
+)
+def test_rows_that_all_have_other_numbers_of_cells_than_the_header_are_told_with_both(
+    folder: Path, text: str, told: str, on_bad: str
+) -> None:
+    (folder / "t.csv").write_text(text)
+    with pytest.raises(SourceError, match=re.escape(f"no row has as many cells as the header: it {told}")):
+        wt.pack_table(folder / "t.csv", folder / "out", image="file", label="y", on_bad=on_bad)
+
+
+@pytest.mark.parametrize("delimiter", ["|", "\t", ";"])
+def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(folder: Path, delimiter: str) -> None:
+    (folder / "t.csv").write_text(f"file{delimiter}y,z\nIMG/0.png,a\n")
+    with pytest.raises(UsageError, match=rf"no column 'file'.*a header with {re.escape(repr(delimiter))} between its columns"):
+        wt.pack_table(folder / "t.csv", folder / "out", image="file")
+
+
+def test_splits_that_look_alike_are_printed_and_not_merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = table(folder, [[f"IMG/{n}.png", ["val", "Val ", "train"][n % 3]] for n in range(6)], ("file", "part"))
+    words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--split-by", "part"]
+    main(words)
+    assert "split part: the splits 'val' and 'Val' look alike" in capsys.readouterr().err.splitlines()
+    assert set(wt.info(str(folder / "out")).splits) == {"train", "val", "Val"}
+
+
+def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_printed(folder: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    cells: dict[str, list[Any]] = {
+        "file": [f"IMG/{n}.png" for n in range(6)],
+        "y": [0.5, 1.5, 2.5, 3.5, 4.5, 5.5],
+        "depth": [nan, 1.0, nan, inf, -inf, 2.0],
+        "box": [[nan, 1.0], [2.0, inf], [inf, 0.0], None, [1.0, 2.0], [1.0, 2.0]],
+        "n": [1, 2, 3, 4, 5, 6],
+    }
+    wanted = [
+        "column depth: NaN became null in json (2 values)",
+        "column depth: inf became the text 'inf' in json (1 value)",
+        "column depth: -inf became the text '-inf' in json (1 value)",
+        "column box: NaN became null in json (1 value)",
+        "column box: inf became the text 'inf' in json (2 values)",
+    ]
+    pyarrow.parquet.write_table(pyarrow.table(cells), folder / "t.parquet")
+    rows = [{name: values[n] for name, values in cells.items()} for n in range(6)]
+    (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source in (folder / "t.parquet", folder / "t.jsonl", pandas.DataFrame(cells)):
+        index = wt.pack_table(source, folder / "out", image="file", label="y", root=str(folder), overwrite=True)
+        assert [line for line in index.info["source"]["decided"] if line.startswith("column")] == wanted
+    assert json.loads(read(folder / "out")["IMG/3"]["json"])["depth"] == "inf"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.packing.encoding import Numbered, array_field, check_classes, encode
-from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, file_mark
+from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, check_there, file_mark
 from wdstrain.shards.index import Label
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
@@ -188,8 +188,7 @@ def _open(name: str, array: Any) -> Rows:
     if not isinstance(array, (str, os.PathLike)):
         return np.asanyarray(array) if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
     path, _, member = os.fspath(array).partition(".npz:")
-    if not os.path.exists(f"{path}.npz" if member else path):
-        raise SourceError(f"{name}={os.fspath(array)}: there is no such file. Check the path.")
+    check_there(f"{path}.npz" if member else path, f"{name}={os.fspath(array)}")
     try:
         if member:
             with np.load(f"{path}.npz", allow_pickle=False) as archive:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from wdstrain.errors import SourceError
 from wdstrain.packing.collector import collector_paused
-from wdstrain.packing.listing import SPLITS, Item, Keys, Listing, image_field, is_litter
+from wdstrain.packing.listing import SPLITS, Item, Keys, Listing, check_there, image_field, is_litter
 from wdstrain.shards.index import Label
 
 
@@ -21,6 +21,7 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
 
     Raises SourceError for a folder that is missing, holds no pictures, or holds no class folders.
     """
+    check_there(source, kind="folder")
     if not os.path.isdir(source):
         raise SourceError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.packing.arrays import stream_rows
-from wdstrain.packing.listing import Stream, file_mark
+from wdstrain.packing.listing import Stream, check_there, file_mark
 
 
 def stream_hdf5(
@@ -33,8 +33,7 @@ def stream_hdf5(
     Raises SourceError for a file that is no HDF5 file, UsageError for paths that lead to no data set, naming those there are.
     """
     h5py = _h5py()
-    if not os.path.exists(file):
-        raise SourceError(f"{file}: there is no such file. Check the path.")
+    check_there(file)
     try:
         opened = h5py.File(file, "r")
     except OSError as error:
@@ -47,7 +46,13 @@ def stream_hdf5(
     if not fields:
         raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
-    source = {"kind": "hdf5", "fields": dict(fields), "labels": list(labels), "key": key}
+    source = {
+        "kind": "hdf5",
+        "fields": dict(fields),
+        "labels": list(labels),
+        "key": key,
+        **stated_classes(check_classes(classes)),
+    }
     stream = stream_rows(
         file,
         found,

@@ -11,7 +11,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,18 +282,19 @@ def _said(label: Label, column: _Cells) -> list[str]:
     several = "class" if len(label.classes) == 1 else "classes"
     seen = f", {used} of them in this table" if used < len(label.classes) else ""
     said = [f"label {label.name}: {what}{len(label.classes)} {several} ({some}){seen}, {counts}"]
-    alike: dict[str, list[str]] = {}
-    for name in label.classes:
-        alike.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
-    said += [
-        f"label {label.name}: the classes {' and '.join(map(_short, same))} look alike"
-        for same in alike.values()
-        if len(same) > 1
-    ]
+    said += [f"label {label.name}: the classes {names} look alike" for names in look_alikes(label.classes)]
     barred = Counter("|" in name for name in label.classes)[True]
     if label.kind == "class" and barred:
         said.append(f"label {label.name}: {barred} classes hold '|'; {label.name}:multi takes a|b as two classes")
     return said
+
+
+def look_alikes(names: Iterable[str]) -> list[str]:
+    """Names that differ in case, blanks or the form of their characters only, as "'Cat' and 'cat'"."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+    return [" and ".join(map(_short, same)) for same in alike.values() if len(same) > 1]
 
 
 def _number_in(text: str) -> int | float | None:

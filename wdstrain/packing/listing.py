@@ -187,6 +187,16 @@ def split_of(name: str) -> str:
     return SPLITS.get(word[0].lower(), "") if word else ""
 
 
+def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
+    """Raise SourceError for what is not there, or lies in a folder that may not be read. shown: the path in the error."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path holds a NUL
+        raise SourceError(f"{shown or path}: there is no such {kind}. Check the path.") from None
+    except OSError as error:
+        raise SourceError(f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its folders.") from error
+
+
 def file_mark(*paths: str) -> str:
     """Sizes and times of files, for a stream's mark."""
     local = [path for path in paths if not is_remote(path)]

@@ -18,10 +18,10 @@ from typing import Any
 
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.packing.collector import collector_paused
-from wdstrain.packing.kinds import KINDS, Column, decide
+from wdstrain.packing.kinds import KINDS, Column, decide, look_alikes
 from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, field_name, image_field, tidy
 from wdstrain.packing.pictures import field_of, looks_like_image
-from wdstrain.packing.tables import Columns, read_table
+from wdstrain.packing.tables import Columns, joined_column, read_table
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -54,7 +54,9 @@ def list_table(
         raise UsageError(f"a column is named twice: {', '.join(names)}. The picture and each label are columns of their own.")
     for name in [*names, *filter(None, (group_by, split_by))]:
         if name not in known:
-            raise UsageError(f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}")
+            raise UsageError(
+                f"{columns.name} has no column '{name}'. Its columns are: {', '.join(known)}.{joined_column(name, known)}"
+            )
     for name, kind in wanted:
         if kind == "class" and name in columns.spellings:
             one, other = columns.spellings[name]
@@ -110,6 +112,14 @@ def list_table(
     said = [*paths.said(), *(line for one in decided for line in one.said)]
     twice = len(items) - len(pictures)
     said += [f"pictures: {twice} rows name a picture that an earlier row names too"] if twice else []
+    splits = dict.fromkeys(item.split for item in items)
+    said += [f"split {split_by}: the splits {alike} look alike" for alike in look_alikes(splits)]
+    for name in columns.changed:
+        if name not in names:
+            said += [
+                f"column {name}: {what} in json ({count} value{'s' * (count > 1)})"
+                for what, count in columns.changed[name].items()
+            ]
     source = {"kind": "table", "image": image, "labels": [label.name for label in found], "decided": said}
     return Listing(columns.name, items, found, source, bad=quarantine.bad)
 
@@ -144,7 +154,7 @@ def _with_labels(columns: Columns, decided: Sequence[Column], quarantine: Quaran
         raise SourceError(f"{columns.name}: no row has all its labels ({', '.join(one.label.name for one in decided)}).")
     if len(kept) < len(columns.rows):
         values = {c: [cells[i] for i in kept] for c, cells in values.items()}
-    return Columns(columns.name, values, [columns.rows[i] for i in kept])
+    return Columns(columns.name, values, [columns.rows[i] for i in kept], changed=columns.changed)
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------

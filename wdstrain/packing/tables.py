@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -25,7 +26,7 @@ import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.packing.kinds import NUMBER, WHOLE
-from wdstrain.packing.listing import Bad, Quarantine, image_field
+from wdstrain.packing.listing import Bad, Quarantine, check_there, image_field
 
 _WRITTEN = (Decimal, Fraction, PurePath, UUID, date, time, timedelta)  # values whose text says all
 _TRUTH = {"true": True, "false": False}
@@ -35,13 +36,14 @@ _TRUTH = {"true": True, "false": False}
 class Columns:
     """A table by columns. rows: the line or number of each row in its source, from 1. classes: names of class numbers by
     column, where the table says them itself. spellings: two texts of a CSV that are one fraction, such as 1.1 and 1.10, by
-    column."""
+    column. changed: how many numbers of each column became something else, by what they became."""
 
     name: str
     values: dict[str, list[Any]]
     rows: list[int]
     classes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spellings: dict[str, tuple[str, str]] = field(default_factory=dict)
+    changed: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Columns:
@@ -72,9 +74,12 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
 def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
     try:
-        with open(name, encoding="utf-8-sig", newline="") as opened:
-            text = io.StringIO(opened.read(), newline="")  # a pipe is read once
-        delimiter = _delimiter(name, text.readline())
+        with open(name, "rb") as opened:
+            text = io.StringIO(opened.read().decode("utf-8-sig"), newline="")  # a pipe is read once
+        first = text.readline()
+        if "\0" in first:
+            raise SourceError(f"{name} has NUL bytes in line 1, as UTF-16 has. A table must be UTF-8. Save it as UTF-8.")
+        delimiter = _delimiter(name, first)
         table = _lines(text, delimiter, blanks=True)
         if quoted := _blank_and_quote(table):
             without = _lines(text, delimiter, blanks=False)
@@ -82,8 +87,13 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
                 table = without
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{name} is no UTF-8 CSV table ({error}). Look for a quote that is not closed.") from error
+    except UnicodeDecodeError as error:
+        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
+        raise SourceError(
+            f"{name} is not UTF-8: line {line} has the byte 0x{byte:02x} at offset {error.start}. A table must be UTF-8. Save it as UTF-8."
+        ) from error
+    except csv.Error as error:
+        raise SourceError(f"{name} is no CSV table ({error}). Look for a quote that is not closed.") from error
     finally:
         csv.field_size_limit(before)
     if len(table) < 1 + has_header:
@@ -100,6 +110,12 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
         header = [str(number) for number in range(len(table[0][1]))]
     if len(set(header)) < len(header):
         raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
+    if all(len(row) != len(header) for _, row in table):
+        line, row = table[0]
+        raise SourceError(
+            f"{name}: no row has as many cells as the header: it has {len(header)} ({', '.join(header)[:80]}), line {line} has "
+            f"{len(row)}. Remove lines before the header, and separate all cells by {_named(delimiter)}, the header's too."
+        )
     whole = []
     for line, row in table:
         if len(row) == len(header):
@@ -131,6 +147,22 @@ def _delimiter(name: str, first: str) -> str:
     if name.lower().endswith(".tsv"):
         return "\t"
     return ";" if ";" in first and "," not in first else ","
+
+
+def _named(delimiter: str) -> str:
+    return {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
+
+
+def joined_column(name: str, known: Iterable[str]) -> str:
+    """What a column name lies in because the table has another delimiter than was read, in words; else nothing."""
+    for column in known:
+        for delimiter in "\t;|,: ":
+            if delimiter in column and name in [part.strip() for part in column.split(delimiter)]:
+                return (
+                    f" That is a header with {delimiter!r} between its columns. Cells are separated by commas, by semicolons where the "
+                    f"header has no comma, or by tabs in a .tsv file. Save the table so."
+                )
+    return ""
 
 
 def _typed(cells: list[str]) -> list[Any]:
@@ -171,7 +203,7 @@ def _json_lines(name: str, quarantine: Quarantine) -> Columns:
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     header = list(dict.fromkeys(column for _, row in found for column in row))
-    return Columns(name, {c: [_plain(row.get(c)) for _, row in found] for c in header}, [line for line, _ in found])
+    return _columns(name, {c: [row.get(c) for _, row in found] for c in header}, [line for line, _ in found])
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,16 +220,15 @@ def _parquet(name: str) -> Columns:
         import pyarrow.parquet
     except ImportError:
         raise UsageError(f"{name}: parquet needs pyarrow. Install it: pip install 'wdstrain[tables]'") from None
-    if not os.path.exists(name):
-        raise SourceError(f"{name}: there is no such file. Check the path.")
+    check_there(name)
     try:
         table = pyarrow.parquet.ParquetFile(name).read()
     except (OSError, pyarrow.ArrowException) as error:
         raise SourceError(f"{name} is no parquet file that can be read ({str(error).splitlines()[0]}).") from error
     if len(set(table.column_names)) < len(table.column_names):
         raise SourceError(f"{name} names a column twice: {', '.join(table.column_names)}. Give each its own name.")
-    values = {column: [_plain(cell) for cell in table[column].to_pylist()] for column in table.column_names}
-    return Columns(name, values, list(range(1, table.num_rows + 1)), _class_names(table.schema.metadata or {}))
+    values = {column: table[column].to_pylist() for column in table.column_names}
+    return _columns(name, values, list(range(1, table.num_rows + 1)), _class_names(table.schema.metadata or {}))
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, tuple[str, ...]]:
@@ -219,26 +250,36 @@ def _frame(frame: Any, name: str) -> Columns:
     header = [str(column) for column in frame.columns]
     if len(set(header)) < len(header):
         raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
-    values = {title: [_plain(cell) for cell in frame[column]] for title, column in zip(header, frame.columns, strict=True)}
-    return Columns(name, values, list(range(1, len(frame) + 1)))
+    values = {title: frame[column] for title, column in zip(header, frame.columns, strict=True)}
+    return _columns(name, values, list(range(1, len(frame) + 1)))
 
 
-def _plain(value: Any) -> Any:
-    """A cell as the plain values that JSON knows, or bytes."""
+def _columns(
+    name: str, cells: Mapping[str, Iterable[Any]], rows: list[int], classes: dict[str, tuple[str, ...]] | None = None
+) -> Columns:
+    """The columns of a table that has types, as plain values."""
+    changed: dict[str, Counter[str]] = {column: Counter() for column in cells}
+    values = {column: [_plain(cell, changed[column]) for cell in found] for column, found in cells.items()}
+    return Columns(name, values, rows, classes or {}, changed=changed)
+
+
+def _plain(value: Any, changed: Counter[str]) -> Any:
+    """A cell as the plain values that JSON knows, or bytes. changed: counts numbers that JSON does not know."""
     if isinstance(value, (np.datetime64, np.timedelta64)):
         return None if np.isnat(value) else str(value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)  # JSON knows no infinity
+        changed["NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"] += 1
+        return None if math.isnan(value) else str(value)
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(one) for one in value]
+        return [_plain(one, changed) for one in value]
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(one, changed) for name, one in value.items()}
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
     if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or type(value).__module__.startswith("pandas."):

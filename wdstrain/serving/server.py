@@ -36,14 +36,21 @@ class Server:
     """Serves a folder while it is entered, from threads of its own: `with Server("shards") as server: ... server.url`.
 
     The address is taken at once; port 0 is any free one. Raises UsageError for a folder or host that cannot be meant,
-    StorageError for a port that cannot be had.
+    StorageError for a folder that cannot be read or a port that cannot be had.
     """
 
     def __init__(self, folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0) -> None:
         self.folder = os.path.realpath(folder)
-        if not os.path.isdir(self.folder):
+        try:
+            os.scandir(self.folder).close()
+            os.stat(os.path.join(self.folder, os.curdir))  # needs the right to look names up, which a list of names does not
+        except (FileNotFoundError, NotADirectoryError):
             what = "this is no folder" if os.path.exists(self.folder) else "there is no such folder"
-            raise UsageError(f"{os.fspath(folder)}: {what}. Name the folder that holds the shards.")
+            raise UsageError(f"{os.fspath(folder)}: {what}. Name the folder that holds the shards.") from None
+        except OSError as error:
+            raise StorageError(
+                f"{os.fspath(folder)} cannot be read: {error.strerror}. Check the permissions of the folder and of those above it."
+            ) from error
         if not 0 <= port <= 65535:
             raise UsageError(f"port {port} is none: ports go from 1 to 65535, 0 is any free one.")
         self.places = Places(_connections())
