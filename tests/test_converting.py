@@ -829,6 +829,22 @@ def test_resuming_what_was_finished_with_another_source_or_options_is_refused(ph
         wt.pack_folder(str(photos), out, resume=True)
 
 
+def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_sample_has_one(tmp_path: Path) -> None:
+    rows = {"x": np.zeros((5, 2), np.float32)}
+    packs: dict[str, Callable[..., Any]] = {
+        "samples": lambda out, **options: wt.pack(({"__key__": f"k{n}", "txt": "x"} for n in range(5)), out, **options),
+        "arrays": lambda out, **options: wt.pack_arrays(rows, out, **options),
+    }
+    for name, pack in packs.items():
+        for former, classes in (([], ["a", "b"]), (["a", "b"], []), (["a", "b"], ["b", "a"])):
+            pack(tmp_path / name, classes=former, overwrite=True)
+            assert len(pack(tmp_path / name, classes=former, resume=True)) == 5
+            with pytest.raises(
+                UsageError, match="a finished conversion of another source or with other options: class_names was "
+            ):
+                pack(tmp_path / name, classes=classes, resume=True)
+
+
 def test_an_index_of_somebody_else_is_neither_resumed_nor_replaced(photos: Path, tmp_path: Path) -> None:
     for name, text in (("theirs", '{"shardlist": []}'), ("other", '{"x": 1}')):
         (tmp_path / name).mkdir()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.packing.encoding import Numbered, array_field, check_classes, encode
+from wdstrain.packing.encoding import Numbered, array_field, check_classes, encode, stated_classes
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, check_there, file_mark
 from wdstrain.shards.index import Label
 
@@ -47,7 +47,7 @@ def stream_arrays(
     stream = stream_rows(
         title,
         opened,
-        {"kind": "arrays", "fields": list(arrays), "labels": list(labels)},
+        {"kind": "arrays", "fields": list(arrays), "labels": list(labels), **stated_classes(check_classes(classes))},
         labels=labels,
         classes=classes,
         quality=quality,

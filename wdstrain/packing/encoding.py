@@ -17,6 +17,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,16 @@ def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
             f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one class. Rename one."
         )
     return names
+
+
+def stated_classes(names: Sequence[str]) -> dict[str, str]:
+    """The names of classes as a part of what a source says of itself: a resumed call with other names is another call, also if
+    no sample has a label."""
+    if not names:
+        return {}
+    some = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
+    digest = blake2b(json.dumps(list(map(str, names))).encode(), digest_size=4).hexdigest()
+    return {"class_names": f"{len(names)}: {some} ({digest})"}
 
 
 class Numbered:

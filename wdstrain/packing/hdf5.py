@@ -16,6 +16,7 @@ import numpy as np
 
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.packing.arrays import stream_rows
+from wdstrain.packing.encoding import check_classes, stated_classes
 from wdstrain.packing.listing import Stream, check_there, file_mark
 
 

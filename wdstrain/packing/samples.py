@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.packing.encoding import Numbered, check_classes, encode
+from wdstrain.packing.encoding import Numbered, check_classes, encode, stated_classes
 from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream
 from wdstrain.shards.index import Label
 
@@ -79,7 +79,7 @@ def stream_samples(
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
-    return Stream(name, entries, found, source or {"kind": "samples"}, total)
+    return Stream(name, entries, found, source or {"kind": "samples", **stated_classes(check_classes(classes))}, total)
 
 
 def _length(part: Any) -> int | None:
