@@ -12,7 +12,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
 from wdstrain.loader.gpu_augment import DRAWS
-from wdstrain.memory.pinned import Locked
+from wdstrain.memory.pinned import PageLock
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.index import Label
 from wdstrain.training import tally
@@ -74,12 +74,12 @@ def test_batch_memory_is_page_locked_while_it_is_used(pictures: Path, num_worker
 
 def test_memory_can_be_locked_again_and_a_refusal_is_an_error() -> None:
     memory = Memory(1 << 20)
-    first = Locked(memory)
+    first = PageLock(memory)
     with pytest.raises(OSError, match="could not be page-locked"):
-        Locked(memory)
+        PageLock(memory)
     del first
     gc.collect()
-    assert isinstance(Locked(memory), Locked)
+    assert isinstance(PageLock(memory), PageLock)
 
 
 def test_pictures_are_varied_on_the_device_as_in_memory() -> None:

@@ -64,7 +64,7 @@ def test_what_leaves_late_shares_wider_buckets_and_is_never_released_before(seed
 
 def test_an_arena_that_is_full_says_so() -> None:
     arena = Arena(live=1000, largest=100, near=1, farthest=0)
-    with pytest.raises(WdstrainError, match="all that was set aside"):
+    with pytest.raises(WdstrainError, match="which is its limit"):
         arena.place(np.arange(1000), np.full(1000, 100))
 
 

@@ -27,7 +27,7 @@ import torch
 
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.pinned import Locked
+from wdstrain.memory.pinned import PageLock
 from wdstrain.memory.shared import Memory, Snapshot
 
 _log = logging.getLogger("wdstrain")
@@ -74,7 +74,7 @@ class Slots:
         # for the end of an object would be swallowed
         self._ended: deque[_Ground] = deque()
         self._lock_tried = not layout.columns
-        self._locked: Locked | None = None
+        self._locked: PageLock | None = None
         _living.add(self)
 
     def lock_pages(self) -> None:
@@ -82,7 +82,7 @@ class Slots:
         if not self._lock_tried:
             self._lock_tried = True
             try:
-                self._locked = Locked(self.memory)
+                self._locked = PageLock(self.memory)
             except OSError as error:
                 _log.warning("%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).", error)
 
@@ -169,12 +169,12 @@ class _Fork:
 
     def end_in_parent(self) -> None:
         for snapshot in self._held:
-            snapshot.drop()
+            snapshot.discard()
         self._end()
 
     def end_in_child(self) -> None:
         for snapshot in self._held:
-            snapshot.put()
+            snapshot.install()
         self._end()
 
     def _end(self) -> None:

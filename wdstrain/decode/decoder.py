@@ -147,7 +147,7 @@ class Decoder:
             return Result(task.batch_number, task.slot, {}, [], begun, begun, begun, 0.0)
         computed = time.thread_time()
         desk.begin(task.batch_number)
-        self.slots.touch(task.slot * self._layout.size, self._layout.size)
+        self.slots.populate(task.slot * self._layout.size, self._layout.size)
         if self._transform is not None:
             values, bad, read = self._transformed(task, own_process, desk)
         elif self._fields is None:

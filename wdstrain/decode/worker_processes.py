@@ -290,6 +290,6 @@ def _as_it_is(value: Any) -> Any:
 
 def _begin_worker(stacks: Stacks, desks: ProgressBoard, slots: Memory, worker: int) -> None:
     child_process.begin()
-    slots.share()
+    slots.map_shared()
     stacks.answer()
     desks[worker].leave()

@@ -98,12 +98,12 @@ class _Epochs:
         self._memory = Memory(8 * (2 + 6 * _PASSES) + _PASSES * _WORKERS // 8)
 
     def set(self, number: int) -> None:
-        with self._memory.alone():
+        with self._memory.exclusive():
             self._counts[0] = number
 
     def next(self) -> int:
         """The next epoch, for the caller alone."""
-        with self._memory.alone():
+        with self._memory.exclusive():
             self._counts[0] += 1
             return int(self._counts[0]) - 1
 
@@ -115,7 +115,7 @@ class _Epochs:
             )
         identity = multiprocessing.current_process()._identity
         first = identity[-1] - worker if identity else 0  # the number of the pass's first process, if no others began meanwhile
-        with self._memory.alone():
+        with self._memory.exclusive():
             passes, counts = self._passes, self._counts
             begun = int(counts[1])
             same = np.flatnonzero((passes[: min(begun, _PASSES), :3] == (seed, call, workers)).all(axis=1))

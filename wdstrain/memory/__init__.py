@@ -1,1 +1,1 @@
-"""Memory that bytes are read into: shared, page-locked, the arena, scatter lists."""
+"""Memory that bytes are read into: shared memory, pinned memory, the arena, scatter lists."""

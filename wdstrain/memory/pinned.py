@@ -1,8 +1,8 @@
-"""Page-locked memory: a CUDA device copies from it by itself, beside its work and at the full speed of the bus.
+"""Page-locked (pinned) memory, from which a CUDA device copies asynchronously.
 
-Memory that exists already is locked where it is (`cudaHostRegister`), so batches need not be copied into memory of torch's own
-first. It is done once, after worker processes were started: they write into the same pages and know nothing of it. The road not
-taken is DataLoader's `pin_memory`, a thread that allocates and copies every batch once more.
+Shared memory that already exists is locked in place (`cudaHostRegister`), so batches need no copy
+into pinned memory of torch. Lock it after the worker processes have started. They write into the
+same pages and need not know of the lock.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import torch
 from wdstrain.memory.shared import Memory
 
 
-class Locked:
-    """Memory that is page-locked for as long as this is held."""
+class PageLock:
+    """Keeps a memory page-locked while this object exists."""
 
     def __init__(self, memory: Memory) -> None:
-        """Raises OSError where the system does not allow it."""
+        """Raises OSError if CUDA refuses to lock the memory."""
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        failed = int(cudart.cudaHostRegister(memory.address, memory.size, 0))
-        if failed:
-            with suppress(RuntimeError):  # CUDA would report it once more, of whatever is asked next
+        error_code = int(cudart.cudaHostRegister(memory.address, memory.size, 0))
+        if error_code:
+            with suppress(RuntimeError):  # clears the error; the next call would raise it
                 torch.zeros(1, device="cuda")
-            raise OSError(f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {failed})")
-        # the map is among the arguments, so that it outlives its lock
+            raise OSError(f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {error_code})")
+        # the finalizer refers to the map: pages must stay mapped until they are unlocked
         weakref.finalize(self, _unlock, cudart, memory.address, os.getpid(), memory.map).atexit = False
 
 
 def _unlock(cudart: Any, address: int, owner: int, _: Any) -> None:
+    """Unlock the pages, unless this is a forked child: the lock belongs to the process `owner`."""
     if os.getpid() == owner:
         cudart.cudaHostUnregister(address)

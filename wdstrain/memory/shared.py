@@ -1,8 +1,9 @@
-"""Anonymous memory shared with worker processes.
+"""Anonymous memory that is shared with worker processes.
 
-A memfd, not a name in /dev/shm: nothing is left behind by a crash, and a container's 64 MB /dev/shm is no limit. Its
-pages are taken from the system only when they are first written, so a generous size costs nothing. It travels to a
-worker by fork or, under spawn and forkserver, as a duplicated descriptor.
+It is a memfd without a name in /dev/shm. A crash therefore leaves nothing behind, and the 64 MB
+limit of a container's /dev/shm does not apply. The system provides a page when it is first written,
+so a generous size costs nothing. A worker process gets the memory by fork, or as a duplicated file
+descriptor under spawn and forkserver.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from typing import Any
 
 from wdstrain.errors import WdstrainError
 
-_POPULATE_READ = 22  # MADV_POPULATE_READ, which Python does not name
+_POPULATE_READ = 22  # MADV_POPULATE_READ, missing in module mmap
 
 
 class Memory:
-    """`size` bytes that parent and workers see alike. `map` and `view` are writable; the memory lives as long as either.
+    """Zeroed bytes that this process and its workers share.
 
-    address: where it begins in this process.
+    size: in bytes. map, view: the bytes, writable; they stay mapped while either is referenced.
+    address: address of the first byte in this process.
     """
 
     def __init__(self, size: int) -> None:
+        """Raises WdstrainError if the system does not provide `size` bytes."""
         try:
             fd = _anonymous(size)
             try:
@@ -41,36 +44,43 @@ class Memory:
                 raise
         except (OSError, OverflowError, ValueError) as error:
             raise WdstrainError(
-                f"{size} bytes of memory cannot be set aside ({error}). Lower shuffle_buffer or batch_size."
+                f"{size} bytes of memory cannot be reserved ({error}). Lower shuffle_buffer or batch_size."
             ) from None
 
     def _adopt(self, fd: int, size: int) -> None:
+        """Map the memory of this descriptor, which belongs to this object from now on."""
         self._fd, self.size = fd, size
         self.map = mmap.mmap(fd, size)
         self.view = memoryview(self.map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self._touched: set[int] = set()
+        self._populated: set[int] = set()  # offsets that `populate` was called with
         weakref.finalize(self, os.close, fd)
 
-    def touch(self, start: int, size: int) -> None:
-        """This process is about to write to these bytes: map their pages at once, which takes a quarter of the time of one by one."""
-        if size and start not in self._touched and sys.platform == "linux":
-            self._touched.add(start)
-            with suppress(OSError):  # Linux before 5.14, or larger pages: they are mapped one by one
+    def populate(self, start: int, size: int) -> None:
+        """Map all pages of these bytes in one system call, once. Call it before the first write.
+
+        One page fault for each page takes four times as long.
+        """
+        if size and start not in self._populated and sys.platform == "linux":
+            self._populated.add(start)
+            with suppress(OSError):  # Linux before 5.14: a first write maps its page
                 self.map.madvise(_POPULATE_READ, start, size)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process or thread is in here meanwhile. A process that is killed is in here no more."""
-        with _turns[os.getpid()]:
+    def exclusive(self) -> Iterator[None]:
+        """Lock out all other processes and threads that use this method.
+
+        The system releases the lock of a process that is killed.
+        """
+        with _thread_locks[os.getpid()]:
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
                 yield
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
-    def share(self) -> None:
-        """In a forked worker process: have all of it in common with the parent, also what was a `Snapshot` at the fork."""
+    def map_shared(self) -> None:
+        """In a forked worker: share all bytes with the parent again, also those of a `Snapshot`."""
         if _system is not None:
             _system.mmap(self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0)
 
@@ -79,10 +89,14 @@ class Memory:
 
 
 class Snapshot:
-    """Bytes of a memory as they are now, which a forked child has in their place, as its own. Only on Linux; else there are none."""
+    """Private copy of some bytes of a memory, which replaces them in a forked child.
+
+    The child then keeps their present values when the parent writes to the memory. Does nothing if
+    the system is not Linux.
+    """
 
     def __init__(self, memory: Memory, start: int, size: int) -> None:
-        """Raises MemoryError."""
+        """Copies `size` bytes from offset `start` on. Raises MemoryError."""
         before = start % mmap.PAGESIZE
         self._address, self._size = memory.address + start - before, -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._copy: int | None = None
@@ -93,48 +107,51 @@ class Snapshot:
             ctypes.memmove(copy, self._address, self._size)
             self._copy = copy
 
-    def put(self) -> None:
-        """In the child: put it there."""
+    def install(self) -> None:
+        """In the child: replace the shared pages with the copy."""
         if _system is not None and self._copy is not None:
             _system.mremap(self._copy, self._size, self._size, _MOVE, self._address)
 
-    def drop(self) -> None:
-        """In the parent: it is not needed any more."""
+    def discard(self) -> None:
+        """In the parent: free the copy."""
         if _system is not None and self._copy is not None:
             _system.munmap(self._copy, self._size)
 
 
 def _linux() -> Any:
-    """What maps memory at a given place."""
+    """Return libc for mapping memory at a given address; None if the system is not Linux."""
     if sys.platform != "linux":
         return None
     system = ctypes.CDLL(None)
-    number, place = ctypes.c_size_t, ctypes.c_void_p
-    system.mmap.argtypes, system.mmap.restype = (place, number, *[ctypes.c_int] * 3, ctypes.c_long), place
-    system.mremap.argtypes, system.mremap.restype = (place, number, number, ctypes.c_int, place), place
-    system.munmap.argtypes = (place, number)
+    size, address = ctypes.c_size_t, ctypes.c_void_p
+    system.mmap.argtypes, system.mmap.restype = (address, size, *[ctypes.c_int] * 3, ctypes.c_long), address
+    system.mremap.argtypes, system.mremap.restype = (address, size, size, ctypes.c_int, address), address
+    system.munmap.argtypes = (address, size)
     return system
 
 
-_READ_WRITE, _FIXED, _MOVE = 3, 0x10, 3  # PROT_READ | PROT_WRITE, MAP_FIXED, MREMAP_MAYMOVE | MREMAP_FIXED
-_FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+_READ_WRITE = 3  # PROT_READ | PROT_WRITE
+_FIXED = 0x10  # MAP_FIXED
+_MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+_FAILED = (1 << 8 * ctypes.sizeof(ctypes.c_void_p)) - 1  # MAP_FAILED
 _system = _linux()
 
 
-class _Turns(dict[int, threading.Lock]):
-    """By process: a lock for its threads. A forked child may have inherited that of its parent locked."""
+class _ThreadLocks(dict[int, threading.Lock]):
+    """One lock per process id: a forked child may inherit a lock that is held."""
 
-    def __missing__(self, process: int) -> threading.Lock:
-        return self.setdefault(process, threading.Lock())
-
-
-_turns = _Turns()
+    def __missing__(self, pid: int) -> threading.Lock:
+        return self.setdefault(pid, threading.Lock())
 
 
-def own(size: int) -> memoryview:
-    """Zeros that only this process sees, for some megabytes that live for a while; the system has them back with their last user.
+_thread_locks = _ThreadLocks()
 
-    A thread that takes such from malloc and frees them makes it keep as much for that thread for good, also for the next one.
+
+def private_memory(size: int) -> memoryview:
+    """Return zeroed bytes of this process, for buffers of some megabytes.
+
+    They go back to the system with the last reference. malloc would keep as much for every thread
+    that once freed such a buffer.
     """
     return memoryview(
         mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if sys.platform != "win32" else bytearray(size)
@@ -142,15 +159,17 @@ def own(size: int) -> memoryview:
 
 
 def _attach(handle: Any, size: int) -> Memory:
+    """Return the memory of a pickled file descriptor, in a worker process."""
     memory = Memory.__new__(Memory)
     memory._adopt(handle.detach(), size)
     return memory
 
 
 def _anonymous(size: int) -> int:
+    """Return the descriptor of a new file of `size` zero bytes without a name. Raises OSError."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("wdstrain", os.MFD_CLOEXEC)
-    else:  # not Linux: a file that has no name any more
+    else:  # not Linux: a temporary file, whose name is removed at once
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
     try:

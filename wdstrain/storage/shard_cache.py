@@ -30,7 +30,7 @@ from hashlib import blake2b
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.shared import own
+from wdstrain.memory.shared import private_memory
 from wdstrain.runtime import file_locks
 from wdstrain.runtime.file_locks import available, try_lock, unlock
 from wdstrain.storage.local import ShardFile, sync_folder, write_whole
@@ -374,7 +374,7 @@ class CachedFile:
         try:
             # memory of its own: of the target, parts that nobody wants may lie in one place
             if self._block is None:
-                self._block = own(BLOCK)
+                self._block = private_memory(BLOCK)
             block = self._block[: stop - start]
             self._remote.read_into([block], start, last=last)
             self._keep(number, block)
@@ -408,7 +408,7 @@ class CachedFile:
             self._cache.give_up(error)
 
     def _digest(self) -> str:
-        found, offset, buffer = hashlib.sha256(), 0, own(BLOCK)
+        found, offset, buffer = hashlib.sha256(), 0, private_memory(BLOCK)
         while offset < self.size:
             piece = buffer[: min(BLOCK, self.size - offset)]
             _read(self._fd, BufferList([piece]), offset, self._final)
