@@ -159,12 +159,12 @@ def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: 
     of = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
-    found, comparison = compared(replace(index.table, **{part: lying}), index.among(None), memory, where, 0, 20)
+    found, comparison = compared(replace(index.table, **{part: lying}), index.field_mask(None), memory, where, 0, 20)
     comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [of]
     where[7] = memory.size - 10  # nor where it would be
-    found, comparison = compared(index.table, index.among(None), memory, where, 0, 20)
+    found, comparison = compared(index.table, index.field_mask(None), memory, where, 0, 20)
     comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [7]
@@ -184,7 +184,7 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
     for i, offset in zip(range(number, number + count), offsets.tolist(), strict=True):
         memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[table.start[i] : table.stop[i]]
     extent = int(table.stop[number + count - 1] - table.start[number])
-    found, comparison = compared(table, index.among(names), memory, where, number, count, place)
+    found, comparison = compared(table, index.field_mask(names), memory, where, number, count, place)
     assert found.unverified(np.arange(place, place + count)).all()
     comparison.update(0, extent)
     comparison.settle()
@@ -192,7 +192,7 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
     for name, offset, size in index.members(9):
         at = int(offsets[9 - number] + offset - table.start[9]) + size // 2
         memory.view[at] ^= 255
-        found, comparison = compared(table, index.among(names), memory, where, number, count, place)
+        found, comparison = compared(table, index.field_mask(names), memory, where, number, count, place)
         comparison.update(0, extent)
         comparison.settle()
         assert doubts(found, place, count) == ([4] if name in names else [])
@@ -205,13 +205,13 @@ def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(m
     shard, table = Path(index.shards[0].path).read_bytes(), index.table
     memory.view[: len(shard)] = shard
     where = table.start[:20].copy()
-    found, comparison = compared(table, index.among(None), memory, where, 0, 20)
+    found, comparison = compared(table, index.field_mask(None), memory, where, 0, 20)
     ends = (table.stop[:20] - table.start[0]).tolist()
     comparison.update(0, ends[3] - 1)
     assert doubts_so_far(found) == list(range(3, 20))
     comparison.update(ends[3] - 1, ends[9] + 5)
     assert doubts_so_far(found) == list(range(10, 20))
-    found, comparison = compared(table, index.among(None), memory, where, 0, 20)
+    found, comparison = compared(table, index.field_mask(None), memory, where, 0, 20)
     middle = (ends[9] + ends[10]) // 2  # of the eleventh
     first, second = comparison.within(0, middle), comparison.within(middle, ends[19])
     second.update(0, ends[19] - middle)
@@ -230,7 +230,7 @@ def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path)
     index, memory = wt.index(made), Memory(100_000)
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
-    found, comparison = compared(index.table, index.among(None), memory, index.table.start[:20].copy(), 0, 20)
+    found, comparison = compared(index.table, index.field_mask(None), memory, index.table.start[:20].copy(), 0, 20)
     comparison.update(0, len(shard))
     comparison.settle()
     assert not found.any_unverified

@@ -300,7 +300,7 @@ def with_classes(field: Field, index: Index | None) -> Field:
             f"classes={list(field.classes)[:10]} has numbers for names, so a text may be the name of one class and the number of "
             f"another. Use wt.label() without classes, which delivers the number, or wt.Loader, which knows the index."
         )
-    own = [_label_of(field, labels) for labels in (index.own or (index.labels,))] if index is not None else []
+    own = [_label_of(field, labels) for labels in (index.shard_labels or (index.labels,))] if index is not None else []
     if index is not None and not field.classes:
         joined = _label_of(field, index.labels)
         if joined is None and any(own):
@@ -318,7 +318,7 @@ def with_classes(field: Field, index: Index | None) -> Field:
     read = [_numbered(field, label, is_alone=len(set(own)) == 1) for label in own]
     if all(one == field for one in read):
         return field
-    firsts = index.first.tolist() if index is not None and index.own else [0]
+    firsts = index.first.tolist() if index is not None and index.shard_labels else [0]
     return replace(field, parts=tuple(zip(firsts, read, strict=False)))
 
 
@@ -345,7 +345,7 @@ OwnLabels = tuple[tuple[tuple[str, str | None], IndexLabel | None], ...]  # (pla
 
 def differing_labels(index: Index) -> list[OwnLabels]:
     """For each shard its own labels at the places where joined sets differ in theirs; nothing if none do."""
-    own = [{label.place: label for label in labels} for labels in index.own]
+    own = [{label.place: label for label in labels} for labels in index.shard_labels]
     places = [
         place for place in dict.fromkeys(place for one in own for place in one) if len({one.get(place) for one in own}) > 1
     ]

@@ -195,7 +195,7 @@ class _Classes:
             return
         ids, numbers = np.arange(len(self.kind)) if self.all else np.unique(np.concatenate(wanted)), dict[str, int]()
         for number, data in label_bytes(self._index, self._label.field, ids):
-            names = classes_in(data, self._label.column, self._index.own_label(self._label, number).classes)
+            names = classes_in(data, self._label.column, self._index.label_in_sample(self._label, number).classes)
             if len(names) == 1:
                 self.kind[number] = numbers.setdefault(names[0], len(numbers))
             self.count += 1
@@ -267,7 +267,7 @@ def _mix(looked: _Looked, known: _Classes) -> Mix:
 def _label(index: Index, asked: str | None) -> tuple[Label | None, str]:
     """The label whose classes are looked at, or why there is none."""
     labels = {one.name: one for one in index.labels}
-    if "cls" in index.fields and not index.own and not any(one.field == "cls" for one in index.labels):
+    if "cls" in index.fields and not index.shard_labels and not any(one.field == "cls" for one in index.labels):
         labels.setdefault("cls", Label("cls", "class", "cls"))
     if asked is not None:
         if asked not in labels:

@@ -97,7 +97,7 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
 
 def _disagreements(index: Index) -> dict[str, str]:
     """Why the sets have no label together, by the places that differ: a loader refuses these too."""
-    places = dict.fromkeys(label.place for labels in index.own for label in labels)
+    places = dict.fromkeys(label.place for labels in index.shard_labels for label in labels)
     found = {"/".join(filter(None, place)): index.disagreement(*place) for place in places}
     return {printable(place): printable(why) for place, why in found.items() if why}
 
@@ -129,7 +129,7 @@ class _Gathered:
         self.infos.append(part.info)
         if self._exact:
             return part
-        fresh = [path for path in paths if name_of(path) not in part.numbers]
+        fresh = [path for path in paths if name_of(path) not in part.shard_numbers]
         self.fresh |= dict.fromkeys(fresh)
         blank = Index(tuple(Shard(path, 0, 0) for path in fresh), (), Table.of([], []))
         return join([part, blank]) if fresh else part
@@ -167,7 +167,7 @@ def _histograms(
     index: Index, sampler: Sampler, weights: Floats | None, exact: bool, progress: Progress | None
 ) -> tuple[Histogram, ...]:
     """What each label comes to: as the index says, or by all labels, or by some. What lies in one field is read once."""
-    names = () if index.own else _CLASSES  # of sets whose numbers mean different classes, a number says nothing
+    names = () if index.shard_labels else _CLASSES  # of sets whose numbers mean different classes, a number says nothing
     labels = index.labels or tuple(Label(name, "class", name) for name in names if name in index.fields)
     found = {label: histograms.said(label, counts) for label in labels if (counts := said_counts(index, label))}
     ids = np.arange(len(index)) if exact else sampler.ids(_LABELS, whole=True)
@@ -181,7 +181,7 @@ def _histograms(
             if progress and exact:
                 progress(f"reading {field}", done, len(ids))
             for label, one in counting.items():
-                one.add(data, scale if weights is None else scale * float(weights[i]), index.own_label(label, i))
+                one.add(data, scale if weights is None else scale * float(weights[i]), index.label_in_sample(label, i))
         found |= {label: one.histogram(len(ids), exact=every) for label, one in counting.items()}
     return tuple(found[label] for label in labels)
 

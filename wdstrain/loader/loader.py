@@ -510,8 +510,8 @@ def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
 
 def _warn_of_numbers(index: Index) -> None:
     """Say that raw class numbers of these sets mean different classes, if they do."""
-    for field in dict.fromkeys(label.field for labels in index.own for label in labels if label.column is None):
-        mine = [next((one for one in labels if one.place == (field, None)), None) for labels in index.own]
+    for field in dict.fromkeys(label.field for labels in index.shard_labels for label in labels if label.column is None):
+        mine = [next((one for one in labels if one.place == (field, None)), None) for labels in index.shard_labels]
         found = {
             one.numbering if one is not None else "no label": shard.shown for shard, one in zip(index.shards, mine, strict=True)
         }

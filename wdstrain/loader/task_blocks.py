@@ -93,7 +93,7 @@ class TaskBuilder:
 
     def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: SlotSink | None = None) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
-        self._sent = index.among(wanted)
+        self._sent = index.field_mask(wanted)
         self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.apart()
 
     def make(self, batch_number: int, epoch: int, slot: int, ids: Ints, offset: Ints, unreadable: dict[int, str]) -> Task:
@@ -178,7 +178,7 @@ class TaskBuilder:
     def _read(self, number: int, into: memoryview) -> None:
         """Read what of a sample is in the arena."""
         shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
-        with open_source(shard.path, shard.bytes, self._index.state(shard)) as source:
+        with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
             pieces = [into] if self._landing is None else self._landing.around(number, into)
             source.read_into(pieces, int(self._index.table.start[number]))
 

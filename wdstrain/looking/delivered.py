@@ -49,7 +49,7 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
                 batch,
                 n - len(found),
                 lambda name: names.get(name, ()),
-                lambda row: [index.own_label(label, ids[row]) for label in index.labels],  # noqa: B023
+                lambda row: [index.label_in_sample(label, ids[row]) for label in index.labels],  # noqa: B023
             )
             notes += [note for note in said if note not in notes]
             shards = index.shard_of(batches.ids)

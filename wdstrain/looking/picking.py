@@ -148,7 +148,7 @@ def place_of(index: Index) -> str:
 def _labels(index: Index, asked: str | None) -> list[Label]:
     """Labels of an index; of one that speaks of none, what webdataset calls so."""
     # of sets whose numbers mean different classes, a number says nothing
-    usual = ["cls"] if "cls" in index.fields and not index.own else []
+    usual = ["cls"] if "cls" in index.fields and not index.shard_labels else []
     known = list(index.labels) or [Label(name, "class", name) for name in usual]
     if asked is None:
         return known
@@ -184,7 +184,7 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
     looked = even_part(index, _LABELS)
     found: dict[str, list[int]] = {}
     for i, data in label_bytes(index, label.field, looked):
-        for name in classes_in(data, label.column, index.own_label(label, i).classes):
+        for name in classes_in(data, label.column, index.label_in_sample(label, i).classes):
             found.setdefault(name, []).append(i)
     everything = names or list(label.classes) or sorted(found, key=lambda one: (len(one) * one.isdecimal(), one))
     for name in names:

@@ -111,7 +111,10 @@ def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants |
         shard = index.shards[number]
         with open_source(shard.path, shard.bytes) as source:
             for i in np.unique(ids[shards == number]).tolist():
-                view, varied = View(index.key(i), [index.own_label(one, i) for one in labels]), _varied(index, i, variants)
+                view, varied = (
+                    View(index.key(i), [index.label_in_sample(one, i) for one in labels]),
+                    _varied(index, i, variants),
+                )
                 for name, size, data, crc in _members(index, source, i):
                     if data is None or (variants is not None and _kind(name) in EXTENSIONS and name != varied):
                         view.leave(name, size)

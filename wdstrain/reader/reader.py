@@ -161,7 +161,7 @@ class Reader:
         self._most = read_bytes(index) if landing is None else READ_TOGETHER
         self._salvage, self._cache, self._landing = salvage, cache, landing
         compares = len(index.table.member_crc) and landing is None
-        self._packed = PackedChecksums(index.table, index.among(wanted), self._arena.memory) if compares else None
+        self._packed = PackedChecksums(index.table, index.field_mask(wanted), self._arena.memory) if compares else None
         self._lost: dict[int, str] = {}  # by id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, FetchStats()
         self.shuffle_seconds = 0.0  # a batch waited until all of the window that it needs was read
@@ -371,7 +371,7 @@ class Reader:
         first = plan.first_place(lane, step) if step else 0
         ring = min(self._ring, plan.lane_places(lane)) or 1
         where = np.zeros(ring, np.int64)
-        forward = LaneStream(lambda shard: LocalFile(shard.path, self._index.state(shard)), self._fetchers)
+        forward = LaneStream(lambda shard: LocalFile(shard.path, self._index.expected_state(shard)), self._fetchers)
         return _Run(
             plan,
             lane,

@@ -178,7 +178,7 @@ class SlotSink:
         told: called, from any thread, when they are there.
         """
         try:
-            source = LocalFile(shard.path, self._index.state(shard))
+            source = LocalFile(shard.path, self._index.expected_state(shard))
         except WdstrainError as error:
             if self._salvage:
                 self._lose(placed, error)
@@ -223,7 +223,7 @@ class SlotSink:
         start = int(table.start[number])
         memory = memoryview(bytearray(int(table.stop[number]) - start))
         try:
-            with open_source(shard.path, shard.bytes, self._index.state(shard)) as source:
+            with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
                 source.read_into([memory], start)
         except WdstrainError as error:
             return f"it cannot be read ({str(error).rstrip('.')})"

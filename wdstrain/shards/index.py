@@ -1,7 +1,8 @@
-"""What is known of a set of shards without reading them: names, sizes, labels, and where each field of each sample lies.
+"""The index in memory: shards, labels, and the offset of every field of every sample.
 
-Plain arrays, so that a million samples are nine arrays and not a million objects; sample ids count through the shards in
-order. How an index is written, read and made is in `index_files`.
+`Index` describes a set of shards in order; sample ids count through them from 0. `Table` holds the
+offsets in nine arrays, so a million samples need no million objects. `index_io` writes, reads and
+makes indexes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from wdstrain.storage.remote import is_remote, name_of, redacted
 
 Ints = npt.NDArray[np.int64]
 
-MOST_FIELDS = 65_535
+MOST_FIELDS = 65_535  # different fields of one index: `member_field` is uint16
 
-# the arrays of a table and their dtypes, in the order in which they are stored
+# Arrays of a table and their dtypes, in the order in which index.bin stores them.
 ARRAYS = {
     "start": "<i8",
     "stop": "<i8",
@@ -44,10 +45,10 @@ ARRAYS = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar: where it is and what it holds.
+    """One tar shard: address, number of samples, size in bytes and split.
 
-    `sha256` is empty where the shard was only walked over, not read. `tag` is the state in which it was found: what a server calls
-    it (ETag), empty where it says nothing; of a file here, what `storage.state_of` says.
+    sha256: of its bytes; empty if only its headers were read. tag: its state when it was last
+    examined: the server's ETag (empty if there is none), or `storage.local.state_of` for a file.
     """
 
     path: str
@@ -63,48 +64,55 @@ class Shard:
 
     @property
     def shown(self) -> str:
-        """The path as it may be printed: without what may be secret in an address, and of characters that any log can hold."""
+        """The path for messages: without secrets in an address, and with printable characters."""
         return printable(redacted(self.path) if is_remote(self.path) else self.path)
 
 
 @dataclass(frozen=True)
 class Label:
-    """A column that training can aim at, and where its value lies: `field`, and `column` in it if that is JSON."""
+    """A label: a training target that is stored in `field`, in the entry `column` if it is JSON.
+
+    kind: "class": the value is a class number or one of `classes`; "number": a float; "multi": a
+    list of `classes`.
+    """
 
     name: str
-    kind: str  # "class": value is a number or one of `classes`; "number": a float; "multi": a list of `classes`
+    kind: str
     field: str
     column: str | None = None
     classes: tuple[str, ...] = ()
 
     @property
     def place(self) -> tuple[str, str | None]:
-        """Where its value lies."""
+        """(field, column) of its value."""
         return self.field, self.column
 
     @property
     def has_names(self) -> bool:
-        """Whether the classes have names, and not only their numbers for names."""
+        """Whether the classes have names other than their numbers."""
         return self.classes != tuple(map(str, range(len(self.classes))))
 
     @property
     def numbering(self) -> str:
-        """The classes with their numbers, as an error shows them."""
+        """The first classes with their numbers, for error messages."""
         if self.kind == "number":
             return "numbers, no classes"
         if not self.has_names:
             return f"{len(self.classes)} classes without names"
-        some = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
-        return some + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
+        shown = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
+        return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Offsets of the samples of some shards. For n samples with m members in all:
+    """Offsets of n samples with m members in total.
 
-    start, stop: int64[n], extent in the shard, headers included; key_first: int64[n + 1] into keys: uint8[...];
-    member_first: int64[n + 1] into member_field: uint16[m], member_offset, member_size: int64[m]; member_crc: uint32[m], 0 for
-    members of shards whose data was never read, and of length 0 where none was. A member whose crc32 is 0 is not compared either.
+    start, stop: int64[n], extent of a sample in its shard, headers included.
+    key_first: int64[n + 1]; key i is keys[key_first[i] : key_first[i + 1]]. keys: uint8[...].
+    member_first: int64[n + 1]; sample i has the members member_first[i] to member_first[i + 1].
+    member_field: uint16[m], number of the field. member_offset, member_size: int64[m], bytes.
+    member_crc: uint32[m], crc32 of the data; empty if no data was read. A member with crc32 0 is
+    not verified: its data was not read, or its crc32 happens to be 0.
     """
 
     start: Ints
@@ -121,25 +129,29 @@ class Table:
         return len(self.start)
 
     @classmethod
-    def of(cls, found: Sequence[Sample], fields: list[str], crcs: Sequence[int] = ()) -> Table:
-        """A table of samples in order; new field names are appended to `fields`."""
+    def of(cls, samples: Sequence[Sample], fields: list[str], crcs: Sequence[int] = ()) -> Table:
+        """Return the table of `samples`, in order. New field names are appended to `fields`.
+
+        crcs: crc32 of each member, in order. Raises ShardError for too many different fields.
+        """
         numbers = {name: i for i, name in enumerate(fields)}
-        for sample in found:
+        for sample in samples:
             for name, _, _ in sample.fields:
                 if name not in numbers:
                     numbers[name] = len(fields)
                     fields.append(name)
         if len(fields) > MOST_FIELDS:
             raise ShardError(
-                f"these samples have {len(fields)} different fields; {MOST_FIELDS} are the most. Are they samples?"
+                f"these samples have {len(fields)} different fields; {MOST_FIELDS} is the limit. "
+                f"Check that the shards hold samples with repeating field names."
             )
-        raw = [sample.key.encode("utf-8", "surrogateescape") for sample in found]
-        members = [member for sample in found for member in sample.fields]
+        raw = [sample.key.encode("utf-8", "surrogateescape") for sample in samples]
+        members = [member for sample in samples for member in sample.fields]
         return cls(
-            start=np.array([s.start for s in found], np.int64),
-            stop=np.array([s.stop for s in found], np.int64),
+            start=np.array([s.start for s in samples], np.int64),
+            stop=np.array([s.stop for s in samples], np.int64),
             key_first=firsts([len(key) for key in raw]),
-            member_first=firsts([len(s.fields) for s in found]),
+            member_first=firsts([len(s.fields) for s in samples]),
             member_field=np.array([numbers[name] for name, _, _ in members], np.uint16),
             member_offset=np.array([offset for _, offset, _ in members], np.int64),
             member_size=np.array([size for _, _, size in members], np.int64),
@@ -148,27 +160,31 @@ class Table:
         )
 
     def members_of(self, ids: Ints) -> tuple[Ints, Ints]:
-        """The numbers of all members of some samples, and before them in which of those each is. int64[k] each."""
-        low = self.member_first[ids]
-        counts = self.member_first[ids + 1] - low
-        of = np.repeat(np.arange(len(ids)), counts)
-        return of, np.arange(len(of)) + (low - counts.cumsum() + counts)[of]
+        """Return (rows, members) of all members of these samples, int64[k] each.
+
+        rows: position in `ids` of the member's sample; members: number of the member in the table.
+        """
+        first = self.member_first[ids]
+        counts = self.member_first[ids + 1] - first
+        rows = np.repeat(np.arange(len(ids)), counts)
+        return rows, np.arange(len(rows)) + (first - counts.cumsum() + counts)[rows]
 
     @classmethod
     def join(cls, tables: Sequence[Table]) -> Table:
-        """Tables one after another. Each keeps its checksums."""
+        """Return the concatenation of tables. A table without checksums gets zeros."""
         if len(tables) == 1:
             return tables[0]
         if any(len(t.member_crc) for t in tables):
-            blank = [np.zeros(len(t.member_field), np.uint32) for t in tables]
-            tables = [t if len(t.member_crc) else replace(t, member_crc=no) for t, no in zip(tables, blank, strict=True)]
+            tables = [
+                t if len(t.member_crc) else replace(t, member_crc=np.zeros(len(t.member_field), np.uint32)) for t in tables
+            ]
         parts = {name: np.concatenate([getattr(t, name) for t in tables]) for name in ARRAYS if "first" not in name}
         for name in ("key_first", "member_first"):
             parts[name] = firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
         return cls(**parts)
 
     def cut(self, start: int, stop: int) -> Table:
-        """The rows of samples [start, stop)."""
+        """Return the table of the samples [start, stop); arrays are views where possible."""
         k0, k1 = int(self.key_first[start]), int(self.key_first[stop])
         m0, m1 = int(self.member_first[start]), int(self.member_first[stop])
         crcs = self.member_crc[m0:m1]
@@ -187,11 +203,14 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A set of shards in order. Sample ids are counted through them from 0.
+    """A set of shards in order. Sample ids count through them from 0.
 
-    own: for each shard the labels of its own index, where joined indexes have different labels; else empty. A class number in a
-    shard counts in the classes of its own label. `labels` are then those that could be joined by the names of their classes.
-    versions: by path, what a server called a shard when it was first read, of those that `needs_headers`.
+    labels: the labels of all shards. info: how the set was made (JSON values).
+    shard_labels: if joined indexes have different labels, the labels of each shard in its own
+    index; else empty. A class number in a shard counts in the classes of its own label, and
+    `labels` are then the ones whose classes could be joined by name.
+    versions: by path, the ETag that the server gave when a shard was first read, for the shards
+    that `needs_headers` names.
     """
 
     shards: tuple[Shard, ...]
@@ -199,14 +218,14 @@ class Index:
     table: Table
     labels: tuple[Label, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
-    own: tuple[tuple[Label, ...], ...] = ()
+    shard_labels: tuple[tuple[Label, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.table)
 
-    def among(self, names: Collection[str] | None) -> npt.NDArray[np.bool_]:
-        """Which of the fields have one of these names; all if it is None. bool[fields]"""
+    def field_mask(self, names: Collection[str] | None) -> npt.NDArray[np.bool_]:
+        """Return bool[fields]: True for the fields with these names; None: all fields."""
         return np.array([names is None or name in names for name in self.fields], bool)
 
     def __repr__(self) -> str:
@@ -225,17 +244,23 @@ class Index:
         }
         return charts.part("Index", charts.table(rows))
 
-    def state(self, shard: ShardFile) -> str:
-        """The state in which a shard has to be; "" where checksums tell of each sample whether it is what it was."""
+    def expected_state(self, shard: ShardFile) -> str:
+        """Return the state that a shard must still have when it is read.
+
+        "" for a shard with checksums: each of its samples is verified instead.
+        """
         return "" if shard.path in self._with_checksums else shard.tag
 
     def needs_headers(self, shard: ShardFile) -> bool:
-        """Whether nothing but the headers of its samples tells a shard of a server for sure from another of the same size."""
+        """Return whether only headers can prove that a remote shard was not replaced.
+
+        It has neither checksums nor a strong ETag, so a new shard of the same size looks equal.
+        """
         return is_remote(shard.path) and shard.path not in self._with_checksums and not shard.tag.startswith('"')
 
     @cached_property
     def _with_checksums(self) -> frozenset[str]:
-        """Paths of the shards whose samples have checksums."""
+        """Paths of the shards whose members have checksums."""
         if not len(self.table.member_crc):
             return frozenset()
         edges = self.table.member_first[self.first].tolist()
@@ -244,40 +269,42 @@ class Index:
 
     @cached_property
     def counts(self) -> Ints:
-        """Samples of each shard. int64[shards]"""
+        """Number of samples of each shard. int64[shards]"""
         return np.array([shard.samples for shard in self.shards], np.int64)
 
     @cached_property
     def first(self) -> Ints:
-        """Id of the first sample of each shard, and the number of samples. int64[shards + 1]"""
+        """Id of the first sample of each shard, then the total number. int64[shards + 1]"""
         return firsts(self.counts)
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
-        """The place of each shard, by name."""
+    def shard_numbers(self) -> dict[str, int]:
+        """Position of each shard, by name."""
         return {shard.name: i for i, shard in enumerate(self.shards)}
 
-    def own_label(self, label: Label, number: int) -> Label:
-        """A label with its classes in the order in which the shard of a sample numbers them."""
-        if not self.own:
+    def label_in_sample(self, label: Label, number: int) -> Label:
+        """Return `label` with its classes numbered as in the shard of sample `number`."""
+        if not self.shard_labels:
             return label
         shard = int(np.searchsorted(self.first, number, side="right") - 1)
-        return next((one for one in self.own[shard] if one.place == label.place), label)
+        return next((other for other in self.shard_labels[shard] if other.place == label.place), label)
 
     def disagreement(self, field: str, column: str | None) -> str:
-        """Why the labels of one place in the samples cannot be joined, with their numberings; "" where they can."""
-        if not self.own or any(label.place == (field, column) for label in self.labels):
+        """Return why the labels in this field and column cannot be joined; "" if they can.
+
+        The text names each class numbering and the first shard that has it.
+        """
+        if not self.shard_labels or any(label.place == (field, column) for label in self.labels):
             return ""
-        found: dict[str, str] = {}
-        for shard, labels in zip(self.shards, self.own, strict=True):
-            mine = next((label.numbering for label in labels if label.place == (field, column)), "no label")
-            found.setdefault(mine, shard.shown)
-        if set(found) == {"no label"}:
+        first_shards: dict[str, str] = {}  # by numbering
+        for shard, labels in zip(self.shards, self.shard_labels, strict=True):
+            numberings = (label.numbering for label in labels if label.place == (field, column))
+            first_shards.setdefault(next(numberings, "no label"), shard.shown)
+        if set(first_shards) == {"no label"}:
             return ""
-        parts = "; ".join(f"{numbering} ({shown})" for numbering, shown in found.items())
-        return (
-            f"the label in {field}{f', column {column!r},' if column is not None else ''} differs between these sets: {parts}"
-        )
+        parts = "; ".join(f"{numbering} ({shown})" for numbering, shown in first_shards.items())
+        place = field if column is None else f"{field}, column {column!r},"
+        return f"the label in {place} differs between these sets: {parts}"
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -285,70 +312,80 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of the shards in order: what the order of an epoch depends on. Of shards whose bytes nobody read, their keys
-        and sizes count."""
+        """Short hash of the shards in order, on which the order of an epoch depends.
+
+        A shard without sha256 is represented by the keys, offsets and sizes of its samples.
+        """
         rows = [
-            (shard.name, shard.samples, shard.bytes, shard.sha256 or self._headers(number))
+            (shard.name, shard.samples, shard.bytes, shard.sha256 or self._header_hash(number))
             for number, shard in enumerate(self.shards)
         ]
         return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
-    def _headers(self, number: int) -> str:
-        """Short hash of what the headers of a shard say."""
-        table, found = self.table.cut(int(self.first[number]), int(self.first[number + 1])), blake2b(digest_size=8)
+    def _header_hash(self, number: int) -> str:
+        """Return a short hash of the keys, offsets and sizes in shard `number`."""
+        table = self.table.cut(int(self.first[number]), int(self.first[number + 1]))
+        digest = blake2b(digest_size=8)
         for array in (table.key_first, table.keys, table.member_offset, table.member_size):
-            found.update(np.ascontiguousarray(array).tobytes())
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     def key(self, number: int) -> str:
-        """The key of a sample."""
+        """Return the key of sample `number`."""
         first, stop = self.table.key_first[number : number + 2]
         return self.table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
 
     def keys(self, ids: Ints) -> list[str]:
-        """The keys of samples."""
+        """Return the keys of samples. ids: int64[n]"""
         starts = self.table.key_first[ids]
         sizes = self.table.key_first[ids + 1] - starts
-        # numbered, mostly: cut all at once, in a fifth of the time
+        # Most keys are ASCII of one length: numpy splits them all at once. The loader calls this
+        # for every batch.
         if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
             letters = self.table.keys[starts[:, None] + np.arange(size)]
             if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
-                found: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
-                return found
+                keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
+                return keys
         first = firsts(sizes)
         joined = self.table.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
-        if joined.isascii():  # cut as text, which takes half the time of making one text after another
+        if joined.isascii():  # decode once: faster than once per key
             text = joined.decode("ascii")
             return [text[a:b] for a, b in pairwise(first.tolist())]
         return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in pairwise(first.tolist())]
 
     def shard_of(self, ids: Ints) -> Ints:
-        """Number of the shard each sample lies in. int64, as `ids`."""
+        """Return the shard number of each sample, int64 in the shape of `ids`."""
         return np.asarray(np.searchsorted(self.first, ids, side="right") - 1)
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
-        """(field, offset, size) of each field of a sample."""
+        """Return (field, offset in the shard, size) of each member of sample `number`."""
         rows = range(*self.table.member_first[number : number + 2])
         table = self.table
         return [(self.fields[table.member_field[m]], int(table.member_offset[m]), int(table.member_size[m])) for m in rows]
 
     def pick(self, numbers: Iterable[int]) -> Index:
-        """The index of these shards alone, in this order."""
+        """Return the index of only these shards, in this order."""
         wanted = list(numbers)
         if wanted == list(range(len(self.shards))):
             return self
-        own = tuple(self.own[i] for i in wanted) if self.own else ()
-        labels, own = _joined_labels(own) if own else (self.labels, own)
-        if wanted == list(range(wanted[0], wanted[-1] + 1)) if wanted else False:  # a run is a view, not a copy
+        shard_labels = tuple(self.shard_labels[i] for i in wanted) if self.shard_labels else ()
+        labels = self.labels
+        if shard_labels:
+            labels, shard_labels = _joined_labels(shard_labels)
+        if wanted and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
             table = self.table.cut(int(self.first[wanted[0]]), int(self.first[wanted[-1] + 1]))
         else:
             tables = [self.table.cut(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
             table = Table.join(tables or [self.table.cut(0, 0)])
-        return replace(self, shards=tuple(self.shards[i] for i in wanted), table=table, labels=labels, own=own)
+        shards = tuple(self.shards[i] for i in wanted)
+        return replace(self, shards=shards, table=table, labels=labels, shard_labels=shard_labels)
 
 
 def join(parts: Sequence[Index]) -> Index:
-    """Several indexes as one, in order. Labels are joined by the names of their classes; see `Index.own`."""
+    """Return several indexes as one, in order.
+
+    Labels are joined by the names of their classes; see `Index.shard_labels`.
+    """
     if len(parts) == 1:
         return parts[0]
     fields = list(dict.fromkeys(name for part in parts for name in part.fields))
@@ -356,37 +393,44 @@ def join(parts: Sequence[Index]) -> Index:
     for part in parts:
         numbers = np.array([fields.index(name) for name in part.fields] or [0], np.uint16)
         tables.append(replace(part.table, member_field=numbers[part.table.member_field]))
-    own = tuple(labels for part in parts for labels in part.own or [part.labels] * len(part.shards))
-    labels, own = _joined_labels(own or (parts[0].labels,))
+    shard_labels = tuple(labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards))
+    labels, shard_labels = _joined_labels(shard_labels or (parts[0].labels,))
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
         fields=tuple(fields),
         table=Table.join(tables),
         labels=labels,
         info=parts[0].info,
-        own=own,
+        shard_labels=shard_labels,
     )
 
 
-def _joined_labels(own: tuple[tuple[Label, ...], ...]) -> tuple[tuple[Label, ...], tuple[tuple[Label, ...], ...]]:
-    """(labels of shards together, their own labels where these differ). own: labels of each shard, one at least"""
-    different = list(dict.fromkeys(own))
+def _joined_labels(
+    shard_labels: tuple[tuple[Label, ...], ...],
+) -> tuple[tuple[Label, ...], tuple[tuple[Label, ...], ...]]:
+    """Return (labels of all shards together, labels of each shard or () if they are all equal).
+
+    shard_labels: labels of each shard; at least one shard.
+    """
+    different = list(dict.fromkeys(shard_labels))
     if len(different) == 1:
         return different[0], ()
-    found = []
+    joined = []
     for place in dict.fromkeys(label.place for labels in different for label in labels):
-        mine = [next((label for label in labels if label.place == place), None) for labels in different]
-        there = [label for label in mine if label is not None]
-        # without names, 0 of one set and 0 of another may be two classes; a list of classes has names for values
-        apart = there[0].kind == "class" and len({label.has_names for label in there}) > 1
-        if len(there) == len(mine) and len({label.kind for label in there}) == 1 and not apart:
-            classes = dict.fromkeys(name for label in there for name in label.classes)
-            found.append(replace(there[0], classes=tuple(classes)))
-    return tuple(found), own
+        by_set = [next((label for label in labels if label.place == place), None) for labels in different]
+        present = [label for label in by_set if label is not None]
+        # Class numbers without names must not be joined: 0 may be another class in another set.
+        # Multi-labels store names, so they can always be joined.
+        is_ambiguous = present[0].kind == "class" and len({label.has_names for label in present}) > 1
+        same_kind = len({label.kind for label in present}) == 1
+        if len(present) == len(by_set) and same_kind and not is_ambiguous:
+            classes = dict.fromkeys(name for label in present for name in label.classes)
+            joined.append(replace(present[0], classes=tuple(classes)))
+    return tuple(joined), shard_labels
 
 
 def firsts(counts: Sequence[int] | Ints) -> Ints:
-    """Where each of several runs begins, and where the last ends. int64[n + 1]"""
+    """Return the position of the first element of each of n runs, then the end. int64[n + 1]"""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out

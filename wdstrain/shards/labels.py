@@ -48,7 +48,7 @@ def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -
     number, table, shards = index.fields.index(field), index.table, index.shard_of(ids)
     for shard_number in np.unique(shards).tolist():
         shard = index.shards[shard_number]
-        with open_source(shard.path, shard.bytes, index.state(shard)) as source:
+        with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
             for i in ids[shards == shard_number].tolist():
                 for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
                     if table.member_field[row] == number:

@@ -188,13 +188,13 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
         is_there = read_whole(listed) is not None if is_remote(path) else os.path.exists(listed)
         known[folder] = load(listed) if is_there and is_ours(listed) else None
     index = known[folder]
-    return index.numbers.get(name_of(path)) if index is not None else None
+    return index.shard_numbers.get(name_of(path)) if index is not None else None
 
 
 def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
     index = known[beside(paths[0], "")]
     assert index is not None
-    return index.pick(index.numbers[name_of(path)] for path in paths)
+    return index.pick(index.shard_numbers[name_of(path)] for path in paths)
 
 
 def _real(path: str, folders: dict[str, str]) -> str:
@@ -220,7 +220,7 @@ def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
 
     A walk is remembered, so a shard is walked over once. cut: shards that are cut or damaged are left as they are.
     """
-    doubtful = [n for n, shard in enumerate(index.shards) if index.state(shard) and _is_newer(shard.path)]
+    doubtful = [n for n, shard in enumerate(index.shards) if index.expected_state(shard) and _is_newer(shard.path)]
     if not doubtful:
         return index
     failed: list[WdstrainError] | None = [] if cut else None
@@ -230,7 +230,9 @@ def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
     found = walked(whole, note, failed) if whole else index.pick([])
     for n in doubtful:
         shard = index.shards[n]
-        if shard.name in found.numbers and not _same_samples(index.pick([n]), found.pick([found.numbers[shard.name]])):
+        if shard.name in found.shard_numbers and not _same_samples(
+            index.pick([n]), found.pick([found.shard_numbers[shard.name]])
+        ):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
                 f"{shard.path} holds other samples than its index says: it was replaced after it was indexed. Accept it as it is: "
@@ -260,14 +262,18 @@ def _kept(index: Index, beside: str) -> Index:
     parts, new = [], []
     for number, shard in enumerate(index.shards):
         one, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
-        was = former.pick([former.numbers[shard.name]]) if former is not None and shard.name in former.numbers else None
+        was = (
+            former.pick([former.shard_numbers[shard.name]])
+            if former is not None and shard.name in former.shard_numbers
+            else None
+        )
         if was is not None and was.shards[0].bytes == shard.bytes and _same_samples(one, was):
             one, shard = replace(was, labels=()), replace(shard, sha256=was.shards[0].sha256)
         else:
             new.append(shard.name)
         parts.append(replace(one, shards=(shard,)))
     found = replace(join(parts), labels=labels, info=info)
-    if "samples" in info and (new or set(splits) - set(index.numbers)):
+    if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
         found.info["samples"] = _counted(found)
     for label in labels if new else ():
         if label.kind == "class" and label.column is None:
@@ -313,7 +319,7 @@ def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | No
     failed: takes what is wrong with shards, which are then left away; None: the first that is wrong is raised.
     """
     known = recall(paths)
-    fresh = [path for path in paths if name_of(path) not in known.numbers]
+    fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
     if not fresh:
         return known
     begun = time.perf_counter()
@@ -327,7 +333,7 @@ def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | No
                 f"no index beside {found.shards[0].shown}: walked over the headers of {len(found)} samples in {seconds:.2f} s "
                 f"({len(found) / max(seconds, 1e-9):.0f}/s); {kept}{_passed_over(found)}"
             )
-    return index.pick(index.numbers[name] for name in map(name_of, paths) if name in index.numbers)
+    return index.pick(index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers)
 
 
 def _passed_over(found: Index) -> str:
@@ -345,7 +351,7 @@ def recall(paths: list[str]) -> Index:
     found = _recall(_folder(paths), {name_of(path) for path in paths})
     if found is None:
         return scan([])
-    return found.pick(found.numbers[name] for name in map(name_of, paths) if name in found.numbers)
+    return found.pick(found.shard_numbers[name] for name in map(name_of, paths) if name in found.shard_numbers)
 
 
 def _folder(paths: list[str]) -> str:

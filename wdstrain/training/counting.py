@@ -63,6 +63,6 @@ def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:
     found: Counter[str] = Counter()
     samples = 0
     for i, data in label_bytes(index, head.target.field, even_part(index, _MOST)):
-        found.update(set(classes_in(data, head.target.column, index.own_label(head.target, i).classes)))
+        found.update(set(classes_in(data, head.target.column, index.label_in_sample(head.target, i).classes)))
         samples += 1
     return {name: found.get(name, 0) for name in head.classes}, samples

@@ -84,7 +84,7 @@ def _written(
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
     else:
         index = one_split(open_index(urls), urls)
-        known = list(opened.task.heads) if index.labels or index.own else []
+        known = list(opened.task.heads) if index.labels or index.shard_labels else []
         try:
             opened.task.check(index) if known else None
         except UsageError as other:

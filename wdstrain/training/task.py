@@ -120,7 +120,7 @@ class Task:
     def of(cls, index: Index, asked: str | None = None) -> Task:
         """The task of an index: the labels that are asked for, as NAME or NAME:KIND with commas between, or its only one."""
         labels = {one.name: one for one in index.labels}
-        apart = {one.name: one for shard in index.own for one in shard if one.name not in labels}
+        apart = {one.name: one for shard in index.shard_labels for one in shard if one.name not in labels}
         for name, one in apart.items():
             if name == (asked or "").strip() or (not labels and asked is None):
                 raise UsageError(f"{index.disagreement(*one.place)}. Pack them together, or leave the others away.")
