@@ -475,6 +475,7 @@ for words in (
     f"table {locked}/x.csv {out} --image file",
     f"table {locked}/x.jsonl {out} --image file",
     f"folder {locked}/x {out}",
+    f"table {locked.removesuffix('locked')}t.csv {out} --image file",
 ):
     print(main(["convert", *words.split()]), flush=True)
 for folder in (locked, f"{locked}/x"):
@@ -488,6 +489,7 @@ def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing
     (locked / "x").mkdir(parents=True)
     for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
         (locked / name).touch()
+    (tmp_path / "t.csv").write_text("file\nlocked/x.png\n")
     locked.chmod(mode)
     try:
         command = [*without_rights_of_root(), sys.executable, "-c", BELOW_LOCKED, str(locked), str(tmp_path / "out")]
@@ -495,8 +497,8 @@ def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing
     finally:
         locked.chmod(0o755)
     assert "Traceback" not in done.stderr
-    assert done.stdout.split() == ["1"] * 9
-    assert done.stderr.count("cannot be read: Permission denied") == 9
+    assert done.stdout.split() == ["1"] * 10
+    assert done.stderr.count("cannot be read: Permission denied") == 10
     assert not (tmp_path / "out").exists()
 
 

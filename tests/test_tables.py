@@ -428,8 +428,9 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ("file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"), "is not UTF-8: line 2 has the byte 0xe9 at offset 20"),
-        ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: line 1 has the byte 0xff at offset 0"),
+        ("file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"), "is not UTF-8: line 2 has the byte 0xe9"),
+        ("file,y\rIMG/0.png,a\rIMG/1.png,caf\u00e9\r".encode("latin-1"), "is not UTF-8: line 3 has the byte 0xe9"),
+        ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: line 1 has the byte 0xff"),
         ("file,y\nIMG/0.png,a\n".encode("utf-16-le"), "has NUL bytes in line 1, as UTF-16 has"),
     ],
 )

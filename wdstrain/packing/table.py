@@ -195,6 +195,8 @@ class _Paths:
         elif _is_absolute(name):
             end = os.path.normpath(name).removeprefix(self._origin)
         if not os.path.isfile(path):
+            if _is_hidden(path):
+                raise SourceError("the picture cannot be read: Permission denied. Check the permissions of its folders")
             raise SourceError("the picture is not there; --root says where relative paths begin")
         self.found += 1
         return end, path
@@ -222,6 +224,17 @@ class _Paths:
             if any(os.path.isfile(os.path.join(self.base, name[len(left_out) :].lstrip("/"))) for name in names):
                 return left_out
         return None
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether a file lies in a folder that may not be read, so that nobody knows whether it is there."""
+    try:
+        os.stat(path)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False
 
 
 def _is_absolute(name: str) -> bool:

@@ -88,9 +88,9 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     except UnicodeDecodeError as error:
-        line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
+        line = len(error.object[: error.start + 1].splitlines())
         raise SourceError(
-            f"{name} is not UTF-8: line {line} has the byte 0x{byte:02x} at offset {error.start}. A table must be UTF-8. Save it as UTF-8."
+            f"{name} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x}. A table must be UTF-8. Save it as UTF-8."
         ) from error
     except csv.Error as error:
         raise SourceError(f"{name} is no CSV table ({error}). Look for a quote that is not closed.") from error
