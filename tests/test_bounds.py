@@ -430,7 +430,7 @@ def test_an_index_is_taken_apart_only_if_memory_holds_it(tmp_path: Path, monkeyp
     folder = write_shards(tmp_path / "set", [8])
     wt.index(folder)
     monkeypatch.setattr("wdstrain.shards.index_io.memory", lambda: 128 * 200)
-    with pytest.raises(ShardError, match="bytes of JSON, and 200 are the most"):
+    with pytest.raises(ShardError, match="bytes of JSON; 200 is the limit"):
         wt.Loader(folder)
 
 

@@ -22,7 +22,7 @@ from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer
 from wdstrain.order.rng import below, bits
 from wdstrain.shards.index import Index, Ints, Label, Shard, Table
-from wdstrain.shards.index_io import is_ours
+from wdstrain.shards.index_io import is_wdstrain_index
 from wdstrain.shards.labels import classes_in, even_part, label_bytes
 from wdstrain.shards.resolve import one_of, open_index, tars_of
 from wdstrain.shards.tar import samples
@@ -116,7 +116,7 @@ def _opened(urls: Urls, wanted: Wanted) -> tuple[Index, str]:
 def _begun(listed: Sequence[str], n: int) -> Index | None:
     """The index of the first n samples of shards, by their headers alone; None where an index tells of them."""
     if (
-        is_json(listed[0]) and not is_remote(listed[0]) and not is_ours(listed[0])
+        is_json(listed[0]) and not is_remote(listed[0]) and not is_wdstrain_index(listed[0])
     ):  # somebody else's: the shards speak for themselves
         paths = [*tars_of(os.path.dirname(listed[0])), *listed[1:]]
     elif is_json(listed[0]) or one_of(listed[0], {}) is not None:

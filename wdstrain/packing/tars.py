@@ -21,7 +21,7 @@ from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, field
 from wdstrain.packing.planning import batches
 from wdstrain.shards.expressions import Expression
 from wdstrain.shards.index import Index, Label
-from wdstrain.shards.index_io import is_ours, labels_of, read_document
+from wdstrain.shards.index_io import is_wdstrain_index, labels_of, read_document
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.values import scalar
 from wdstrain.storage.local import INDEX_NAME, Urls, beside, folder_of, read_whole
@@ -142,7 +142,7 @@ def _check_replaced(index: Index, out: str) -> None:
     mine = {_real(shard.path) for shard in index.shards}
     if not out or not mine & {_real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine}:
         return
-    if read_whole(place) is None or not is_ours(place):
+    if read_whole(place) is None or not is_wdstrain_index(place):
         return
     rows = [os.path.basename(row["url"]) for row in read_document(place)["shardlist"]]
     left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
@@ -189,7 +189,7 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
     found: dict[tuple[Label, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         labels: tuple[Label, ...] = ()
-        if read_whole(place) is not None and is_ours(place):
+        if read_whole(place) is not None and is_wdstrain_index(place):
             labels = tuple(label for label in labels_of(read_document(place)) if label.field in names)
         found.setdefault(labels, place)
     if len(found) > 1 and any(found):

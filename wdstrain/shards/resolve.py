@@ -25,7 +25,17 @@ import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.shards.index import Index, Shard, join
-from wdstrain.shards.index_io import check_sizes, info_of, is_ours, labels_of, load, read_document, save_index, scan, splits_of
+from wdstrain.shards.index_io import (
+    check_sizes,
+    info_of,
+    is_wdstrain_index,
+    labels_of,
+    load,
+    read_document,
+    save_index,
+    scan,
+    splits_of,
+)
 from wdstrain.shards.labels import classes_in, label_bytes
 from wdstrain.shards.tar import other_kind
 from wdstrain.storage.local import (
@@ -75,7 +85,7 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
                 continue
         else:
             check_finished(folder)
-        if is_index and is_ours(os.path.join(folder, INDEX_NAME)):
+        if is_index and is_wdstrain_index(os.path.join(folder, INDEX_NAME)):
             parts += [check(load(path)) for path in paths]
             continue
         if is_index:  # an index of somebody else's: the shards beside it speak for themselves
@@ -129,7 +139,7 @@ def make_index(urls: Urls) -> Index:
     changed = [shard.name for shard in index.shards if not _is_as_found(shard)]
     if changed:
         raise ShardError(f"{changed[0]} was written to while it was walked over. Run this again when it is whole.")
-    if os.path.exists(beside) and is_ours(beside):
+    if os.path.exists(beside) and is_wdstrain_index(beside):
         index = _kept(index, beside)
     save_index(index, folder)
     return index
@@ -186,7 +196,7 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
     folder, listed = beside(path, ""), beside(path, INDEX_NAME)
     if folder not in known:
         is_there = read_whole(listed) is not None if is_remote(path) else os.path.exists(listed)
-        known[folder] = load(listed) if is_there and is_ours(listed) else None
+        known[folder] = load(listed) if is_there and is_wdstrain_index(listed) else None
     index = known[folder]
     return index.shard_numbers.get(name_of(path)) if index is not None else None
 

@@ -19,7 +19,7 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import is_ours, load
+from wdstrain.shards.index_io import is_wdstrain_index, load
 from wdstrain.shards.resolve import one_of, tars_of
 from wdstrain.shards.tar import Walk
 from wdstrain.storage.local import Urls, check_finished, expand, is_json, open_source
@@ -183,7 +183,7 @@ def _listed(urls: Urls, result: Verification) -> list[tuple[str, Index | None]]:
         try:
             if not is_remote(path):
                 check_finished(os.path.dirname(path))
-            if is_json(path) and not is_ours(path):
+            if is_json(path) and not is_wdstrain_index(path):
                 todo += [(tar, None) for tar in tars_of(os.path.dirname(path))]
             elif not is_json(path):
                 todo.append((path, one_of(path, known)))
