@@ -54,7 +54,7 @@ from wdstrain.shards.index import Index, Label
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
 from wdstrain.shards.resolve import make_index, open_index, recall
 from wdstrain.shards.tar import ASIDE, BLOCK, END, NO_KEY, Walk, header, is_aside, padding, samples, split_name
-from wdstrain.storage import http
+from wdstrain.storage import http, outages
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import rescue
 from wdstrain.verifying.salvage import Damage, Found, salvage
@@ -444,7 +444,8 @@ def run_http(data: bytes) -> None:
     pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=1.0)
     manager = type("Pool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": _Script})
     pool.pool_classes_by_scheme = {"http": manager, "https": manager}
-    with _instead(http, _pool=lambda address: pool, ATTEMPTS=3, _FIRST_PAUSE=0.0, _LONGEST_PAUSE=0.0, STALL=1.0, _PATIENCE=0.5):
+    quick = _instead(outages, network_timeout=lambda: 0.005, _FIRST_PAUSE=0.001)
+    with quick, _instead(http, _pool=lambda address: pool, _PATIENCE=0.5):
         for size in (len(_OBJECT), None):
             _Script.answers = iter(parts + parts)
             with suppress(WdstrainError), http.HttpFile(_ADDRESS, size) as source:

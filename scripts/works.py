@@ -23,8 +23,7 @@ from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import ARRAYS, Index
 from wdstrain.shards.index_io import scan
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import http as http_
-from wdstrain.storage import prefetch, shard_cache
+from wdstrain.storage import outages, prefetch, shard_cache
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, names, read_checkpoint, read_last
 from wdstrain.training.doors import train
 
@@ -256,7 +255,7 @@ class Filling(Work):
 
     def run(self, place: Path) -> None:
         prefetch.RANGE = shard_cache.BLOCK = BLOCK
-        http_._FIRST_PAUSE = 0.001
+        outages._FIRST_PAUSE = 0.001
         with closing(wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")) as loader:
             if epoch(loader) != self.order:
                 raise Lie("other samples came")

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from wdstrain.loader import pipeline
-from wdstrain.storage import http as http_
-from wdstrain.storage import prefetch, shard_cache
+from wdstrain.storage import outages, prefetch, shard_cache
 
 Fault = Callable[["Handler", Path, int, int], bool]
 
@@ -251,5 +250,5 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(prefetch, "RANGE", block)
     monkeypatch.setattr(shard_cache, "BLOCK", block)
     monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 256 << 10)
-    monkeypatch.setattr(http_, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(http_, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(outages, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(outages, "_LONGEST_PAUSE", 0.01)

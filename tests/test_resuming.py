@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import flags, write_class_folder
+import wdstrain as wt
+from tests.conftest import flags, picture, write_class_folder
+from tests.servers import fine, serving, small_and_quick, status
 from wdstrain.cli import main
-from wdstrain.errors import UsageError
+from wdstrain.errors import StorageError, UsageError
 from wdstrain.training import checkpoints
 from wdstrain.training.checkpoints import read_checkpoint, read_last
 from wdstrain.training.doors import Outcome, train
@@ -359,3 +363,47 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(pe
     with pytest.raises(WdstrainError, match="the loss is not a number any more at step .* of epoch 1/2. Lower --lr"):
         train(str(pets), tmp_path / "run", **options)
     assert not [name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.endswith(".pt")]
+
+
+@pytest.mark.parametrize("requests", [40, 57, 75])
+def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_same_bits(
+    requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bits = random.Random(0)
+    rows = ({"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)} for n in range(72))
+    wt.pack(rows, tmp_path / "shards", shard_samples=24)
+    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0}
+    train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
+    small_and_quick(monkeypatch, 16 << 10)
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    out = tmp_path / "run"
+    with serving(tmp_path / "shards") as server:
+        server.faults += [*[fine()] * requests, *[status(503)] * 100_000]
+        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(options)]
+        assert main(words) == 1
+        at = position(out)
+        assert at["step"] > 0
+        said = capsys.readouterr().err
+        assert f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written; resume goes on from it." in said
+        assert re.search("gave no byte .* status 503", said)
+        server.faults.clear()
+        monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
+        assert main([*words, *RESUME]) == 0
+    assert f"going on from epoch {at['epoch'] + 1}, step {at['step']}" in capsys.readouterr().err
+    same(out, tmp_path / "undisturbed")
+
+
+def test_a_validation_whose_server_goes_away_is_done_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wt.pack(({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24)), tmp_path / "shards")
+    urls, options = str(tmp_path / "shards"), {**OPTIONS, "checkpoint_every": 0, "epochs": 1}
+    train(urls, tmp_path / "undisturbed", val=urls, **options)
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    out = tmp_path / "run"
+    with serving(tmp_path / "shards") as server:
+        server.faults += [status(503)] * 100_000
+        with pytest.raises(StorageError, match=r"gave no byte .* status 503"):
+            train(urls, out, val=f"{server.url}/index.json", **options)
+        assert (position(out)["epoch"], position(out)["step"]) == (0, 3)
+        server.faults.clear()
+        train(urls, out, val=f"{server.url}/index.json", resume=True, **options)
+    same(out, tmp_path / "undisturbed")

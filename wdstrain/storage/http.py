@@ -2,8 +2,9 @@
 
 A connection may drop at any byte, a server may stall, answer 503, close early or know no ranges: what arrived is kept and the
 rest is asked for again from the byte where it broke, with growing pauses and jitter, so that many readers do not come back all
+at once. An back all
 at once. An object that changes between two requests is an error, never a mixture of both. What cannot be healed ends after
-`ATTEMPTS` tries without a byte of progress.
+a time without a byte of progress (`outages`).
 
 The road not taken is webdataset's pipe to curl: it starts a shard anew, or hides the failure.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import random
 import re
 import threading
 import time
@@ -37,12 +37,10 @@ from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.scatter import ScatterList
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.http_body import Body, begins
+from wdstrain.storage.outages import TIMEOUT, Retries, silence_limit
 
-ATTEMPTS = 8  # tries without a byte of progress: pauses of 0.1, 0.2, ... 10 s, less than half a minute in all
-STALL = 20.0  # seconds without a byte
 _CONNECT = 10.0  # seconds
 _PATIENCE = 1.0  # seconds for the first byte after a head that cannot be
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server may get over
 _OVER = 256 << 10  # bytes that are read over at a time, at most
 _GAP = 4 << 20  # bytes that are read over rather than asked anew
@@ -51,8 +49,6 @@ _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every reque
 
 _NUMBER = re.compile(r"[0-9]{1,18}")  # no more digits than any object's size has, and none of those that only Python knows
 _SPAN = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
-
-_JITTER = random.SystemRandom()  # pauses: not seeded, so that readers of one seed do not come back together
 
 
 def is_http(path: str) -> bool:
@@ -112,13 +108,13 @@ class HttpFile:
     _stop: int = 0  # where the response in hand ends
 
     def __post_init__(self) -> None:
-        tries, begun = 0, time.monotonic()
-        while self.known_size is None and self._answer is None:
-            try:
-                self._ask(0, self.first)
-            except (HTTPError, HTTPException, OSError) as error:
-                tries += 1
-                self._pause(error, 0, tries, begun)
+        with Retries(self.path) as retries:
+            while self.known_size is None and self._answer is None:
+                try:
+                    self._ask(0, self.first)
+                    retries.progress()
+                except (HTTPError, HTTPException, OSError) as error:
+                    self._pause(error, 0, retries)
 
     @property
     def size(self) -> int:
@@ -141,25 +137,25 @@ class HttpFile:
         last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
         is not what it was, StorageError where the server gives up.
         """
-        todo, tries, begun = pieces if isinstance(pieces, ScatterList) else BufferList(pieces), 0, time.monotonic()
+        todo = pieces if isinstance(pieces, ScatterList) else BufferList(pieces)
         stop = offset + todo.left
         if stop > self.size:
             raise ShardError(
                 f"{redacted(self.path)} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
             )
-        while todo.left:
-            try:
-                answer = self._at(stop - todo.left, max(stop, last or stop))
-                count = answer.read_into(todo)
-                if not count:
-                    raise HTTPException(f"the answer ended at byte {answer.at} where {self._stop} was promised")
-                if self.stopping.is_set():  # what came last may be anything
-                    raise StorageError(f"{redacted(self.path)}: reading was stopped.")
-                self.fetched += count
-                tries, begun = 0, time.monotonic()
-            except (HTTPError, HTTPException, OSError) as error:
-                tries += 1
-                self._pause(error, stop - todo.left, tries, begun)
+        with Retries(self.path) as retries:
+            while todo.left:
+                try:
+                    answer = self._at(stop - todo.left, max(stop, last or stop))
+                    count = answer.read_into(todo)
+                    if not count:
+                        raise HTTPException(f"the answer ended at byte {answer.at} where {self._stop} was promised")
+                    if self.stopping.is_set():  # what came last may be anything
+                        raise StorageError(f"{redacted(self.path)}: reading was stopped.")
+                    self.fetched += count
+                    retries.progress()
+                except (HTTPError, HTTPException, OSError) as error:
+                    self._pause(error, stop - todo.left, retries)
 
     def stop(self) -> None:
         """End a read that another thread is in."""
@@ -210,7 +206,7 @@ class HttpFile:
             response = _get(self.path, headers)
         except LocationParseError as error:
             raise StorageError(f"{redacted(self.path)} is no address ({error}).") from None
-        answer = self._answer = Answer(response, Body(response, STALL), offset)
+        answer = self._answer = Answer(response, Body(response, silence_limit()), offset)
         try:
             self._check(answer, offset, headers)
         except (ShardError, StorageError):
@@ -267,18 +263,22 @@ class HttpFile:
         if self.tag is None:
             self.tag = self.version if self.by_version else _strong(tag)
 
-    def _pause(self, error: Exception, offset: int, tries: int, begun: float) -> None:
-        """Wait before the next try. Raises StorageError when there were enough of them."""
+    def _pause(self, error: Exception, offset: int, retries: Retries) -> None:
+        """Wait before the next try. Raises StorageError when the server was waited for long enough."""
         self.close()
         self.retries += 1
-        if tries >= ATTEMPTS:
+        reason = _words(error, self.path)
+        if "CERTIFICATE_VERIFY_FAILED" in reason:  # no time heals that
             raise StorageError(
-                f"{redacted(self.path)} gave no byte {offset} in {tries} attempts over {time.monotonic() - begun:.0f} s, the last: "
-                f"{_words(error, self.path)}. Check the server and the network."
+                f"{redacted(self.path)}: {reason}. Check the address; SSL_CERT_FILE names certificates to trust."
             ) from None
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (tries - 1)) * (0.5 + _JITTER.random())
-        asked = error.after if isinstance(error, _Busy) else None
-        self.stopping.wait(max(pause, min(asked, 3 * _LONGEST_PAUSE)) if asked is not None else pause)
+        pause = retries.pause(reason, error.after if isinstance(error, _Busy) else None)
+        if pause is None:
+            raise StorageError(
+                f"{redacted(self.path)} gave no byte {offset} in {retries.tries} attempts over {retries.seconds:.0f} s, the last: "
+                f"{reason}. Check the server and the network; {TIMEOUT} sets for how many seconds a server is waited for."
+            ) from None
+        self.stopping.wait(pause)
         if self.stopping.is_set():
             raise StorageError(f"{redacted(self.path)}: reading was stopped.")
 
@@ -302,7 +302,11 @@ def read_small(address: str) -> bytes | None:
 
     Raises StorageError for one that would fill a quarter of memory: what has no end, or grows when it is unpacked, is no index.
     """
-    tries, begun = 0, time.monotonic()
+    with Retries(address) as retries:
+        return _read_small(address, retries)
+
+
+def _read_small(address: str, retries: Retries) -> bytes | None:
     source = HttpFile(address, 0)
     while True:
         try:
@@ -312,6 +316,7 @@ def read_small(address: str) -> bytes | None:
                 if response.status == 200 and not begins(response):
                     raise HTTPException("the connection ended within the head of the answer")
                 data = _read_all(response, address)
+            retries.progress()
             if response.status in (403, 404, 410):
                 return None
             if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
@@ -320,8 +325,7 @@ def read_small(address: str) -> bytes | None:
                 raise StorageError(f"{redacted(address)}: the server answered {response.status} {response.reason or ''}.")
             return data
         except (HTTPError, HTTPException, OSError) as error:
-            tries += 1
-            source._pause(error, 0, tries, begun)
+            source._pause(error, 0, retries)
 
 
 def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
@@ -425,7 +429,15 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
         remove_headers_on_redirect=[*urllib3.Retry.DEFAULT_REMOVE_HEADERS_ON_REDIRECT, *ours],
     )
     try:
-        response = _pool(address).request("GET", _bare(address), headers=dict(headers), preload_content=False, retries=retries)
+        silence = silence_limit()
+        response = _pool(address).request(
+            "GET",
+            _bare(address),
+            headers=dict(headers),
+            preload_content=False,
+            retries=retries,
+            timeout=urllib3.Timeout(connect=min(_CONNECT, silence), read=silence),
+        )
     except Exception as error:
         _let_go(error)
         raise
@@ -452,7 +464,7 @@ def _let_go(error: BaseException | None) -> None:
 
 @lru_cache(maxsize=4)
 def _pool_of(process: int, proxy: str) -> urllib3.PoolManager:
-    options: Any = {"num_pools": 16, "maxsize": 128, "timeout": urllib3.Timeout(connect=_CONNECT, read=STALL)}
+    options: Any = {"num_pools": 16, "maxsize": 128}
     return urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
 
 

@@ -108,6 +108,7 @@ class Training:
         self._saved_at = self._begun = time.monotonic()
         self._wished = False  # a checkpoint, by the clock; all will write it a step later
         self._failed: StorageError | None = None
+        self._data_error: WdstrainError | None = None  # of the loader: what was learned until then is sound
 
     @property
     def scored(self) -> nn.Module:
@@ -125,6 +126,10 @@ class Training:
                 self._train(interruption)
                 details = self._validate(interruption) if self.val_loader is not None else {}
                 self._finish_epoch(details)
+        except WdstrainError as error:
+            if error is self._data_error:
+                self._save_before_error()
+            raise
         except Stopped:
             self.save()
             if self._failed is not None:  # no checkpoint, and no word of one
@@ -132,6 +137,16 @@ class Training:
             raise
         if self._failed is not None:
             raise self._failed
+
+    def _save_before_error(self) -> None:
+        """Write a checkpoint of the last step after the data gave an error, so that the run can go on from there.
+
+        Not with several processes: the others are within a step, and a checkpoint needs the sums of all.
+        """
+        if self._world.size == 1:
+            self.save()
+            if self._failed is None:
+                self._tell.line(f"A checkpoint of {self._title}, step {self.at.step}, was written; resume goes on from it.")
 
     def _is_over(self) -> bool:
         return 0 < self.config.patience <= self.at.since_best
@@ -153,8 +168,15 @@ class Training:
             set_rate(self.optimiser, config.lr * self._rate(update))
             torch.manual_seed(key("step", config.seed, at.epoch, at.step, self._world.rank))
             self.optimiser.zero_grad(set_to_none=True)
+            whole = _Snapshot(self._sums, self.model) if group > 1 else None
             for turn in range(group):
-                batch = self._next(batches, interruption, is_first=turn == 0)
+                try:
+                    batch = self._next(batches, interruption, is_first=turn == 0)
+                except WdstrainError as error:
+                    self._data_error = error
+                    if whole is not None:
+                        whole.restore(self._sums, self.model)
+                    raise
                 stages.lap("data")
                 alone = nullcontext() if turn == group - 1 or self._world.size == 1 else self._net.no_sync()
                 with alone:
@@ -237,9 +259,21 @@ class Training:
             if self._world.agreed(STOP if interruption.number else GO_ON) == STOP:
                 raise Stopped(interruption.number or 15)
 
-        metrics, details = score(
-            self.scored, self.val_loader, self.task, self.config, self._device, self._world, "validating", self._tell, stop=stop
-        )
+        try:
+            metrics, details = score(
+                self.scored,
+                self.val_loader,
+                self.task,
+                self.config,
+                self._device,
+                self._world,
+                "validating",
+                self._tell,
+                stop=stop,
+            )
+        except WdstrainError as error:
+            self._data_error = error
+            raise
         self._val = metrics
         return details
 
@@ -446,6 +480,19 @@ class Training:
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
+
+
+class _Snapshot:
+    """Sums and buffers (batch norms) before a step of several batches, for one that is broken off between two of them."""
+
+    def __init__(self, sums: Tensor, model: nn.Module) -> None:
+        self._sums, self._buffers = sums.clone(), [buffer.clone() for buffer in model.buffers()]
+
+    def restore(self, sums: Tensor, model: nn.Module) -> None:
+        sums.copy_(self._sums)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
 
 
 def _mixing(task: Task, config: Config) -> Augmentation | None:
