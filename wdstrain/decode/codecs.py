@@ -104,7 +104,7 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     if kernels.library is None:
         return np.ascontiguousarray(pixels)
     turned = np.empty(pixels.shape, np.uint8)
-    kernels.library.place(turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2])
+    kernels.library.copy_pixels(turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2])
     return turned
 
 

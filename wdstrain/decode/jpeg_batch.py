@@ -51,7 +51,7 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     lies, scratch = np.zeros((len(rows), 5), np.int64), _scratch()
     while first < len(rows):
         arrays = (one[first:].ctypes.data for one in (address, size, boxes, turned, mirrored, to))
-        count = library.parts(
+        count = library.decode_regions(
             functions,
             len(rows) - first,
             *arrays,
@@ -91,7 +91,7 @@ def _plain(
     int32[n]."""
     address, length = members.address[rows], members.size[rows]
     shapes = np.zeros((len(rows), 3), np.int32)
-    library.heads(functions, len(rows), *(one.ctypes.data for one in (address, length, shapes)))
+    library.read_headers(functions, len(rows), *(one.ctypes.data for one in (address, length, shapes)))
     found, boxes, orientations = list[int](), [], []
     for row, bytes_, (height, width, orientation) in zip(rows, length.tolist(), shapes.tolist(), strict=True):
         if height > 0 and width > 0 and height * width <= MAX_PIXELS and is_little_work(bytes_, height * width):

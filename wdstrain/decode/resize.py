@@ -39,7 +39,7 @@ def _turn(part: Pixels, out: Pixels) -> None:
     and by torch, which copies twice, 45."""
     rows, size = out.shape[0], out.shape[1] * 3
     if kernels.library is not None and part.flags.c_contiguous and out.flags.c_contiguous:
-        kernels.library.turn(out.ctypes.data, part.ctypes.data, rows, size)
+        kernels.library.reverse_rows(out.ctypes.data, part.ctypes.data, rows, size)
     else:
         _torch().from_numpy(out).view(rows, size).copy_(_torch().from_numpy(part).reshape(rows, size).flip(1))
 

@@ -126,7 +126,7 @@ class ChecksumJob(Runs):
         now = _MAX_INT64 if now is None else now + self._first_byte
         first, stop = np.searchsorted(self._complete_at, (before + self._first_byte, now), side="right").tolist()
         if kernels.library is not None:
-            kernels.library.sums(*self._part(first, stop).c_arguments[:-3])
+            kernels.library.compute_checksums(*self._part(first, stop).c_arguments[:-3])
             return
         for i in range(first, stop):
             joined = self._joined is not None and self._joined[i]

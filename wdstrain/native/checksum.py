@@ -1,7 +1,7 @@
-"""The checksum of a field: crc32 as zip and gzip know it, at the speed of memory.
+"""crc32 of bytes, equal to that of zlib and gzip.
 
-It is taken of every byte that is packed and again of every byte that is read, so its cost is that of the loader. Measured on
-7 KB in the cache: isal 38 GB/s, zlib 6 GB/s; the numbers are the same.
+Every byte is checksummed when it is packed and when it is read. isal's version is used, which is
+several times as fast as zlib's.
 """
 
 from isal.isal_zlib import crc32

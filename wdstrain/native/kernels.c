@@ -1,4 +1,9 @@
-/* Loops that Python would run piece by piece, taking its own lock for each, and one that numpy and torch take twice as long for. */
+/* Loops over many samples that run without the GIL: scatter reads, checksums, the queue of the I/O
+ * thread pool, and JPEG decoding.
+ *
+ * Python calls these functions through ctypes with the addresses of NumPy arrays. A change of a
+ * signature or a struct must change `kernels.py` too. `source` is the hash of this file: a library
+ * that was compiled from another source is not used. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -7,15 +12,15 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#define MOST 1024        /* runs that one call of the system takes */
-#define HOT (256 << 10)  /* bytes that are compared while they are in the processor's cache */
+#define MAX_BUFFERS 1024         /* buffers of one system call (IOV_MAX of Linux) */
+#define CACHED_BYTES (256 << 10) /* of one read, so that they are verified in the CPU cache */
 
-const uint64_t source = SOURCE; /* the hash of this file: whoever loads it can tell that it is this one */
+const uint64_t source = SOURCE;
 
-typedef uint32_t (*checksum)(uint32_t before, const unsigned char *data, uint64_t size);
+typedef uint32_t (*crc_function)(uint32_t before, const unsigned char *data, uint64_t size);
 
-/* isal's checksum leaves the upper halves of the wide registers in use. Until they are cleared, the system keeps and brings them back
- * with every change of threads, and other code waits for them: that took as long as the sums themselves. */
+/* isal's crc32 leaves the upper halves of the AVX registers in use. Every thread switch would save
+ * and restore them, and SSE code would run slower, until they are cleared. */
 static void clear_wide_registers(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (__builtin_cpu_supports("avx"))
@@ -23,468 +28,580 @@ static void clear_wide_registers(void) {
 #endif
 }
 
-/* crc[i] becomes the checksum of run i of `count`, of the run before it too where joined[i], which the first is not; none where joined
- * is NULL. */
-static void take(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
+/* --- checksums --- */
+
+/* Set crc[i] to the crc32 of run i. It continues the crc32 of the run before where joined[i] is
+ * set. joined[0] must not be set. joined may be NULL. */
+void compute_checksums(crc_function crc32, int64_t count, const uint64_t *address,
+                       const int64_t *size, const uint8_t *joined, uint32_t *crc) {
     for (int64_t i = 0; i < count; i++)
-        crc[i] = of(joined && joined[i] ? crc[i - 1] : 0, (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
+        crc[i] = crc32(joined && joined[i] ? crc[i - 1] : 0,
+                       (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
     if (count > 0)
         clear_wide_registers();
 }
 
-void sums(checksum of, int64_t count, const uint64_t *address, const int64_t *size, const uint8_t *joined, uint32_t *crc) {
-    take(of, count, address, size, joined, crc);
-}
+/* --- verification of samples by the checksums of the index, while they arrive --- */
 
-/* --- samples that are compared with what an index says of them, as soon as they are whole --- */
-
+/* The columns of an index, and the memory that samples are read into. */
 typedef struct {
-    checksum of;
-    const int64_t *start, *stop, *first;            /* of samples in their shards; and of their fields among all */
-    const int64_t *offset, *size;                   /* of fields in their shards */
-    const uint32_t *crc;                            /* 0: not known */
-    const uint16_t *field;                          /* which it is, of `fields` */
-    const uint8_t *compared;                        /* whether these are compared at all */
-    int64_t fields, memory, room;                   /* where samples are put, and how many bytes there are */
-} packed;
+    crc_function crc32;
+    const int64_t *start, *stop;  /* byte range of each sample in its shard */
+    const int64_t *member_first;  /* first member of each sample; length: samples + 1 */
+    const int64_t *member_offset; /* first byte of each member in its shard */
+    const int64_t *member_size;   /* in bytes */
+    const uint32_t *member_crc;   /* 0: unknown */
+    const uint16_t *member_field; /* number of the member's field */
+    const uint8_t *checked;       /* by field: whether its checksums are compared */
+    int64_t field_count;
+    int64_t memory, memory_size; /* address and bytes */
+} packed_index;
 
+/* The samples of one lane, by place modulo `size`. */
 typedef struct {
-    const packed *by;
-    const int64_t *where; /* in the memory, by place */
-    uint8_t *sound;       /* by place; it is 0 */
-    int64_t ring;         /* places, over and over */
-} lane;
+    const packed_index *index;
+    const int64_t *offset; /* of each sample in the memory */
+    uint8_t *sound;        /* set to 1 when a sample was verified */
+    int64_t size;
+} sample_ring;
 
+/* Consecutive samples of one read. */
 typedef struct {
-    const lane *in;
-    int64_t place, id, count; /* of the first, and how many follow one another */
-    int64_t begun;            /* bytes of their shard before those that come */
-} samples;
+    const sample_ring *ring;
+    int64_t place, id, count; /* place and id of the first sample; number of samples */
+    int64_t first_byte;       /* offset in the shard at which the read starts */
+} sample_run;
 
-/* An index may say anything: what lies beyond its sample, or the memory, is not looked at, and not sound. */
-static int is_sound(const packed *by, int64_t id, int64_t where) {
-    int64_t start = by->start[id], extent = by->stop[id] - start;
-    if (where < 0 || extent < 0 || where > by->room - extent)
+/* Return whether all checked members of a sample have the checksum of the index. `offset` is the
+ * sample's place in the memory. An index may be hostile: a member beyond its sample, or a sample
+ * beyond the memory, must not be read. It is not sound. */
+static int is_sound(const packed_index *index, int64_t id, int64_t offset) {
+    int64_t start = index->start[id], extent = index->stop[id] - start;
+    if (offset < 0 || extent < 0 || offset > index->memory_size - extent)
         return 0;
-    for (int64_t m = by->first[id]; m < by->first[id + 1]; m++) {
-        int64_t within = by->offset[m] - start, size = by->size[m];
-        if (by->field[m] >= by->fields || within < 0 || size < 0 || within > extent - size)
+    for (int64_t m = index->member_first[id]; m < index->member_first[id + 1]; m++) {
+        int64_t within = index->member_offset[m] - start, size = index->member_size[m];
+        if (index->member_field[m] >= index->field_count || within < 0 || size < 0 ||
+            within > extent - size)
             return 0;
-        if (by->crc[m] && by->compared[by->field[m]] && by->of(0, (const unsigned char *)(uintptr_t)(by->memory + where + within), (uint64_t)size) != by->crc[m])
+        const unsigned char *data =
+            (const unsigned char *)(uintptr_t)(index->memory + offset + within);
+        if (index->member_crc[m] && index->checked[index->member_field[m]] &&
+            index->crc32(0, data, (uint64_t)size) != index->member_crc[m])
             return 0;
     }
     return 1;
 }
 
-/* Compare those that are whole now that so many bytes are there, and were not before; none of which something came in another read. */
-void compare(const samples *all, int64_t before, int64_t now) {
-    const packed *by = all->in->by;
-    const int64_t *start = by->start + all->id, *stop = by->stop + all->id;
-    int64_t i = 0, end = all->count;
-    while (i < end) { /* they follow one another */
+/* Verify the samples that are complete with the first `now` bytes of the read and were not with
+ * the first `before`. A sample that starts before the read is not verified. */
+void verify_samples(const sample_run *run, int64_t before, int64_t now) {
+    const sample_ring *ring = run->ring;
+    const packed_index *index = ring->index;
+    const int64_t *start = index->start + run->id, *stop = index->stop + run->id;
+    int64_t i = 0, end = run->count;
+    while (i < end) { /* binary search: the first sample that ends after `before` */
         int64_t middle = i + (end - i) / 2;
-        if (stop[middle] - all->begun > before)
+        if (stop[middle] - run->first_byte > before)
             end = middle;
         else
             i = middle + 1;
     }
-    for (; i < all->count && stop[i] - all->begun <= now; i++)
-        if (start[i] >= all->begun) {
-            int64_t place = (all->place + i) % all->in->ring;
-            all->in->sound[place] = (uint8_t)is_sound(by, all->id + i, all->in->where[place]);
+    for (; i < run->count && stop[i] - run->first_byte <= now; i++)
+        if (start[i] >= run->first_byte) {
+            int64_t place = (run->place + i) % ring->size;
+            ring->sound[place] = (uint8_t)is_sound(index, run->id + i, ring->offset[place]);
         }
     clear_wide_registers();
 }
 
-/* Fill `count` runs of memory with `most` bytes of a file from `offset` on, of a socket where that is below 0; `filled` bytes of them
- * are already. Of `others` runs, wherever they lie, the sums are taken as soon as upto[i] - begun bytes are filled, but for those for
- * which `summed` bytes were enough; samples are compared likewise, if there are any. Returns how many bytes came: fewer than `most` at
- * the end or before an error, which is -errno when nothing came, and once *end is not 0. */
-static int64_t fill_until(const int *end, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
-                          const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other,
-                          const int64_t *length, const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun,
-                          const samples *compared) {
-    struct iovec runs[MOST];
-    int64_t i = 0, j = 0, came = 0, done = filled, seen = summed;
-    for (; i < count && done >= size[i]; i++)  /* `done` is then what is filled of run i */
-        done -= size[i];
-    while (j < others && upto[j] - begun <= summed)
-        j++;
-    while (i < count && came < most && !__atomic_load_n(end, __ATOMIC_RELAXED)) {
-        int64_t many = 0, bytes = 0, first = j;
-        for (int64_t k = i; k < count && many < MOST && bytes < HOT && bytes < most - came; k++, many++) {
-            int64_t here = k == i ? done : 0, length = size[k] - here, room = most - came - bytes;
-            runs[many].iov_base = (char *)(uintptr_t)address[k] + here;
-            runs[many].iov_len = (size_t)(length < room ? length : room);
-            bytes += (int64_t)runs[many].iov_len;
-        }
-        struct msghdr message = {.msg_iov = runs, .msg_iovlen = (size_t)many};
-        ssize_t read = offset < 0 ? recvmsg(fd, &message, MSG_WAITALL) : preadv(fd, runs, (int)many, offset + came);
-        if (read < 0 && errno == EINTR)
-            continue;
-        if (read < 0 && !came)
-            return -errno;
-        if (read < 0 || (read == 0 && bytes))
-            return came;
-        came += read;
-        for (done += read; i < count && done >= size[i]; i++)
-            done -= size[i];
-        while (j < others && upto[j] - begun <= filled + came)
-            j++;
-        take(of, j - first, other + first, length + first, joined ? joined + first : joined, crc + first);
-        if (compared)
-            compare(compared, seen, filled + came);
-        seen = filled + came;
-        if (offset < 0 && read < bytes) /* nothing came for too long, or the end */
-            return came;
+/* --- scatter reads --- */
+
+/* Bytes to read, the runs of memory that they fill one after another, and the work on them as they
+ * arrive. */
+typedef struct {
+    int fd;
+    int64_t offset;          /* in the file; below 0: `fd` is a socket */
+    int64_t most;            /* bytes to read */
+    int64_t filled;          /* bytes of the runs that are filled already */
+    int64_t verified;        /* bytes for which the work below is done already */
+    int64_t count;           /* of the runs to fill */
+    const uint64_t *address; /* of each run to fill */
+    const int64_t *size;
+    crc_function crc32;
+    int64_t checksum_count; /* of the runs to checksum */
+    const uint64_t *checksum_address;
+    const int64_t *checksum_size;
+    const uint8_t *joined; /* as in compute_checksums */
+    uint32_t *crc;
+    const int64_t *complete_at; /* run j is complete at complete_at[j] - first_byte filled bytes */
+    int64_t first_byte;
+    const sample_run *samples; /* to verify; NULL: none */
+} fill_request;
+
+/* Describe the next bytes to read: from `done` bytes behind the beginning of run i on, at most
+ * `most` and at most CACHED_BYTES plus the rest of a run. Returns their number; *buffer_count gets
+ * that of the buffers. */
+static int64_t next_buffers(const fill_request *request, int64_t i, int64_t done, int64_t most,
+                            struct iovec *buffers, int *buffer_count) {
+    int64_t bytes = 0;
+    int n = 0;
+    for (; i < request->count && n < MAX_BUFFERS && bytes < CACHED_BYTES && bytes < most;
+         i++, n++, done = 0) {
+        int64_t length = request->size[i] - done, room = most - bytes;
+        buffers[n].iov_base = (char *)(uintptr_t)request->address[i] + done;
+        buffers[n].iov_len = (size_t)(length < room ? length : room);
+        bytes += (int64_t)buffers[n].iov_len;
     }
-    return came;
+    *buffer_count = n;
+    return bytes;
 }
 
-int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count, const uint64_t *address,
-             const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length, const uint8_t *joined,
-             uint32_t *crc, const int64_t *upto, int64_t begun, const samples *compared) {
+/* Read until `most` bytes are filled, the file or stream ends, a socket times out, an error
+ * occurs, or *closed is set. Returns the number of bytes; -errno after an error before the first
+ * byte. */
+static int64_t fill_until(const int *closed, const fill_request *request) {
+    struct iovec buffers[MAX_BUFFERS];
+    int64_t i = 0, j = 0, bytes_read = 0, done = request->filled, verified = request->verified;
+    /* afterwards `done` bytes of run i are filled */
+    for (; i < request->count && done >= request->size[i]; i++)
+        done -= request->size[i];
+    while (j < request->checksum_count &&
+           request->complete_at[j] - request->first_byte <= request->verified)
+        j++;
+    while (i < request->count && bytes_read < request->most &&
+           !__atomic_load_n(closed, __ATOMIC_RELAXED)) {
+        int buffer_count;
+        int64_t wanted = next_buffers(request, i, done, request->most - bytes_read, buffers,
+                                      &buffer_count),
+                first = j;
+        struct msghdr message = {.msg_iov = buffers, .msg_iovlen = (size_t)buffer_count};
+        ssize_t count = request->offset < 0 ? recvmsg(request->fd, &message, MSG_WAITALL)
+                                            : preadv(request->fd, buffers, buffer_count,
+                                                     request->offset + bytes_read);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0 && !bytes_read)
+            return -errno;
+        if (count < 0 || (count == 0 && wanted))
+            return bytes_read;
+        bytes_read += count;
+        for (done += count; i < request->count && done >= request->size[i]; i++)
+            done -= request->size[i];
+        int64_t filled = request->filled + bytes_read;
+        while (j < request->checksum_count &&
+               request->complete_at[j] - request->first_byte <= filled)
+            j++;
+        compute_checksums(request->crc32, j - first, request->checksum_address + first,
+                          request->checksum_size + first,
+                          request->joined ? request->joined + first : NULL, request->crc + first);
+        if (request->samples)
+            verify_samples(request->samples, verified, filled);
+        verified = filled;
+        if (request->offset < 0 && count < wanted) /* the socket timed out, or the stream ended */
+            return bytes_read;
+    }
+    return bytes_read;
+}
+
+/* Fill runs in the calling thread. The arguments are the members of `fill_request`; the result is
+ * that of `fill_until`. */
+int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t verified, int64_t count,
+             const uint64_t *address, const int64_t *size, crc_function crc32,
+             int64_t checksum_count, const uint64_t *checksum_address, const int64_t *checksum_size,
+             const uint8_t *joined, uint32_t *crc, const int64_t *complete_at, int64_t first_byte,
+             const sample_run *samples) {
     const int never = 0;
-    return fill_until(&never, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun,
-                      compared);
+    const fill_request request = {
+        fd,      offset, most,        filled,         verified,         count,
+        address, size,   crc32,       checksum_count, checksum_address, checksum_size,
+        joined,  crc,    complete_at, first_byte,     samples};
+    return fill_until(&never, &request);
 }
 
-/* Each of `rows` rows of `size` bytes goes to `to` with its last byte first. They do not overlap. */
-void turn(unsigned char *to, const unsigned char *from, int64_t rows, int64_t size) {
+/* --- the queue of the I/O thread pool, whose threads do not hold the GIL --- */
+
+typedef struct job {
+    struct job *next;
+    int64_t number, result;
+    fill_request request;
+} job;
+
+typedef struct {
+    job *first, **end;
+} job_list;
+
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t job_added, job_done;
+    job_list waiting, done;
+    int closed;
+} queue;
+
+static void append(job_list *list, job *new_job) {
+    new_job->next = NULL;
+    *list->end = new_job;
+    list->end = &new_job->next;
+}
+
+/* Remove and return the first job; NULL if there is none. */
+static job *pop(job_list *list) {
+    job *first = list->first;
+    if (first && !(list->first = first->next))
+        list->end = &list->first;
+    return first;
+}
+
+/* Bytes that the caller must provide for a queue, all of them 0 before `queue_init`. */
+int64_t queue_size(void) { return sizeof(queue); }
+
+void queue_init(queue *queue) {
+    pthread_mutex_init(&queue->lock, NULL);
+    pthread_cond_init(&queue->job_added, NULL);
+    pthread_cond_init(&queue->job_done, NULL);
+    queue->waiting.end = &queue->waiting.first;
+    queue->done.end = &queue->done.first;
+}
+
+/* Add a job. The arguments after `number` are those of `fill`; arrays must live until the job is
+ * done. Returns 0, or -1 if there is no memory or the queue is closed; the job is then not done. */
+int queue_put(queue *queue, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled,
+              int64_t verified, int64_t count, const uint64_t *address, const int64_t *size,
+              crc_function crc32, int64_t checksum_count, const uint64_t *checksum_address,
+              const int64_t *checksum_size, const uint8_t *joined, uint32_t *crc,
+              const int64_t *complete_at, int64_t first_byte, const sample_run *samples) {
+    job *new_job = malloc(sizeof(job));
+    if (!new_job)
+        return -1;
+    *new_job =
+        (job){NULL,
+              number,
+              0,
+              {fd, offset, most, filled, verified, count, address, size, crc32, checksum_count,
+               checksum_address, checksum_size, joined, crc, complete_at, first_byte, samples}};
+    pthread_mutex_lock(&queue->lock);
+    int closed = queue->closed;
+    if (!closed) {
+        append(&queue->waiting, new_job);
+        pthread_cond_signal(&queue->job_added);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    if (closed)
+        free(new_job);
+    return closed ? -1 : 0;
+}
+
+/* Run jobs until the queue is closed: the whole life of one thread of the pool. */
+void queue_work(queue *queue) {
+    pthread_mutex_lock(&queue->lock);
+    while (!queue->closed) {
+        job *next_job = pop(&queue->waiting);
+        if (!next_job) {
+            pthread_cond_wait(&queue->job_added, &queue->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&queue->lock);
+        next_job->result = fill_until(&queue->closed, &next_job->request);
+        pthread_mutex_lock(&queue->lock);
+        if (queue->closed) {
+            free(next_job);
+            break;
+        }
+        append(&queue->done, next_job);
+        pthread_cond_signal(&queue->job_done);
+    }
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* Wait for a job to be done. Returns its number; *result gets the result of `fill_until`. Returns
+ * -1 if the queue is closed. */
+int64_t queue_next(queue *queue, int64_t *result) {
+    pthread_mutex_lock(&queue->lock);
+    while (!queue->done.first && !queue->closed)
+        pthread_cond_wait(&queue->job_done, &queue->lock);
+    job *done_job = pop(&queue->done);
+    pthread_mutex_unlock(&queue->lock);
+    if (!done_job)
+        return -1;
+    int64_t number = done_job->number;
+    *result = done_job->result;
+    free(done_job);
+    return number;
+}
+
+/* Close the queue: drop waiting jobs and unread results, and stop running jobs after their present
+ * read. */
+void queue_close(queue *queue) {
+    pthread_mutex_lock(&queue->lock);
+    __atomic_store_n(&queue->closed, 1, __ATOMIC_RELAXED);
+    for (job *dropped; (dropped = pop(&queue->waiting)) || (dropped = pop(&queue->done));)
+        free(dropped);
+    pthread_cond_broadcast(&queue->job_added);
+    pthread_cond_broadcast(&queue->job_done);
+    pthread_mutex_unlock(&queue->lock);
+}
+
+/* --- pixels --- */
+
+/* Copy `rows` rows of `size` bytes with the bytes of each row in reverse order. `to` and `from`
+ * must not overlap. */
+void reverse_rows(unsigned char *to, const unsigned char *from, int64_t rows, int64_t size) {
     for (; rows > 0; rows--, to += size, from += size) {
         int64_t i = 0;
         for (; i + 8 <= size; i += 8) {
-            uint64_t eight;
-            memcpy(&eight, from + size - i - 8, 8);
-            eight = __builtin_bswap64(eight);
-            memcpy(to + i, &eight, 8);
+            uint64_t eight_bytes;
+            memcpy(&eight_bytes, from + size - i - 8, 8);
+            eight_bytes = __builtin_bswap64(eight_bytes);
+            memcpy(to + i, &eight_bytes, 8);
         }
         for (; i < size; i++)
             to[i] = from[size - 1 - i];
     }
 }
 
-/* --- pictures: parts of JPEGs, one after another, by libjpeg-turbo 3, whose functions are given --- */
-
-typedef struct {
-    int x, y, width, height;
-} region; /* as the library has it */
-
-typedef struct {
-    int (*head)(void *handle, const unsigned char *data, size_t size);
-    int (*get)(void *handle, int what);
-    int (*crop)(void *handle, region part);
-    int (*decode)(void *handle, const unsigned char *data, size_t size, unsigned char *to, int pitch, int colours);
-    void *(*begin)(int what);
-    void (*end)(void *handle);
-} turbo; /* a handle is of one picture: it keeps the tables of those before, for one that has none of its own */
-
-enum { DECOMPRESS = 1, SUBSAMPLING = 4, WIDTH = 5, HEIGHT = 6, COLOURS = 8, PROGRESSIVE = 12, KNOWN = 7 }; /* what `get` is asked for */
-
-static const int blocks[KNOWN][2] = {{8, 8}, {16, 8}, {16, 16}, {8, 8}, {8, 16}, {32, 8}, {8, 32}}; /* width, height, by subsampling */
-
-/* Whether this is a JPEG with its end. */
-static int is_whole(const unsigned char *data, int64_t size) {
-    return size >= 4 && !memcmp(data, "\xff\xd8\xff", 3) && !memcmp(data + size - 2, "\xff\xd9", 2);
+/* Copy pixels of three bytes to contiguous rows. row_stride, column_stride: bytes between
+ * neighbors in `from`; may be negative. Stripes of columns keep the source lines in the CPU cache
+ * if column_stride leads from row to row. */
+void copy_pixels(unsigned char *to, const unsigned char *from, int64_t rows, int64_t columns,
+                 int64_t row_stride, int64_t column_stride) {
+    for (int64_t first = 0, stripe = 64; first < columns; first += stripe)
+        for (int64_t y = 0; y < rows; y++)
+            for (int64_t x = first; x < columns && x < first + stripe; x++)
+                memcpy(to + 3 * (y * columns + x), from + y * row_stride + x * column_stride, 3);
 }
 
-/* --- orientation: as Pillow's ImageOps.exif_transpose sees it, wherever that is plain --- */
+/* --- orientation of a JPEG, as Pillow's ImageOps.exif_transpose determines it --- */
 
-enum { NONE = 0, UPRIGHT = 1, ODD = -1 }; /* beside 1 to 8, which EXIF has */
+enum { MISSING = 0, UPRIGHT = 1, UNCLEAR = -1 }; /* beside EXIF's 1 to 8 */
 
-static int64_t number(const unsigned char *at, int bytes, int big) {
+static int64_t read_integer(const unsigned char *data, int bytes, int big_endian) {
     uint32_t value = 0;
     for (int i = 0; i < bytes; i++)
-        value = value << 8 | at[big ? i : bytes - 1 - i];
+        value = value << 8 | data[big_endian ? i : bytes - 1 - i];
     return value;
 }
 
-/* By the first directory of a TIFF. ODD where Pillow stops early, skips the tag or takes another type for it. */
-static int of_exif(const unsigned char *tiff, int64_t size) {
-    static const unsigned char bytes[14] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4}; /* of a value, by its type */
-    int big = size >= 8 && !memcmp(tiff, "MM\0*", 4);
-    if (size < 8 || (!big && memcmp(tiff, "II*\0", 4)))
-        return ODD;
-    int64_t at = number(tiff + 4, 4, big);
-    if (at > size - 2)
-        return ODD;
-    int64_t left = number(tiff + at, 2, big);
-    for (at += 2; left > 0; left--, at += 12) {
-        if (at > size - 12)
-            return ODD;
-        int64_t tag = number(tiff + at, 2, big), type = number(tiff + at + 2, 2, big), count = number(tiff + at + 4, 4, big);
+/* Orientation in the first directory of a TIFF. UNCLEAR where Pillow stops early, skips the tag or
+ * reads another type. */
+static int exif_orientation(const unsigned char *tiff, int64_t size) {
+    /* bytes of a value, by type */
+    static const unsigned char type_bytes[14] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4};
+    int big_endian = size >= 8 && !memcmp(tiff, "MM\0*", 4);
+    if (size < 8 || (!big_endian && memcmp(tiff, "II*\0", 4)))
+        return UNCLEAR;
+    int64_t position = read_integer(tiff + 4, 4, big_endian);
+    if (position > size - 2)
+        return UNCLEAR;
+    int64_t entries = read_integer(tiff + position, 2, big_endian);
+    for (position += 2; entries > 0; entries--, position += 12) {
+        if (position > size - 12)
+            return UNCLEAR;
+        const unsigned char *entry = tiff + position;
+        int64_t tag = read_integer(entry, 2, big_endian),
+                type = read_integer(entry + 2, 2, big_endian);
+        int64_t count = read_integer(entry + 4, 4, big_endian);
         if (tag == 274) {
             if ((type != 3 && type != 4) || count != 1)
-                return ODD;
-            int64_t value = number(tiff + at + 8, bytes[type], big);
+                return UNCLEAR;
+            int64_t value = read_integer(entry + 8, type_bytes[type], big_endian);
             return value >= 1 && value <= 8 ? (int)value : UPRIGHT;
         }
-        if (type < 1 || type > 13 || (count * bytes[type] > 4 && number(tiff + at + 8, 4, big) > size - count * bytes[type]))
-            return ODD;
+        if (type < 1 || type > 13)
+            return UNCLEAR;
+        int64_t bytes = count * type_bytes[type];
+        if (bytes > 4 && read_integer(entry + 8, 4, big_endian) > size - bytes)
+            return UNCLEAR;
     }
-    return NONE;
+    return MISSING;
 }
 
-/* By the first tiff:Orientation="6" or tiff:Orientation>6 of an XMP document. */
-static int of_xmp(const unsigned char *text, int64_t size) {
+/* Orientation by the first tiff:Orientation="6" or tiff:Orientation>6 of an XMP document. */
+static int xmp_orientation(const unsigned char *text, int64_t size) {
     const unsigned char *end = text + size;
-    for (const unsigned char *at = text; at < end && (at = memchr(at, 'O', (size_t)(end - at))); at++) {
-        if (at - text < 5 || end - at < 13 || memcmp(at - 5, "tiff:Orientation", 16))
+    for (const unsigned char *word = text;
+         word < end && (word = memchr(word, 'O', (size_t)(end - word))); word++) {
+        if (word - text < 5 || end - word < 13 || memcmp(word - 5, "tiff:Orientation", 16))
             continue;
-        const unsigned char *value = at[11] == '>' ? at + 12 : at[11] == '=' && at[12] == '"' ? at + 13 : end;
+        const unsigned char *value = word[11] == '>'                      ? word + 12
+                                     : word[11] == '=' && word[12] == '"' ? word + 13
+                                                                          : end;
         if (value < end && *value >= '0' && *value <= '9')
             return *value >= '1' && *value <= '8' ? *value - '0' : UPRIGHT;
     }
     return UPRIGHT;
 }
 
-/* How the picture of a JPEG lies: 1 to 8 as EXIF has it, from EXIF or else XMP before the first scan. 0 where Pillow is to be asked:
- * for bytes between segments, segments that are rare or cut, EXIF in several of them. */
+/* Return the orientation of a JPEG, 1 to 8 as in EXIF: by the EXIF segment before the first scan,
+ * else by XMP. Returns 0 if only Pillow can tell: bytes between segments, rare or truncated
+ * segments, several EXIF segments. */
 int orientation(const unsigned char *data, int64_t size) {
-    static const char xap[] = "http://ns.adobe.com/xap/1.0/"; /* with the 0 at its end */
+    static const char xmp_prefix[] =
+        "http://ns.adobe.com/xap/1.0/"; /* including the 0 at its end */
     const unsigned char *exif = NULL, *xmp = NULL;
-    int64_t exif_size = 0, xmp_size = 0, at = 2, length;
+    int64_t exif_size = 0, xmp_size = 0, position = 2, length;
     if (size < 4 || memcmp(data, "\xff\xd8\xff", 3))
         return 0;
-    for (; at + 4 <= size && data[at] == 0xff && data[at + 1] != 0xda; at += 2 + length) {
-        int marker = data[at + 1], known = (marker & 0xf0) == 0xe0 || (marker >= 0xc0 && marker <= 0xc2);
-        const unsigned char *body = data + at + 4;
-        length = number(data + at + 2, 2, 1);
-        if ((!known && marker != 0xc4 && marker != 0xdb && marker != 0xdd && marker != 0xfe) || length < 2 || length > size - at - 2)
+    for (; position + 4 <= size && data[position] == 0xff && data[position + 1] != 0xda;
+         position += 2 + length) {
+        int marker = data[position + 1];
+        int is_known = (marker & 0xf0) == 0xe0 || (marker >= 0xc0 && marker <= 0xc2) ||
+                       marker == 0xc4 || marker == 0xdb || marker == 0xdd || marker == 0xfe;
+        const unsigned char *body = data + position + 4;
+        length = read_integer(data + position + 2, 2, 1);
+        if (!is_known || length < 2 || length > size - position - 2)
             return 0;
         if (marker == 0xe1 && length >= 8 && !memcmp(body, "Exif\0", 6)) {
             if (exif)
                 return 0;
             exif = body + 6;
             exif_size = length - 8;
-        } else if (marker == 0xe1 && length >= 2 + (int64_t)sizeof xap && !memcmp(body, xap, sizeof xap)) {
-            xmp = body + sizeof xap;
-            xmp_size = length - 2 - (int64_t)sizeof xap;
+        } else if (marker == 0xe1 && length >= 2 + (int64_t)sizeof xmp_prefix &&
+                   !memcmp(body, xmp_prefix, sizeof xmp_prefix)) {
+            xmp = body + sizeof xmp_prefix;
+            xmp_size = length - 2 - (int64_t)sizeof xmp_prefix;
         }
     }
-    if (at + 4 > size || data[at] != 0xff)
+    if (position + 4 > size || data[position] != 0xff)
         return 0;
-    int found = exif ? of_exif(exif, exif_size) : NONE;
-    if (found == NONE)
-        return xmp ? of_xmp(xmp, xmp_size) : UPRIGHT;
-    return found == ODD ? 0 : found;
+    int result = exif ? exif_orientation(exif, exif_size) : MISSING;
+    if (result == MISSING)
+        return xmp ? xmp_orientation(xmp, xmp_size) : UPRIGHT;
+    return result == UNCLEAR ? 0 : result;
 }
 
-/* Pixels of three bytes, `down` and `across` bytes apart from those below and beside them, to rows x columns that follow one another.
- * In stripes, whose lines stay in the processor's cache where `across` leads from row to row. */
-void place(unsigned char *to, const unsigned char *from, int64_t rows, int64_t columns, int64_t down, int64_t across) {
-    for (int64_t first = 0, stripe = 64; first < columns; first += stripe)
-        for (int64_t y = 0; y < rows; y++)
-            for (int64_t x = first; x < columns && x < first + stripe; x++)
-                memcpy(to + 3 * (y * columns + x), from + y * down + x * across, 3);
+/* --- JPEGs of a batch, decoded by libjpeg-turbo 3, whose functions the caller provides --- */
+
+typedef struct {
+    int x, y, width, height;
+} region; /* tjregion */
+
+typedef struct {
+    int (*read_header)(void *handle, const unsigned char *data, size_t size);
+    int (*get)(void *handle, int parameter);
+    int (*crop)(void *handle, region region);
+    int (*decode)(void *handle, const unsigned char *data, size_t size, unsigned char *to,
+                  int pitch, int pixel_format);
+    void *(*init)(int kind);
+    void (*destroy)(void *handle);
+} turbo;
+
+enum { DECOMPRESS = 1 };                                                           /* for `init` */
+enum { SUBSAMPLING = 4, WIDTH = 5, HEIGHT = 6, COLORSPACE = 8, PROGRESSIVE = 12 }; /* for `get` */
+enum { SUBSAMPLINGS = 7 };
+
+/* width and height, by subsampling */
+static const int block_sizes[SUBSAMPLINGS][2] = {{8, 8},  {16, 8}, {16, 16}, {8, 8},
+                                                 {8, 16}, {32, 8}, {8, 32}};
+
+/* Return whether the bytes begin and end like a JPEG. */
+static int is_complete(const unsigned char *data, int64_t size) {
+    return size >= 4 && !memcmp(data, "\xff\xd8\xff", 3) && !memcmp(data + size - 2, "\xff\xd9", 2);
 }
 
-/* Height, width and orientation of each picture as it is stored; 0 and 0 of one that is for others to decode. */
-void heads(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, int32_t *shape) {
+/* Write height, width (both as stored) and orientation of each image to `shape`. Height and width
+ * are 0 for an image that `decode_regions` must not get: not a complete JPEG, progressive, an
+ * unusual color space or subsampling, an unclear orientation. Every image gets a new handle: a
+ * handle keeps tables of the image before. */
+void read_headers(const turbo *library, int64_t count, const uint64_t *address, const int64_t *size,
+                  int32_t *shape) {
     for (int64_t i = 0; i < count; i++, shape += 3) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         shape[0] = shape[1] = 0;
-        shape[2] = is_whole(data, size[i]) ? orientation(data, size[i]) : 0;
-        void *handle = shape[2] ? by->begin(DECOMPRESS) : NULL;
+        shape[2] = is_complete(data, size[i]) ? orientation(data, size[i]) : 0;
+        void *handle = shape[2] ? library->init(DECOMPRESS) : NULL;
         if (!handle)
             continue;
-        if (!by->head(handle, data, (size_t)size[i])) {
-            int sampling = by->get(handle, SUBSAMPLING), colours = by->get(handle, COLOURS);
-            if (sampling >= 0 && sampling < KNOWN && colours >= 0 && colours <= 2 && by->get(handle, PROGRESSIVE) == 0) {
-                shape[0] = by->get(handle, HEIGHT);
-                shape[1] = by->get(handle, WIDTH);
+        if (!library->read_header(handle, data, (size_t)size[i])) {
+            int subsampling = library->get(handle, SUBSAMPLING),
+                colorspace = library->get(handle, COLORSPACE);
+            if (subsampling >= 0 && subsampling < SUBSAMPLINGS && colorspace >= 0 &&
+                colorspace <= 2 && library->get(handle, PROGRESSIVE) == 0) {
+                shape[0] = library->get(handle, HEIGHT);
+                shape[1] = library->get(handle, WIDTH);
             }
         }
-        by->end(handle);
+        library->destroy(handle);
     }
 }
 
-/* What becomes of a picture: it is there, it could not be decoded, or there is too little room for it. */
-enum { THERE, NOT, FULL };
+/* Results of decoding one image. NO_ROOM: too little scratch memory is left. */
+enum { DECODED, FAILED, NO_ROOM };
 
-/* One picture of `parts`: `used` bytes of the room are taken, and become more. */
-static int part_of(const turbo *by, void *handle, const unsigned char *data, int64_t size, const int32_t *box, int turned,
-                   int mirrored, unsigned char *out, int64_t height, int64_t width, unsigned char *scratch, int64_t room,
-                   int64_t *used, int64_t *lies) {
-    if (by->head(handle, data, (size_t)size))
-        return NOT;
-    int sampling = by->get(handle, SUBSAMPLING), high = by->get(handle, HEIGHT), wide = by->get(handle, WIDTH);
-    if (sampling < 0 || sampling >= KNOWN)
-        return NOT;
-    const int *block = blocks[sampling];
-    int top = box[0], left = box[1], bottom = top + box[2] + block[1], right = left + box[3] + block[0];
+/* Decode one image of `decode_regions`. *used: bytes of scratch memory in use. */
+static int decode_region(const turbo *library, void *handle, const unsigned char *data,
+                         int64_t size, const int32_t *box, int turned, int mirrored,
+                         unsigned char *out, int64_t height, int64_t width, unsigned char *scratch,
+                         int64_t scratch_size, int64_t *used, int64_t *decoded) {
+    if (library->read_header(handle, data, (size_t)size))
+        return FAILED;
+    int subsampling = library->get(handle, SUBSAMPLING);
+    int image_height = library->get(handle, HEIGHT), image_width = library->get(handle, WIDTH);
+    if (subsampling < 0 || subsampling >= SUBSAMPLINGS)
+        return FAILED;
+    const int *block = block_sizes[subsampling];
+    int top = box[0], left = box[1], bottom = top + box[2] + block[1],
+        right = left + box[3] + block[0];
     region part = {(left / block[0] - 1) * block[0], top - block[1], 0, 0};
     part.x = part.x < 0 ? 0 : part.x;
     part.y = part.y < 0 ? 0 : part.y;
-    part.width = (right < wide ? right : wide) - part.x;
-    part.height = (bottom < high ? bottom : high) - part.y;
-    int exact = part.y == top && part.x == left && part.height == box[2] && part.width == box[3];
-    int fits = exact && !turned && box[2] == height && box[3] == width, direct = fits && !mirrored;
+    part.width = (right < image_width ? right : image_width) - part.x;
+    part.height = (bottom < image_height ? bottom : image_height) - part.y;
+    int is_box = part.y == top && part.x == left && part.height == box[2] && part.width == box[3];
+    int is_final = is_box && !turned && box[2] == height && box[3] == width,
+        is_direct = is_final && !mirrored;
     int64_t bytes = 3 * (int64_t)part.width * part.height;
-    if (!direct && *used + bytes > room)
-        return FULL;
-    if (by->crop(handle, part) || by->decode(handle, data, (size_t)size, direct ? out : scratch + *used, 0, mirrored))
-        return NOT;
-    lies[0] = *used;
-    lies[1] = part.y;
-    lies[2] = part.x;
-    lies[3] = fits ? 0 : part.height;
-    lies[4] = part.width;
-    if (fits && mirrored)
-        turn(out, scratch + *used, height, 3 * width);
-    else if (!fits)
+    if (!is_direct && *used + bytes > scratch_size)
+        return NO_ROOM;
+    unsigned char *target = is_direct ? out : scratch + *used;
+    /* pixel format 0 is RGB, 1 is BGR: reverse_rows makes mirrored RGB of BGR */
+    if (library->crop(handle, part) ||
+        library->decode(handle, data, (size_t)size, target, 0, mirrored))
+        return FAILED;
+    decoded[0] = *used;
+    decoded[1] = part.y;
+    decoded[2] = part.x;
+    decoded[3] = is_final ? 0 : part.height;
+    decoded[4] = part.width;
+    if (is_final && mirrored)
+        reverse_rows(out, scratch + *used, height, 3 * width);
+    else if (!is_final)
         *used += bytes;
-    return THERE;
+    return DECODED;
 }
 
-/* Decode a part of each picture, which `heads` has seen: box[4 * i] on are its top, left, height and width, as the picture is stored.
- * What has the size of `to`, height x width, and begins and ends with blocks of the picture, goes there, turned around (`turn`) where
- * mirrored[i], but not where turned[i]; of all else one block more on each side to `scratch`, one after another. lies[5 * i] on are
- * where it begins there, and top, left, height and width of what is there; height 0 where it is in its place and -1 where the library
- * could not, or there was too little room for this one alone. Mirrored ones are BGR in scratch. Returns how many there are, without
- * the first that has no room beside the others and what follows it. *row is rows[i] meanwhile. */
-int64_t parts(const turbo *by, int64_t count, const uint64_t *address, const int64_t *size, const int32_t *box, const uint8_t *turned,
-              const uint8_t *mirrored, const uint64_t *to, int64_t height, int64_t width, unsigned char *scratch, int64_t room,
-              int64_t *lies, int64_t *row, const int64_t *rows) {
+/* Decode a region of each image. `read_headers` must have accepted the images.
+ *
+ * box: top, left, height and width of the region in the stored image, 4 numbers for each image.
+ * turned: whether the image must be rotated or flipped afterwards. mirrored: whether it must be
+ * mirrored.
+ * to: address of height x width pixels (RGB) for each image. It is filled, and mirrored where that
+ * is set, if the region has this size, is not turned, and needs no pixels around it.
+ * scratch: gets the other regions, with one block more on each side. They are BGR where
+ * mirrored[i] is set.
+ * decoded: 5 numbers for each image: offset in scratch; top, left, height and width of what is
+ * there. A height of 0: the pixels are in `to`. -1: libjpeg-turbo failed, or scratch is too small
+ * for this image alone.
+ * *current_row is set to rows[i] before image i, for messages about a stalled or crashed decoder.
+ * Returns the number of images that were processed: fewer than `count` if scratch is full. */
+int64_t decode_regions(const turbo *library, int64_t count, const uint64_t *address,
+                       const int64_t *size, const int32_t *box, const uint8_t *turned,
+                       const uint8_t *mirrored, const uint64_t *to, int64_t height, int64_t width,
+                       unsigned char *scratch, int64_t scratch_size, int64_t *decoded,
+                       int64_t *current_row, const int64_t *rows) {
     int64_t used = 0;
-    for (int64_t i = 0; i < count; i++, box += 4, lies += 5) {
+    for (int64_t i = 0; i < count; i++, box += 4, decoded += 5) {
         const unsigned char *data = (const unsigned char *)(uintptr_t)address[i];
         unsigned char *out = (unsigned char *)(uintptr_t)to[i];
-        *row = rows[i];
-        lies[3] = -1;
-        void *handle = by->begin(DECOMPRESS);
+        *current_row = rows[i];
+        decoded[3] = -1;
+        void *handle = library->init(DECOMPRESS);
         if (!handle)
             continue;
-        int came = part_of(by, handle, data, size[i], box, turned[i], mirrored[i], out, height, width, scratch, room, &used, lies);
-        by->end(handle);
-        if (came == FULL && used)
+        int result = decode_region(library, handle, data, size[i], box, turned[i], mirrored[i], out,
+                                   height, width, scratch, scratch_size, &used, decoded);
+        library->destroy(handle);
+        if (result == NO_ROOM && used)
             return i;
     }
     return count;
-}
-
-/* --- hands: threads of Python's that fill, one after another, without Python's lock in between --- */
-
-typedef struct job {
-    struct job *next;
-    int64_t number, came;
-    int fd;
-    int64_t offset, most, filled, summed, count;
-    const uint64_t *address;
-    const int64_t *size;
-    checksum of;
-    int64_t others;
-    const uint64_t *other;
-    const int64_t *length;
-    const uint8_t *joined;
-    uint32_t *crc;
-    const int64_t *upto;
-    int64_t begun;
-    const samples *compared;
-} job;
-
-typedef struct {
-    job *first, **end;
-} line;
-
-typedef struct {
-    pthread_mutex_t lock;
-    pthread_cond_t more, ready; /* to do; done */
-    line todo, done;
-    int closed;
-} queue;
-
-static void add(line *to, job *one) {
-    one->next = NULL;
-    *to->end = one;
-    to->end = &one->next;
-}
-
-static job *taken(line *from) {
-    job *one = from->first;
-    if (one && !(from->first = one->next))
-        from->end = &from->first;
-    return one;
-}
-
-int64_t queue_size(void) {
-    return sizeof(queue);
-}
-
-void queue_begin(queue *all) {
-    pthread_mutex_init(&all->lock, NULL);
-    pthread_cond_init(&all->more, NULL);
-    pthread_cond_init(&all->ready, NULL);
-    all->todo.end = &all->todo.first;
-    all->done.end = &all->done.first;
-}
-
-/* What `fill` is given, for a hand to do. 0, or -1 without memory or after the end: then it is not done. */
-int queue_put(queue *all, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled, int64_t summed, int64_t count,
-              const uint64_t *address, const int64_t *size, checksum of, int64_t others, const uint64_t *other, const int64_t *length,
-              const uint8_t *joined, uint32_t *crc, const int64_t *upto, int64_t begun, const samples *compared) {
-    job *one = malloc(sizeof(job));
-    if (!one)
-        return -1;
-    *one = (job){NULL, number, 0, fd, offset, most, filled, summed, count, address, size, of, others, other, length, joined, crc, upto, begun, compared};
-    pthread_mutex_lock(&all->lock);
-    int closed = all->closed;
-    if (!closed) {
-        add(&all->todo, one);
-        pthread_cond_signal(&all->more);
-    }
-    pthread_mutex_unlock(&all->lock);
-    if (closed)
-        free(one);
-    return closed ? -1 : 0;
-}
-
-/* A hand: does what there is to do, until the end. */
-void queue_work(queue *all) {
-    pthread_mutex_lock(&all->lock);
-    while (!all->closed) {
-        job *one = taken(&all->todo);
-        if (!one) {
-            pthread_cond_wait(&all->more, &all->lock);
-            continue;
-        }
-        pthread_mutex_unlock(&all->lock);
-        one->came = fill_until(&all->closed, one->fd, one->offset, one->most, one->filled, one->summed, one->count, one->address,
-                               one->size, one->of, one->others, one->other, one->length, one->joined, one->crc, one->upto, one->begun,
-                               one->compared);
-        pthread_mutex_lock(&all->lock);
-        if (all->closed) {
-            free(one);
-            break;
-        }
-        add(&all->done, one);
-        pthread_cond_signal(&all->ready);
-    }
-    pthread_mutex_unlock(&all->lock);
-}
-
-/* The number of what was done next, and what `fill` returned; -1 when that was the end. */
-int64_t queue_next(queue *all, int64_t *came) {
-    pthread_mutex_lock(&all->lock);
-    while (!all->done.first && !all->closed)
-        pthread_cond_wait(&all->ready, &all->lock);
-    job *one = taken(&all->done);
-    pthread_mutex_unlock(&all->lock);
-    if (!one)
-        return -1;
-    int64_t number = one->number;
-    *came = one->came;
-    free(one);
-    return number;
-}
-
-/* The end: what nobody has begun is not done, and of what is done nothing more is told. */
-void queue_close(queue *all) {
-    pthread_mutex_lock(&all->lock);
-    __atomic_store_n(&all->closed, 1, __ATOMIC_RELAXED);
-    for (job *one; (one = taken(&all->todo)) || (one = taken(&all->done));)
-        free(one);
-    pthread_cond_broadcast(&all->more);
-    pthread_cond_broadcast(&all->ready);
-    pthread_mutex_unlock(&all->lock);
 }

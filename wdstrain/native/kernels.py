@@ -1,6 +1,7 @@
-"""The part in C (`kernels.c`), loaded where it was compiled; everything that it does is done in Python too, slower.
+"""Binding of the C library (`kernels.c`). Without the library, Python does the same work, slower.
 
-It is compiled when the package is installed, where there is a compiler (`scripts/compile.py`). The checksum is isal's here too.
+`scripts/compile.py` compiles it when the package is installed and a C compiler is there. `library`
+is None if it is missing, was compiled from another source, or isal's crc32 cannot be called.
 """
 
 from __future__ import annotations
@@ -14,81 +15,109 @@ from typing import Any
 from isal import isal_zlib
 
 SOURCE, PATH = (os.path.join(os.path.dirname(__file__), name) for name in ("kernels.c", "libkernels.so"))
-_KNOWN = b"123456789", 0xCBF43926  # of which any crc32 is checked
+_CRC32_CHECK = b"123456789", 0xCBF43926  # the check value of crc32
 
 
-class Packed(ctypes.Structure):
-    """What an index says of samples, and the memory they come to: addresses of its arrays, as `kernels.c` has them."""
+class PackedIndex(ctypes.Structure):
+    """`packed_index` of `kernels.c`: addresses of an index's arrays, and the memory for samples."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("of", "start", "stop", "first", "offset", "size", "crc", "field", "compared")),
-        *((name, ctypes.c_int64) for name in ("fields", "memory", "room")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "crc32",
+                "start",
+                "stop",
+                "member_first",
+                "member_offset",
+                "member_size",
+                "member_crc",
+                "member_field",
+                "checked",
+            )
+        ),
+        *((name, ctypes.c_int64) for name in ("field_count", "memory", "memory_size")),
     ]
 
 
-class Lane(ctypes.Structure):
-    """Where the samples of a lane are put, by place, and whether they were found sound."""
+class SampleRing(ctypes.Structure):
+    """`sample_ring` of `kernels.c`: where the samples of a lane lie, and which are verified."""
 
-    _fields_ = [("by", ctypes.c_void_p), ("where", ctypes.c_void_p), ("sound", ctypes.c_void_p), ("ring", ctypes.c_int64)]
+    _fields_ = [
+        ("index", ctypes.c_void_p),
+        ("offset", ctypes.c_void_p),
+        ("sound", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+    ]
 
 
-class Samples(ctypes.Structure):
-    """Those of one read."""
+class SampleRun(ctypes.Structure):
+    """`sample_run` of `kernels.c`: consecutive samples of one read."""
 
-    _fields_ = [("in", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("place", "id", "count", "begun"))]
+    _fields_ = [("ring", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("place", "id", "count", "first_byte"))]
 
 
-def _checksum() -> int | None:
-    """The address of isal's crc32; its function for Python takes Python's lock for each call."""
+def _crc32_address() -> int | None:
+    """Return the address of isal's crc32 for use in C; None if isal has none that works."""
     with suppress(OSError, AttributeError):
-        crc = ctypes.CDLL(isal_zlib.__file__).crc32_gzip_refl
-        crc.argtypes, crc.restype = (ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64), ctypes.c_uint32
-        if crc(0, _KNOWN[0], len(_KNOWN[0])) == _KNOWN[1]:
-            return ctypes.cast(crc, ctypes.c_void_p).value
+        function = ctypes.CDLL(isal_zlib.__file__).crc32_gzip_refl
+        function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64), ctypes.c_uint32
+        data, expected = _CRC32_CHECK
+        if function(0, data, len(data)) == expected:
+            return ctypes.cast(function, ctypes.c_void_p).value
     return None
 
 
-def _compiled() -> Any:
-    """The library of `kernels.c`; None where it was not compiled."""
+def load_library(source: str = SOURCE, path: str = PATH) -> Any:
+    """Return the C library with the types of its functions; None if it cannot be used.
+
+    source: path of `kernels.c`. path: path of the library. None if either cannot be read, the
+    library was compiled from another source, or there is no crc32 for it.
+    """
     with suppress(OSError, AttributeError, ValueError):
-        library: Any = ctypes.CDLL(PATH)
-        array, number = ctypes.c_void_p, ctypes.c_int64
-        brief = ctypes.PyDLL(PATH)  # too short to give Python's lock away, and wait for it
-        library.queue_put, library.orientation = brief.queue_put, brief.orientation
-        with open(SOURCE, "rb") as file:
-            source = int.from_bytes(blake2b(file.read(), digest_size=8).digest(), "little")
-        if ctypes.c_uint64.in_dll(library, "source").value != source:  # the clone was updated and not installed again
+        library: Any = ctypes.CDLL(path)
+        with open(source, "rb") as file:
+            source_hash = int.from_bytes(blake2b(file.read(), digest_size=8).digest(), "little")
+        if ctypes.c_uint64.in_dll(library, "source").value != source_hash:
             return None
-        library.sums.argtypes = (array, number, *[array] * 4)
-        library.compare.argtypes = (array, number, number)
-        library.fill.argtypes = (ctypes.c_int, *[number] * 5, array, array, *library.sums.argtypes, array, number, array)
-        library.turn.argtypes = (array, array, number, number)
-        library.orientation.argtypes = (array, number)
-        library.place.argtypes = (array, array, *[number] * 4)
-        library.heads.argtypes = (array, number, *[array] * 3)
-        library.parts.argtypes = (array, number, *[array] * 6, number, number, array, number, *[array] * 3)
-        library.queue_size.argtypes = ()
-        for function in (library.queue_begin, library.queue_work, library.queue_close):
-            function.argtypes = (array,)
-        library.queue_put.argtypes = (array, number, *library.fill.argtypes)
-        library.queue_next.argtypes = (array, array)
-        for function in (
-            library.sums,
-            library.compare,
-            library.turn,
-            library.place,
-            library.heads,
-            library.queue_begin,
-            library.queue_work,
-            library.queue_close,
-        ):
-            function.restype = None
-        for function in (library.fill, library.queue_size, library.queue_next, library.parts):
-            function.restype = number
-        library.queue_put.restype = library.orientation.restype = ctypes.c_int
+        _declare(library, ctypes.PyDLL(path))
         return library if checksum else None
     return None
 
 
-checksum = _checksum()
-library = _compiled()
+def _declare(library: Any, keeping_gil: Any) -> None:
+    """Set argument and result types. Raises AttributeError if a function is missing.
+
+    keeping_gil: the same library, whose functions are called with the GIL held. It is for short
+    functions, where releasing the GIL and waiting for it takes longer than the call.
+    """
+    array, integer, c_int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    checksum_job = array, integer, *[array] * 4
+    fill_job = c_int, *[integer] * 5, array, array, *checksum_job, array, integer, array
+    library.queue_put, library.orientation = keeping_gil.queue_put, keeping_gil.orientation
+    signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "compute_checksums": (None, checksum_job),
+        "verify_samples": (None, (array, integer, integer)),
+        "fill": (integer, fill_job),
+        "queue_size": (integer, ()),
+        "queue_init": (None, (array,)),
+        "queue_put": (c_int, (array, integer, *fill_job)),
+        "queue_work": (None, (array,)),
+        "queue_next": (integer, (array, array)),
+        "queue_close": (None, (array,)),
+        "reverse_rows": (None, (array, array, integer, integer)),
+        "copy_pixels": (None, (array, array, *[integer] * 4)),
+        "orientation": (c_int, (array, integer)),
+        "read_headers": (None, (array, integer, *[array] * 3)),
+        "decode_regions": (
+            integer,
+            (array, integer, *[array] * 6, integer, integer, array, integer, *[array] * 3),
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+checksum = _crc32_address()
+library = load_library()

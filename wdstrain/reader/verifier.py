@@ -39,7 +39,7 @@ class PackedChecksums:
         arrays = *columns, table.member_crc, table.member_field, compared
         self._kept = [np.require(one, kind, ["C", "A"]) for one, kind in zip(arrays, kinds, strict=True)]
         addresses = (one.ctypes.data for one in self._kept)
-        self.library = kernels.Packed(kernels.checksum, *addresses, len(compared), memory.address, memory.size)
+        self.library = kernels.PackedIndex(kernels.checksum, *addresses, len(compared), memory.address, memory.size)
 
     def is_sound(self, number: int, where: int) -> bool:
         """Whether a sample that begins there in the memory is, in all that is compared of it."""
@@ -70,7 +70,7 @@ class VerifiedRing:
         self.sound = bytearray(len(where))
         self._truths: Bools = np.frombuffer(self.sound, bool)
         addresses = ctypes.addressof(packed.library), where.ctypes.data, self._truths.ctypes.data
-        self.library = kernels.Lane(*addresses, len(where))
+        self.library = kernels.SampleRing(*addresses, len(where))
 
     def compared(self, place: int, number: int, count: int) -> ReadVerifier:
         """What comes for samples that follow one another in a shard, from this number of the index on, is to be compared."""
@@ -108,12 +108,12 @@ class ReadVerifier:
         the first where it is None."""
         self._found, self._place, self._number, self._count = found, place, number, count
         self._begun = int(found.packed.table.start[number]) if begun is None else begun
-        self._library = kernels.Samples(ctypes.addressof(found.library), place, number, count, self._begun)
+        self._library = kernels.SampleRun(ctypes.addressof(found.library), place, number, count, self._begun)
 
     def update(self, before: int, now: int) -> None:
         """Compare what is whole now that so many bytes are there, and was not before; nothing of which comes in another read."""
         if kernels.library is not None:
-            kernels.library.compare(ctypes.byref(self._library), before, now)
+            kernels.library.verify_samples(ctypes.byref(self._library), before, now)
             return
         found, first = self._found, self._number
         table, rows = found.packed.table, slice(first, first + self._count)

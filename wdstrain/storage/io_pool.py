@@ -112,7 +112,7 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._queue = ctypes.create_string_buffer(kernels.library.queue_size())
-        kernels.library.queue_begin(self._queue)
+        kernels.library.queue_init(self._queue)
 
     def put(self, number: int, job: _Job) -> bool:
         wanted = job.fd, job.offset, job.places.left, *job.places.c_arguments
