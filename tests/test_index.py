@@ -453,6 +453,6 @@ def test_an_index_that_is_made_again_counts_what_is_there(tmp_path: Path, caplog
     write_tar(folder / "more.tar", [("x", {"cls": b"1"}), ("y", {"txt": b"no label"}), ("z", {"cls": b"1"})])
     with caplog.at_level("WARNING", "wdstrain"):
         assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, **before}
-    assert "more.tar. Numbers in their cls count as classes of this set: 0 cat, 1 dog" in caplog.text
+    assert "more.tar. Numbers in their cls are class numbers of this set: 0 cat, 1 dog" in caplog.text
     os.unlink(folder / "val-000000.tar")
     assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, "train": before["train"]}

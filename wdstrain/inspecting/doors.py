@@ -27,7 +27,7 @@ from wdstrain.inspecting.sampling import Sampler
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index, Ints, Label, Shard, Table, join
 from wdstrain.shards.index_io import check_size
-from wdstrain.shards.labels import said_counts
+from wdstrain.shards.labels import recorded_counts
 from wdstrain.shards.resolve import Note, gather, recall, walked
 from wdstrain.storage.local import Urls
 from wdstrain.storage.remote import name_of
@@ -169,7 +169,7 @@ def _histograms(
     """What each label comes to: as the index says, or by all labels, or by some. What lies in one field is read once."""
     names = () if index.shard_labels else _CLASSES  # of sets whose numbers mean different classes, a number says nothing
     labels = index.labels or tuple(Label(name, "class", name) for name in names if name in index.fields)
-    found = {label: histograms.said(label, counts) for label in labels if (counts := said_counts(index, label))}
+    found = {label: histograms.said(label, counts) for label in labels if (counts := recorded_counts(index, label))}
     ids = np.arange(len(index)) if exact else sampler.ids(_LABELS, whole=True)
     asked = not len(ids)  # no sample is small enough to be at hand
     if asked:

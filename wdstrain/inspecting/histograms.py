@@ -16,7 +16,7 @@ from wdstrain.errors import WdstrainError
 from wdstrain.inspecting.dimensions import Range, of_all
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Label
-from wdstrain.shards.labels import named
+from wdstrain.shards.labels import class_names
 from wdstrain.shards.values import scalar
 
 SHOWN = 20  # classes of a histogram
@@ -89,7 +89,7 @@ class Counting:
             if label.kind == "number":
                 self._numbers.append(float(value))
                 return
-            names = named(value, label.column, label.classes)
+            names = class_names(value, label.column, label.classes)
         except (WdstrainError, ValueError, TypeError, OverflowError, RecursionError):
             self._unreadable += 1
             return

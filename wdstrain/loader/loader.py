@@ -30,7 +30,7 @@ from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.signals import DEATH, DeferSignals
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import one_split, open_index
+from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.storage.local import Urls
 from wdstrain.storage.shard_cache import Cache
 
@@ -424,7 +424,7 @@ def open_shards(urls: Urls, *, cut: bool = False) -> Index:
 
     cut: local shards may be shorter than their index says.
     """
-    return one_split(open_index(urls, note=_log.warning, cut=cut), urls)
+    return require_one_split(open_index(urls, note=_log.warning, cut=cut), urls)
 
 
 @lru_cache(maxsize=1)

@@ -24,7 +24,7 @@ from wdstrain.order.rng import below, bits
 from wdstrain.shards.index import Index, Ints, Label, Shard, Table
 from wdstrain.shards.index_io import is_wdstrain_index
 from wdstrain.shards.labels import classes_in, even_part, label_bytes
-from wdstrain.shards.resolve import one_of, open_index, tars_of
+from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import samples
 from wdstrain.storage.local import Urls, check_finished, expand, folder_of, is_json, open_source
 from wdstrain.storage.remote import is_remote, redacted
@@ -119,7 +119,7 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
         is_json(listed[0]) and not is_remote(listed[0]) and not is_wdstrain_index(listed[0])
     ):  # somebody else's: the shards speak for themselves
         paths = [*tars_of(os.path.dirname(listed[0])), *listed[1:]]
-    elif is_json(listed[0]) or one_of(listed[0], {}) is not None:
+    elif is_json(listed[0]) or shard_index(listed[0], {}) is not None:
         return None
     else:
         paths = list(listed)

@@ -1,7 +1,7 @@
-"""What labels say, read at their own places: of some samples, without the pictures between them.
+"""Label values of samples, read at their offsets without the images between them.
 
-An index knows where a label lies, not what it says, unless its conversion counted. What is wanted of all is asked of an even
-part of a large set, and of a small one where each label is a request to a server.
+An index has the offset of each label, not its value. Class counts are in an index only if its
+conversion counted them.
 """
 
 from __future__ import annotations
@@ -17,31 +17,42 @@ from wdstrain.shards.values import scalar
 from wdstrain.storage.local import LocalFile, open_source
 from wdstrain.storage.remote import is_remote
 
-MOST_FAR = 200  # labels of shards on a server that are read: each is a request
+MOST_FAR = 200  # labels that are read from a server; each is a request
 
 
 def even_part(index: Index, most: int) -> Ints:
-    """Ids of at most so many samples, evenly spread over the set, ascending; of shards on a server not more than 200. int64[...]"""
+    """Return ids of at most `most` samples, evenly spread over the set, ascending. int64[n]
+
+    At most MOST_FAR ids if any shard is on a server.
+    """
     most = min(most, MOST_FAR) if any(is_remote(shard.path) for shard in index.shards) else most
     return np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
 
 
-def said_counts(index: Index, label: Label) -> dict[str, int]:
-    """Samples of each class as the index has them from its conversion; nothing if it does not say."""
-    said = index.info.get("samples", {})
-    said = {split: said[split] for split in index.splits if split in said} if isinstance(said, dict) else {}
+def recorded_counts(index: Index, label: Label) -> dict[str, int]:
+    """Return the number of samples of each class that the conversion recorded in the index.
+
+    {} if it recorded none for this label or if the numbers do not fit the index.
+    """
+    by_split = index.info.get("samples", {})
+    if not isinstance(by_split, dict):
+        by_split = {}
     sums: Counter[str] = Counter()
-    for counts in said.values():
+    for split in index.splits:
+        counts = by_split.get(split, {})
         sums.update(counts if isinstance(counts, dict) else {})
-    if label.column is None and sums and set(sums) <= set(label.classes) and sums.total() == len(index):
+    is_complete = sums and set(sums) <= set(label.classes) and sums.total() == len(index)
+    if label.column is None and is_complete:
         return {name: sums.get(name, 0) for name in label.classes}
     return {}
 
 
 def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -> Iterator[tuple[int, memoryview]]:
-    """(id, bytes of the field) of those of the samples that have it. ids: int64[...], ascending, so that reads go forward.
+    """Yield (id, bytes of the field) for each sample that has the field.
 
-    through: a shard of a server is read as one stream with what lies between, where each would be a request.
+    ids: int64[n], ascending, so that reads go forward. through: read a remote shard as one stream,
+    with the bytes between the labels, instead of one request per label. Raises ShardError and
+    StorageError for shards that cannot be read.
     """
     if field not in index.fields:
         return
@@ -62,18 +73,22 @@ def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -
 
 
 def classes_in(data: memoryview, column: str | None, classes: Sequence[str]) -> list[str]:
-    """The classes that a label names, by name where `classes` have one; none where it cannot be read."""
+    """Return the class names in the bytes of a label; see `class_names`. [] if they are invalid."""
     try:
-        return named(scalar(data, column), column, classes)
+        return class_names(scalar(data, column), column, classes)
     except (WdstrainError, ValueError):
         return []
 
 
-def named(value: object, column: str | None, classes: Sequence[str]) -> list[str]:
-    """The classes that the value of a label means."""
+def class_names(value: object, column: str | None, classes: Sequence[str]) -> list[str]:
+    """Return the class names for the value of a label.
+
+    value: a list of names, a name, or a number, which counts in `classes`. column: the JSON entry
+    of the value, None if it is a whole field.
+    """
     if isinstance(value, list):
-        return [str(one) for one in value]
+        return [str(name) for name in value]
     text = str(value)
-    if column is not None and text in classes:  # an entry of a table is what the table said
+    if column is not None and text in classes:  # tables store names, which may look like numbers
         return [text]
     return [classes[int(text)]] if text.isdecimal() and int(text) < len(classes) else [text]

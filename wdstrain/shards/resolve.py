@@ -1,8 +1,9 @@
-"""What an address means: the index of its shards, read, remembered or made.
+"""Addresses to an index: read it beside the shards, recall it, or make it from tar headers.
 
-Shards with an index beside them are taken as it says, after their sizes were compared. Shards that somebody else made are
-walked over header by header once; what was found is remembered in a hidden folder beside them, or in the user's cache
-folder where that cannot be written, and used for as long as a shard stays in the state in which it was found.
+An index beside the shards is used after the sizes of the shards were compared. Shards without an
+index are scanned header by header once. The result is stored in a hidden folder beside them, or in
+the user's cache folder if that cannot be written. It is used as long as the state of a shard
+(times and inode, or ETag) does not change.
 """
 
 from __future__ import annotations
@@ -52,28 +53,30 @@ from wdstrain.storage.local import (
 )
 from wdstrain.storage.remote import is_remote, name_of, open_remote, redacted
 
-_ASKING = 8  # servers are asked for so many shards at once
-_HIDDEN = ".wdstrain"  # folder beside foreign shards for what was found in them
+_STATE_THREADS = 8  # shards whose state is requested at the same time
+_HIDDEN = ".wdstrain"  # folder beside shards without an index, for the result of a scan
 
 _log = logging.getLogger("wdstrain")
 
-Note = Callable[[str], None]
+Note = Callable[[str], None]  # receives a line for the log
 
 
 def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> Index:
-    """The index of the shards that `urls` mean: read where it lies beside them, remembered, or made by a walk over headers.
+    """Return the index of the shards at `urls`.
 
-    Raises UsageError for addresses that mean nothing, ShardError for shards that are cut, damaged, unfinished or not
-    what their index says. `note` is told what a walk costs. cut: shards may be shorter than their index says.
+    note: receives a line about each scan of headers. cut: shards may be shorter than in their
+    index. Raises UsageError for addresses without shards, ShardError for shards that are cut,
+    damaged, unfinished or different from their index.
     """
     return gather(urls, partial(_checked, note=note, cut=cut), partial(walked, note=note))
 
 
 def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]) -> Index:
-    """The index of the shards that `urls` mean, by somebody's own way with shards that are damaged and those that no index lists.
+    """Return the index of the shards at `urls`, with the caller's way of checking and scanning.
 
-    check: given a part of the set that its index knows, returns what is to be used of it. walk: given shards of one folder that
-    no index lists, returns theirs.
+    check: takes the index of shards that an index file lists, returns the index to use.
+    walk: takes paths of shards of one folder that no index file lists, returns their index.
+    Raises UsageError for addresses without shards and for a shard that is named twice.
     """
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
@@ -88,13 +91,13 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
         if is_index and is_wdstrain_index(os.path.join(folder, INDEX_NAME)):
             parts += [check(load(path)) for path in paths]
             continue
-        if is_index:  # an index of somebody else's: the shards beside it speak for themselves
+        if is_index:  # another tool's list without offsets: use the shards beside it
             paths = iter(tars_of(folder))
-        for known_to_us, group in groupby(paths, key=lambda path: _number(path, known) is not None):
+        for is_indexed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
             run = list(group)
-            parts.append(check(_picked(run, known)) if known_to_us else walk(run))
+            parts.append(check(_picked(run, known)) if is_indexed else walk(run))
     index = join(parts)
-    named: dict[str, str] = {}
+    named: dict[str, str] = {}  # real path -> path for messages
     folders: dict[str, str] = {}
     for shard in index.shards:
         real = _real(shard.path, folders)
@@ -105,10 +108,10 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
     return index
 
 
-def one_of(path: str, known: dict[str, Index | None]) -> Index | None:
-    """The index of one shard, cut from the index beside it; None if there is none that lists it. Its size is not checked.
+def shard_index(path: str, known: dict[str, Index | None]) -> Index | None:
+    """Return the index of one shard from the index beside it; None if that does not list it.
 
-    known: the indexes read so far, by folder; empty at first.
+    known: indexes read so far, by folder; the call adds to them. The size is not checked.
     """
     number = _number(path, known)
     index = known[beside(path, "")]
@@ -116,44 +119,48 @@ def one_of(path: str, known: dict[str, Index | None]) -> Index | None:
 
 
 def make_index(urls: Urls) -> Index:
-    """Index all shards of the folder that `urls` lie in as they are now, and write the index beside them.
+    """Make the index of all shards in the folder of `urls`, write it there, and return it.
 
-    Only headers are read, and after a change the labels of classes, which are counted anew. Splits, labels and provenance of an
-    index that lies there are kept, and the checksums of shards whose samples lie where they lay. Raises UsageError for shards of several folders or a folder without shards, ShardError
-    for a shard that is cut or damaged.
+    Only headers are read; if shards changed, class labels are also read, to count them again.
+    Splits, labels and provenance of an existing index are kept, and the checksums of shards whose
+    samples have the same offsets. Raises UsageError for shards of several folders and for a folder
+    without shards, ShardError for a shard that is cut or damaged.
     """
     listed = expand(urls)
     if any(map(is_remote, listed)):
         raise UsageError(
-            "an index is written beside its shards, and a server takes none. Make it where they lie, and copy it there."
+            "an index is written beside its shards, which is not possible on a server. "
+            "Make it where the files are stored, then copy it to the server."
         )
     folders = {os.path.dirname(path) for path in listed}
     if len(folders) != 1:
-        raise UsageError(f"an index lies beside its shards, and these lie in {len(folders)} folders. Name the shards of one.")
+        raise UsageError(
+            f"these shards lie in {len(folders)} folders; an index lists the shards of one folder. Run this for each folder."
+        )
     folder = folders.pop()
     check_finished(folder)
     paths = tars_of(folder)
     if not paths:
         raise UsageError(f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards.")
-    index, beside = scan(paths), os.path.join(folder, INDEX_NAME)
-    changed = [shard.name for shard in index.shards if not _is_as_found(shard)]
+    index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
+    changed = [shard.name for shard in index.shards if not _is_unchanged(shard)]
     if changed:
-        raise ShardError(f"{changed[0]} was written to while it was walked over. Run this again when it is whole.")
-    if os.path.exists(beside) and is_wdstrain_index(beside):
-        index = _kept(index, beside)
+        raise ShardError(f"{changed[0]} was written to while it was walked over. Run this again when it is complete.")
+    if os.path.exists(index_path) and is_wdstrain_index(index_path):
+        index = _with_former(index, index_path)
     save_index(index, folder)
     return index
 
 
-def one_split(index: Index, urls: Urls) -> Index:
-    """The index itself, unless one address alone means several splits: training data must not swallow the rest.
+def require_one_split(index: Index, urls: Urls) -> Index:
+    """Return `index` unchanged after checking that no single address in `urls` has several splits.
 
-    Raises UsageError naming the addresses of the splits.
+    This keeps validation data out of training. Raises UsageError with the address of each split.
     """
     for address in [urls] if isinstance(urls, (str, os.PathLike)) else list(urls):
         meant = set(expand(address))
         if len(meant) == 1 and not any(map(is_json, meant)):
-            continue  # one shard has one split; a list may name many thousands of them
+            continue  # one shard has one split; this is quick for lists of thousands of shards
         folders = {beside(path, "") for path in meant if is_json(path)}
         mine = [s for s in index.shards if s.path in meant or beside(s.path, "") in folders]
         splits = list(dict.fromkeys(shard.split for shard in mine))
@@ -162,18 +169,22 @@ def one_split(index: Index, urls: Urls) -> Index:
             choices = ", ".join(f"{folder}/{_pattern(mine, split)}" for split in splits if split)
             shown = redacted(shown) if is_remote(shown) else shown
             named = f"{shown} holds several splits: {', '.join(filter(None, splits))}"
-            loose = [shard.name for shard in mine if not shard.split]
-            if loose:
+            unsplit = [shard.name for shard in mine if not shard.split]
+            if unsplit:
                 raise UsageError(
-                    f"{named}, and shards without a split ({len(loose)}, the first is {loose[0]}). Name one split, or the shards without one: "
-                    f"{choices}, or {folder}/{loose[0]}{' and so on' if len(loose) > 1 else ''}"
+                    f"{named}, and shards without a split ({len(unsplit)}, the first is "
+                    f"{unsplit[0]}). Name one split, or the shards without one: {choices}, or "
+                    f"{folder}/{unsplit[0]}{' and so on' if len(unsplit) > 1 else ''}"
                 )
             raise UsageError(f"{named}. Name one of: {choices}")
     return index
 
 
 def _pattern(shards: list[Shard], split: str) -> str:
-    """How the shards of a split are named together: a server cannot be asked what matches a *."""
+    """Return a pattern that names the shards of a split.
+
+    Remote shards get a range in braces, because servers cannot list the names that match a `*`.
+    """
     names = sorted(shard.name for shard in shards if shard.split == split)
     if not is_remote(shards[0].path):
         return f"{split}-*.tar"
@@ -183,16 +194,19 @@ def _pattern(shards: list[Shard], split: str) -> str:
     return f"{split}-{{{first[len(split) + 1 : -4]}..{last[len(split) + 1 : -4]}}}.tar"
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def tars_of(folder: str) -> list[str]:
-    """The tars of a folder, in name order."""
+    """Return the paths of the tars in a folder, sorted by name."""
     return sorted(glob.glob(os.path.join(glob.escape(folder), "*.tar")))
 
 
 def _number(path: str, known: dict[str, Index | None]) -> int | None:
-    """The place of a shard in the index beside it. `known`: the indexes read so far, by folder."""
+    """Return the number of a shard in the index beside it; None if that does not list it.
+
+    known: indexes read so far, by folder; the call adds to them.
+    """
     folder, listed = beside(path, ""), beside(path, INDEX_NAME)
     if folder not in known:
         is_there = read_whole(listed) is not None if is_remote(path) else os.path.exists(listed)
@@ -202,13 +216,17 @@ def _number(path: str, known: dict[str, Index | None]) -> int | None:
 
 
 def _picked(paths: list[str], known: dict[str, Index | None]) -> Index:
+    """Return the index of these shards of one folder, from the index beside them."""
     index = known[beside(paths[0], "")]
     assert index is not None
     return index.pick(index.shard_numbers[name_of(path)] for path in paths)
 
 
 def _real(path: str, folders: dict[str, str]) -> str:
-    """The path of a shard without links. folders: those of its folders so far."""
+    """Return the path of a shard without links.
+
+    folders: real paths of folders so far; the call adds to them.
+    """
     if is_remote(path):
         return path
     if os.path.islink(path):
@@ -220,39 +238,41 @@ def _real(path: str, folders: dict[str, str]) -> str:
 
 
 def _checked(index: Index, *, note: Note | None, cut: bool) -> Index:
-    """A part of a set as it is found now. Raises ShardError for a shard that is not what its index says."""
+    """Return an index with the current states of its shards.
+
+    Raises ShardError for a shard that differs from its index. cut: shards may be shorter.
+    """
     return _checked_headers(check_sizes(index, cut=cut), note, cut=cut)
 
 
 def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
-    """Walk over shards that were changed or copied after their index was made and have no checksums. Raises ShardError where a
-    shard has other samples than its index says.
+    """Return `index` after scanning its shards that are newer than it and have no checksums.
 
-    A walk is remembered, so a shard is walked over once. cut: shards that are cut or damaged are left as they are.
+    Raises ShardError for a shard with other samples than in its index. The result of a scan is
+    stored, so a shard is scanned once. cut: shards that are cut or damaged are not compared.
     """
-    doubtful = [n for n, shard in enumerate(index.shards) if index.expected_state(shard) and _is_newer(shard.path)]
-    if not doubtful:
+    newer = [n for n, shard in enumerate(index.shards) if index.expected_state(shard) and _is_newer(shard.path)]
+    if not newer:
         return index
     failed: list[WdstrainError] | None = [] if cut else None
-    whole = [
-        index.shards[n].path for n in doubtful if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
+    complete = [
+        index.shards[n].path for n in newer if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
     ]
-    found = walked(whole, note, failed) if whole else index.pick([])
-    for n in doubtful:
+    scanned = walked(complete, note, failed) if complete else index.pick([])
+    for n in newer:
         shard = index.shards[n]
-        if shard.name in found.shard_numbers and not _same_samples(
-            index.pick([n]), found.pick([found.shard_numbers[shard.name]])
-        ):
+        number = scanned.shard_numbers.get(shard.name)
+        if number is not None and not _same_samples(index.pick([n]), scanned.pick([number])):
             folder = os.path.dirname(shard.path) or "."
             raise ShardError(
-                f"{shard.path} holds other samples than its index says: it was replaced after it was indexed. Accept it as it is: "
-                f"wdstrain index {folder}"
+                f"{shard.path} holds other samples than its index says: it was replaced after it "
+                f"was indexed. Accept it as it is: wdstrain index {folder}"
             )
     return index
 
 
 def _is_newer(path: str) -> bool:
-    """Whether a shard here was changed, or put where it is, after the index beside it."""
+    """Return whether a local shard was changed or moved after the index beside it was written."""
     if is_remote(path):
         return False
     try:
@@ -262,57 +282,62 @@ def _is_newer(path: str) -> bool:
     return max(shard.st_mtime_ns, shard.st_ctime_ns) >= index.st_mtime_ns
 
 
-def _kept(index: Index, beside: str) -> Index:
-    """An index with what an earlier one knew and a walk over headers does not tell."""
-    document = read_document(beside)
+def _with_former(index: Index, index_path: str) -> Index:
+    """Return `index` with what headers do not give, from the former index file at `index_path`.
+
+    Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
+    """
+    document = read_document(index_path)
     splits, labels, info = splits_of(document), labels_of(document), {**info_of(document), **index.info}
     former: Index | None = None
     with suppress(ShardError):
-        former = load(beside)
+        former = load(index_path)
     parts, new = [], []
     for number, shard in enumerate(index.shards):
-        one, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
-        was = (
-            former.pick([former.shard_numbers[shard.name]])
-            if former is not None and shard.name in former.shard_numbers
-            else None
-        )
-        if was is not None and was.shards[0].bytes == shard.bytes and _same_samples(one, was):
-            one, shard = replace(was, labels=()), replace(shard, sha256=was.shards[0].sha256)
+        part, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
+        old = None
+        if former is not None and shard.name in former.shard_numbers:
+            old = former.pick([former.shard_numbers[shard.name]])
+        if old is not None and old.shards[0].bytes == shard.bytes and _same_samples(part, old):
+            part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
         else:
             new.append(shard.name)
-        parts.append(replace(one, shards=(shard,)))
-    found = replace(join(parts), labels=labels, info=info)
+        parts.append(replace(part, shards=(shard,)))
+    merged = replace(join(parts), labels=labels, info=info)
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
-        found.info["samples"] = _counted(found)
+        merged.info["samples"] = _class_counts(merged)
     for label in labels if new else ():
         if label.kind == "class" and label.column is None:
             _log.warning(
-                "new in this set: %s. Numbers in their %s count as classes of this set: %s",
+                "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
                 ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
                 label.field,
                 label.numbering,
             )
-    return found
+    return merged
 
 
-def _counted(index: Index) -> dict[str, dict[str, int]]:
-    """Samples of each split by class, from the labels themselves; those without a label that can be read count as ""."""
-    label = next((one for one in index.labels if one.kind == "class"), None)
+def _class_counts(index: Index) -> dict[str, dict[str, int]]:
+    """Return the number of samples of each class, by split, from the labels in the shards.
+
+    Samples without a readable label count as the class "".
+    """
+    label = next((label for label in index.labels if label.kind == "class"), None)
     names = dict.fromkeys(range(len(index)), "")
     if label is not None:
         for i, data in label_bytes(index, label.field, np.arange(len(index))):
             names[i] = next(iter(classes_in(data, label.column, label.classes)), "")
-    found: dict[str, dict[str, int]] = {}
+    order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
+    by_split: dict[str, dict[str, int]] = {}
     for number, shard in enumerate(index.shards):
         ids = range(int(index.first[number]), int(index.first[number + 1]))
-        counts = Counter(names[i] for i in ids) + Counter(found.get(shard.split, {}))
-        order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
-        found[shard.split] = dict(sorted(counts.items(), key=lambda one: (order.get(one[0], len(order)), one[0])))
-    return found
+        counts = Counter(names[i] for i in ids) + Counter(by_split.get(shard.split, {}))
+        by_split[shard.split] = dict(sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+    return by_split
 
 
 def _same_samples(a: Index, b: Index) -> bool:
+    """Return whether two indexes have the same keys, fields and offsets."""
     if [a.members(i) for i in range(len(a))] != [b.members(i) for i in range(len(b))]:
         return False
     return all(
@@ -320,48 +345,58 @@ def _same_samples(a: Index, b: Index) -> bool:
     )
 
 
-# --- remembering -----------------------------------------------------------------------------------------------------
+# --- remembering ----------------------------------------------------------------------------------
 
 
 def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | None = None) -> Index:
-    """The index of shards of one folder that no index lists: what is remembered of them, and a walk over the others.
+    """Return the index of shards of one folder that no index lists: recalled or scanned.
 
-    failed: takes what is wrong with shards, which are then left away; None: the first that is wrong is raised.
+    note: receives a line about the scan. failed: a list that receives the errors of bad shards,
+    which are then left out; None: the first error is raised.
     """
     known = recall(paths)
     fresh = [path for path in paths if name_of(path) not in known.shard_numbers]
     if not fresh:
         return known
     begun = time.perf_counter()
-    found = scan(fresh, failed)
-    seconds, index = time.perf_counter() - begun, join([part for part in (known, found) if part.shards] or [known])
-    if found.shards:
+    scanned = scan(fresh, failed)
+    seconds = time.perf_counter() - begun
+    index = join([part for part in (known, scanned) if part.shards] or [known])
+    if scanned.shards:
         place = _remember(index, _folder(paths))
         if note:
-            kept = f"remembered in {place}" if place else "not remembered: neither the folder nor the cache can be written"
+            stored = "not remembered: neither the folder nor the cache can be written"
+            if place:
+                stored = f"remembered in {place}"
+            rate = len(scanned) / max(seconds, 1e-9)
             note(
-                f"no index beside {found.shards[0].shown}: walked over the headers of {len(found)} samples in {seconds:.2f} s "
-                f"({len(found) / max(seconds, 1e-9):.0f}/s); {kept}{_passed_over(found)}"
+                f"no index beside {scanned.shards[0].shown}: walked over the headers of "
+                f"{len(scanned)} samples in {seconds:.2f} s ({rate:.0f}/s); "
+                f"{stored}{_skipped(scanned)}"
             )
     return index.pick(index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers)
 
 
-def _passed_over(found: Index) -> str:
-    """What a walk passed over that may have been part of a sample, as one clause; "" if nothing."""
-    ignored = found.info.get("ignored", {})
-    some = [f"{count} times {reason}" for reason, count in ignored.items() if reason != other_kind(b"5", "")]
-    return f". Passed over, no part of any sample: {', '.join(some)}" if some else ""
+def _skipped(index: Index) -> str:
+    """Return a sentence about members that a scan skipped, without directories; "" if none."""
+    ignored = index.info.get("ignored", {})
+    is_directory = other_kind(b"5", "")
+    counts = [f"{count} times {reason}" for reason, count in ignored.items() if reason != is_directory]
+    return f". Passed over, no part of any sample: {', '.join(counts)}" if counts else ""
 
 
 def recall(paths: list[str]) -> Index:
-    """The index of those of some shards of one folder of which an earlier walk is remembered, in their order."""
+    """Return the index of the shards among `paths` that an earlier scan stored, in their order.
+
+    paths: shards of one folder. Raises UsageError for a shard that was not finished.
+    """
     for path in paths:
         if path.endswith(".tmp"):
             raise UsageError(f"{path} is a shard that was not finished. Run the conversion again.")
-    found = _recall(_folder(paths), {name_of(path) for path in paths})
-    if found is None:
+    index = _recall(_folder(paths), {name_of(path) for path in paths})
+    if index is None:
         return scan([])
-    return found.pick(found.shard_numbers[name] for name in map(name_of, paths) if name in found.shard_numbers)
+    return index.pick(index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers)
 
 
 def _folder(paths: list[str]) -> str:
@@ -369,7 +404,7 @@ def _folder(paths: list[str]) -> str:
 
 
 def _places(folder: str) -> Iterator[str]:
-    """Where what was found in a folder may be remembered, the best place first."""
+    """Yield the folders where a scan of `folder` may be stored, the best first."""
     if not is_remote(folder):
         yield os.path.join(folder, _HIDDEN)
     name = blake2b(
@@ -379,22 +414,27 @@ def _places(folder: str) -> Iterator[str]:
 
 
 def _recall(folder: str, wanted: set[str]) -> Index | None:
-    """What is remembered of those of the wanted shards of a folder that have not changed since."""
+    """Return the stored index of the wanted shards (names) that have not changed since.
+
+    None if nothing is stored for them.
+    """
     for place in _places(folder):
         with suppress(ShardError, OSError):
             index = load(os.path.join(place, INDEX_NAME), base=folder)
             states = index.info.get("states")
             states = states if isinstance(states, dict) else {}
             index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in wanted)
-            index = replace(index, shards=tuple(replace(one, tag=str(states.get(one.name) or "")) for one in index.shards))
-            with ThreadPoolExecutor(_ASKING) as threads:
-                same = [i for i, is_same in enumerate(threads.map(_is_as_found, index.shards)) if is_same]
+            shards = [replace(shard, tag=str(states.get(shard.name) or "")) for shard in index.shards]
+            index = replace(index, shards=tuple(shards))
+            with ThreadPoolExecutor(_STATE_THREADS) as threads:
+                unchanged = list(threads.map(_is_unchanged, index.shards))
+            same = [i for i, is_same in enumerate(unchanged) if is_same]
             return index.pick(same) if same else None
     return None
 
 
 def _remember(index: Index, folder: str) -> str | None:
-    """Write down what was found; returns where, or None where nothing can be written."""
+    """Store the result of a scan of `folder`; return where, or None if no place can be written."""
     states = {shard.name: shard.tag or None for shard in index.shards}
     for place in _places(folder):
         with suppress(OSError, StorageError):
@@ -404,17 +444,21 @@ def _remember(index: Index, folder: str) -> str | None:
     return None
 
 
-def _is_as_found(shard: Shard) -> bool:
-    """Whether a shard is in the state in which it was walked over. Of one that is not there, whoever reads it will say so."""
+def _is_unchanged(shard: Shard) -> bool:
+    """Return whether a shard still has the state it had when it was scanned.
+
+    False also for a missing shard: reading it raises the error.
+    """
     if is_remote(shard.path):
         try:
             with open_remote(shard.path) as source:
-                # one of which its server says nothing may be any other of the same size
-                return source.size == shard.bytes and source.version is not None and source.version == shard.tag
+                # Without an ETag it may be any other shard of the same size
+                is_same_size = source.size == shard.bytes
+                return is_same_size and source.version is not None and source.version == shard.tag
         except StorageError:
             return False
     try:
-        found = os.stat(shard.path)
+        status = os.stat(shard.path)
     except OSError:
         return False
-    return found.st_size == shard.bytes and is_state(shard.tag, found)
+    return status.st_size == shard.bytes and is_state(shard.tag, status)

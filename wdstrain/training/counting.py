@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.shards.index import Index
-from wdstrain.shards.labels import classes_in, even_part, label_bytes, said_counts
+from wdstrain.shards.labels import classes_in, even_part, label_bytes, recorded_counts
 from wdstrain.shards.values import scalar
 from wdstrain.training.task import Head, Task
 
@@ -29,7 +29,7 @@ def class_counts(index: Index, head: Head) -> dict[str, int]:
 
 def counts_said(index: Index, head: Head) -> dict[str, int]:
     """Samples by class as the index has them; nothing if it does not say."""
-    return said_counts(index, head.target)
+    return recorded_counts(index, head.target)
 
 
 def class_weights(index: Index, head: Head, asked: str, device: torch.device) -> Tensor | None:

@@ -20,7 +20,7 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import one_split, open_index
+from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.storage.local import Urls
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.checkpoints import read_last
@@ -179,7 +179,7 @@ def evaluate(
     world = World()
     opened = Opened.of(checkpoint, model=model, options=options, known=OF_EVALUATING)
     field = opened.field(image)
-    index = one_split(open_index(urls), urls)
+    index = require_one_split(open_index(urls), urls)
     opened.task.check(index)
     config, task, device = opened.config, opened.task, device_of(opened.config.device, world)
     loader = _val_loader(index, task, field, config, world)
@@ -197,7 +197,7 @@ def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
     if val is None and {"train", "val"} <= set(index.splits):
         numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
         return index.pick(numbers["train"]), index.pick(numbers["val"])
-    return one_split(index, urls), one_split(open_index(val), val) if val is not None else None
+    return require_one_split(index, urls), require_one_split(open_index(val), val) if val is not None else None
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
 from wdstrain.packing.folder import list_folder
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import one_split, open_index
+from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
 from wdstrain.storage.local import INDEX_NAME, Urls, put_whole
 from wdstrain.training.configuration import OF_PREDICTING
@@ -83,7 +83,7 @@ def _written(
     if _is_pictures(urls):
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
     else:
-        index = one_split(open_index(urls), urls)
+        index = require_one_split(open_index(urls), urls)
         known = list(opened.task.heads) if index.labels or index.shard_labels else []
         try:
             opened.task.check(index) if known else None

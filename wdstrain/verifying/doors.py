@@ -20,7 +20,7 @@ from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import is_wdstrain_index, load
-from wdstrain.shards.resolve import one_of, tars_of
+from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.shards.tar import Walk
 from wdstrain.storage.local import Urls, check_finished, expand, is_json, open_source
 from wdstrain.storage.remote import is_remote, redacted
@@ -186,7 +186,7 @@ def _listed(urls: Urls, result: Verification) -> list[tuple[str, Index | None]]:
             if is_json(path) and not is_wdstrain_index(path):
                 todo += [(tar, None) for tar in tars_of(os.path.dirname(path))]
             elif not is_json(path):
-                todo.append((path, one_of(path, known)))
+                todo.append((path, shard_index(path, known)))
             else:
                 index = load(path)
                 todo += [(shard.path, index.pick([i])) for i, shard in enumerate(index.shards)]

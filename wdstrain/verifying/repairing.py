@@ -23,7 +23,7 @@ from wdstrain.packing.shard import write_samples
 from wdstrain.packing.stage import Stage
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import BIN_NAME, is_wdstrain_index, load, save_index
-from wdstrain.shards.resolve import one_of, tars_of
+from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.storage.local import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted
 from wdstrain.verifying.doors import finding_of, sum_of
@@ -194,7 +194,7 @@ def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
             check_finished(folder)
         try:
             if not is_json(path):
-                todo[path] = one_of(path, known)
+                todo[path] = shard_index(path, known)
             elif is_wdstrain_index(path):
                 index = load(path)
                 todo.update({shard.path: index.pick([i]) for i, shard in enumerate(index.shards)})
