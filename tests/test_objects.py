@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
+from tests.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage import object_store, prefetch
@@ -199,3 +201,54 @@ def test_commands_say_where_the_shards_are(bucket: str, photos: Path, capsys: An
     assert main(["convert", "folder", str(photos), f"{bucket}/c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["out"] == f"{bucket}/c"
     assert main(["info", f"{bucket}/c"]) == 0
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A server that answers as S3 does to reads, and misbehaves when it is told to; shards of 60 samples are in its bucket."""
+    rows = ({"__key__": f"{n:02d}", "bin": bytes([n]) * 3000} for n in range(60))
+    wt.pack(rows, tmp_path / "bucket" / "set", shard_samples=20)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with serving(tmp_path, says="modified") as served:
+        keys = {
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": served.url,
+        }
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(prefetch, "RANGE", 20_000)
+        object_store._store.cache_clear()
+        yield served
+    object_store._store.cache_clear()
+
+
+def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
+    elsewhere: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = [batch["bin"] for batch in wt.Loader(tmp_path / "bucket" / "set", batch_size=8)]
+    end = time.monotonic() + 3
+
+    def busy(handler: Any, path: Path, start: int, stop: int) -> bool:
+        return time.monotonic() < end and status(503)(handler, path, start, stop)
+
+    elsewhere.faults += [fine(), cut(100), fine(), *[busy] * 10_000]
+    loader = wt.Loader("s3://bucket/set", batch_size=8)
+    assert [batch["bin"] for batch in loader] == wanted
+    assert loader.report()["retries"] > 1
+    loader.close()
+    begins, ends = [text for one in caplog.records if "answer" in (text := one.getMessage())][:2]
+    assert begins.startswith("s3://bucket does not answer (")
+    assert "waiting for it for up to 120 s" in begins
+    assert ends.startswith("s3://bucket answers again after ")
+
+
+def test_a_bucket_that_fails_for_too_long_is_an_error(elsewhere: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    loader = wt.Loader("s3://bucket/set", batch_size=8)
+    elsewhere.faults += [status(503)] * 10_000
+    with pytest.raises(StorageError, match=r"s3://bucket/set/.*tar did not give byte .* attempts over .*503.*WDSTRAIN_NETWORK"):
+        list(loader)
+    loader.close()
