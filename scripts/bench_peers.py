@@ -132,7 +132,7 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     from wdstrain.runtime.watchdog import ProgressCell
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
-    out, bits, desk = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0), ProgressCell.apart()
+    out, bits, desk = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0), ProgressCell.unwatched()
 
     def decode(data: list[bytes]) -> None:
         draws, rows = bits.random((len(data), 27)), range(len(data))

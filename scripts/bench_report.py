@@ -35,7 +35,7 @@ TIMES = 100_000
 
 def main() -> None:
     desk = ProgressBoard(1)[0]
-    row = _each(lambda: desk.at(7))
+    row = _each(lambda: desk.set_row(7))
     batch = _each(lambda: _of_a_desk(desk)) + _of_a_result() + 6 * _each(time.perf_counter)
     print(f"of each sample {row * 1e9:.0f} ns, of each batch {batch * 1e6:.2f} us")
     logging.disable(logging.WARNING)
@@ -70,7 +70,7 @@ def _each(call: Callable[[], object]) -> float:
 
 def _of_a_desk(desk: ProgressCell) -> None:
     desk.begin(3)
-    desk.leave()
+    desk.set_idle()
 
 
 def _of_a_result() -> float:
@@ -79,7 +79,7 @@ def _of_a_result() -> float:
     results = iter(lambda: result, None)
     seconds = {"parse_seconds": 0.0, "handoff_seconds": 0.0}
     host: Any = SimpleNamespace(
-        _seconds=seconds, _reader=SimpleNamespace(shuffle_seconds=0.0), _watch=StallWatchdog.idle(), _waiter=0, _awaited=0
+        _seconds=seconds, _reader=SimpleNamespace(shuffle_seconds=0.0), _watch=StallWatchdog.disabled(), _waiter=0, _awaited=0
     )
     return _each(lambda: Pipeline._result(host, results)) - _each(lambda: next(results))  # type: ignore[arg-type]
 

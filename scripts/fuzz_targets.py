@@ -790,7 +790,7 @@ def run_image(data: bytes) -> None:
         if part is not None and whole is not None:
             top, left, h, w = asked[-1]
             _must(np.array_equal(part, whole[top : top + h, left : left + w]), "a part is that of the whole", asked)
-        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), ProgressCell.apart()
+        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), ProgressCell.unwatched()
         for one in (field, fields.image(size=16)):
             assert one.size is not None
             out, of_batch, value = np.zeros((*one.size, 3), np.uint8), np.zeros((1, *one.size, 3), np.uint8), False

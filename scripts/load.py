@@ -194,7 +194,7 @@ class Reader:
 
 def read(reader: Reader) -> None:
     """Read until the file `stop` is there. What is found goes into the log, a line for each pass."""
-    child_process.begin()
+    child_process.set_up_worker()
     multiprocessing.set_start_method(None, force=True)  # workers begin as they do on this system, not as this process did
     warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are meant here
     with open(reader.log, "a", buffering=1) as log, open(reader.said, "a") as said:

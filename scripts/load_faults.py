@@ -180,7 +180,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 def serve(root: str, seed: int, seconds: float, pipe: Connection) -> None:
     """Serve a folder, for so many seconds at most; the port is sent through the pipe. To be run as a process."""
-    child_process.begin()
+    child_process.set_up_worker()
     words = {"root": root, "rng": random.Random(seed), "counts": _Counts()}
     with _Server(("127.0.0.1", 0), type("Served", (Handler,), words)) as server:
         pipe.send(server.server_address[1])

@@ -504,7 +504,7 @@ def test_what_cannot_be_a_cache_is_said_at_once(served: Served, tmp_path: Path) 
     for options, words in (
         ({"cache_dir": tmp_path / "file"}, "cannot be made"),
         ({"cache_limit": "1GB"}, "Give cache_dir too"),
-        ({"cache_dir": tmp_path, "cache_limit": "many"}, "'many' is no size"),
+        ({"cache_dir": tmp_path, "cache_limit": "many"}, "'many' is not a size"),
         ({"cache_dir": tmp_path, "cache_limit": 0}, "cache_limit=0"),
     ):
         with pytest.raises(UsageError, match=words):

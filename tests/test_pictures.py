@@ -83,7 +83,7 @@ class Batch:
         assert field.size is not None
         self.field, self.draws = field, np.random.default_rng(len(pictures)).random((len(pictures), DRAWS))
         self.out = np.full((len(pictures), *field.size, 3), 7, np.uint8)
-        self.desk = ProgressCell.apart()
+        self.desk = ProgressCell.unwatched()
 
     def read(self, rows: list[int] | None = None) -> set[int]:
         members = Members(self.start + self.data.ctypes.data, self.size)

@@ -140,7 +140,7 @@ def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, l
     loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
-    (told,) = [text for text in heard.said if "it does not answer: stopped" in text]
+    (told,) = [text for text in heard.said if "no answer from the process: stopped" in text]
     assert STUCK in told
 
 
@@ -348,7 +348,7 @@ def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
     shards: Path, listen: Callable[..., Listener], tmp_path: Path
 ) -> None:
     gate = WaitsForGate(tmp_path / "gate")
-    heard = listen(lambda text: gate.gate.touch() if "SIGUSR2 is in other hands" in text else None)
+    heard = listen(lambda text: gate.gate.touch() if "other code in this worker took the signal SIGUSR2" in text else None)
 
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -357,7 +357,7 @@ def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
     loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
-    assert any("SIGUSR2 is in other hands" in text for text in heard.said)
+    assert any("other code in this worker took the signal SIGUSR2" in text for text in heard.said)
 
 
 def test_a_hand_off_that_takes_most_of_the_time_is_the_verdict() -> None:

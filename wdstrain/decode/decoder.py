@@ -154,7 +154,7 @@ class Decoder:
             values, bad, read = self._bytes(task)
         else:
             values, bad, read = self._read_fields(task, desk)
-        desk.leave()
+        desk.set_idle()
         return Result(
             task.batch_number, task.slot, values, bad, begun, read, time.perf_counter(), time.thread_time() - computed
         )
@@ -195,7 +195,7 @@ class Decoder:
             for row, (found, one) in enumerate(self._found(field.names, task, data)):
                 if row in done or row in bad:
                     continue
-                desk.at(row)
+                desk.set_row(row)
                 try:
                     if one is None:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
@@ -236,7 +236,7 @@ class Decoder:
         damaged = self._damaged(task)
         bad = list(damaged.values())
         for row, members in enumerate(self._by_row(task, data)):
-            desk.at(row)
+            desk.set_row(row)
             if row in damaged:
                 continue
             sample = {"__key__": task.keys[row], **{name: bytes(one) for name, one in members.items()}}

@@ -30,8 +30,8 @@ from wdstrain.decode.worker_queues import careful
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
-from wdstrain.runtime.signals import DEATH, DeferSignals
-from wdstrain.runtime.watchdog import ProgressBoard, Stacks
+from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
+from wdstrain.runtime.watchdog import ProgressBoard, WorkerStacks
 
 _PREFETCH = 2  # messages that a worker has at one time
 _SMALL = 256 << 10  # bytes of a tensor that is sent as it is
@@ -76,7 +76,7 @@ class WorkerProcesses:
     """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
 
     def __init__(self, decoder: Decoder, count: int, batch_size: int, batch_bytes: int, context: str | None) -> None:
-        self.count, self.desks, self._stacks = count, ProgressBoard(count), Stacks()
+        self.count, self.desks, self._stacks = count, ProgressBoard(count), WorkerStacks()
         self._stream = _Stream(count, _together(batch_size, batch_bytes))
         self._made: list[BaseProcess] = []  # by a start that is under way
         own_context = careful(multiprocessing.get_context(context), (_PREFETCH + 1) * count + 1)
@@ -90,7 +90,7 @@ class WorkerProcesses:
             in_order=torch.__version__ < "2.7",  # which gives to whoever is next in turn, whatever he has
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_worker, self._stacks, self.desks, decoder.slots),
-            multiprocessing_context=child_process.recording(own_context, self._made),
+            multiprocessing_context=child_process.recording_context(own_context, self._made),
             generator=torch.Generator(),  # the training process's own random numbers stay as they are
         )
         self._iterator: Any = None
@@ -118,7 +118,7 @@ class WorkerProcesses:
                 self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
-            with DeferSignals(DEATH):  # of these, nobody needs to hear
+            with DeferSignals(WORKER_DEATH):  # of these, nobody needs to hear
                 for worker in self._made:
                     if worker.pid is not None:  # it was started
                         worker.kill()  # a program's own answer to SIGTERM is theirs too
@@ -132,7 +132,7 @@ class WorkerProcesses:
         process = getattr(self._loader._iterator, "_workers", {number: None})[number]
         if process is None or process.pid is None or self.desks[number].state[0] == -2:  # a signal would end it
             return f"worker process {number}", "  (it has not begun yet)"
-        return f"worker process {number} (pid {process.pid})", self._stacks.ask(process.pid)
+        return f"worker process {number} (pid {process.pid})", self._stacks.read(process.pid)
 
     def leave(self) -> None:
         """In a forked child: the workers are the parent's, and go on.
@@ -196,7 +196,7 @@ class WorkerDeathsAsErrors(ContextDecorator):
 
 def _begun(held: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
     """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
-    held.let_go()
+    held.release()
     yield from tasks
 
 
@@ -288,8 +288,8 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _begin_worker(stacks: Stacks, desks: ProgressBoard, slots: Memory, worker: int) -> None:
-    child_process.begin()
+def _begin_worker(stacks: WorkerStacks, desks: ProgressBoard, slots: Memory, worker: int) -> None:
+    child_process.set_up_worker()
     slots.map_shared()
-    stacks.answer()
-    desks[worker].leave()
+    stacks.answer_signals()
+    desks[worker].set_idle()

@@ -17,7 +17,7 @@ from wdstrain.decode import worker_processes
 from wdstrain.decode.decoder import Decoder, Result, Task
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, stack_of
+from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, thread_stack
 
 _EACH = 2  # batches in flight for a thread
 
@@ -36,7 +36,7 @@ class InlineDecoder:
     count = 1
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._desk, self.desks = decoder, ProgressCell.apart(), ProgressBoard(0)
+        self._decoder, self._desk, self.desks = decoder, ProgressCell.unwatched(), ProgressBoard(0)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         return (self._decoder(task, self._desk) for task in tasks)
@@ -112,7 +112,7 @@ class DecoderThreads:
 
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a decoder."""
-        return f"decoder thread {number}", stack_of(self._threads[number].ident if self._threads else None)
+        return f"decoder thread {number}", thread_stack(self._threads[number].ident if self._threads else None)
 
     def close(self) -> None:
         with DeferSignals():

@@ -28,7 +28,7 @@ from wdstrain.loader.stats import EpochStats, Report
 from wdstrain.native import kernels
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size
-from wdstrain.runtime.signals import DEATH, DeferSignals
+from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.storage.local import Urls
@@ -315,7 +315,7 @@ class Loader:
         """End threads and worker processes. The loader can be used again; it starts new ones."""
         pipeline = self._pipeline
         if pipeline is not None:
-            with DeferSignals(DEATH):  # what it has ends too, and would drop the word
+            with DeferSignals(WORKER_DEATH):  # what it has ends too, and would drop the word
                 pipeline.close()
             # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
             pipeline.let_go()
@@ -415,7 +415,7 @@ def _end(pipeline: Pipeline) -> None:
     if threading.current_thread().name.startswith("wdstrain-"):
         threading.Thread(target=pipeline.close, daemon=False).start()
     else:
-        with DeferSignals(DEATH):  # of a worker that is about to end, nobody needs to hear
+        with DeferSignals(WORKER_DEATH):  # of a worker that is about to end, nobody needs to hear
             pipeline.close()
 
 

@@ -32,7 +32,7 @@ from wdstrain.reader.reader import Batch, Reader, batches_begun
 from wdstrain.reader.slot_sink import SlotSink, direct_fields
 from wdstrain.reader.step_blocks import step_blocks
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import StallWatchdog, stack_of
+from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
 from wdstrain.shards.index import Index, Ints
 from wdstrain.storage.prefetch import ReadStopped
 from wdstrain.storage.shard_cache import Cache
@@ -162,7 +162,7 @@ class Pipeline:
             0,
             0,
         )  # the number of the batch that comes out next, and the thread that waits for it
-        self._patience, self._watch = patience, StallWatchdog.idle()
+        self._patience, self._watch = patience, StallWatchdog.disabled()
         self._seconds = {"parse_seconds": 0.0, "decode_seconds": 0.0, "compute_seconds": 0.0}
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
@@ -288,7 +288,7 @@ class Pipeline:
             self._workers.close()
         self._reader.close()
         self._watch.close()
-        self._watch = StallWatchdog.idle()
+        self._watch = StallWatchdog.disabled()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Pipeline:
         """The next result, and what passed from the moment when it was both asked for and made until it was here."""
         asked, others = time.perf_counter(), self._seconds["parse_seconds"] + self._reader.shuffle_seconds
         self._waiter = threading.get_ident()
-        self._watch.waiting()
+        self._watch.start_wait()
         try:
             result = next(results, None)
         except MemoryError as error:  # of the batch as a whole; of a sample it is a reason
@@ -304,7 +304,7 @@ class Pipeline:
                 "there was no memory to make a batch. Lower batch_size, num_workers or shuffle_buffer, or give it more memory."
             ) from error
         finally:
-            self._watch.done()
+            self._watch.end_wait()
         if result is None:  # all that came before what cannot be read was delivered
             broken, self._broken = self._broken, None
             try:
@@ -333,9 +333,9 @@ class Pipeline:
         elif busy:
             said += "Stage decode:\n" + "\n".join(self._stuck(number, batch, row) for number, batch, row in busy)
         elif self._workers.desks.count == 0:
-            said += f"Stage decode, in the loop's own thread:\n{stack_of(self._waiter)}"
+            said += f"Stage decode, in the loop's own thread:\n{thread_stack(self._waiter)}"
         else:
-            said += f"Stage hand-off: no decoder has work; the thread that waits:\n{stack_of(self._waiter)}"
+            said += f"Stage hand-off: no decoder has work; the thread that waits:\n{thread_stack(self._waiter)}"
             idle = [self._workers.stack(number) for number in range(self._workers.desks.count)]
             said += "".join(f"\n{name}:\n{stack}" for name, stack in idle)
         _log.warning("%s", said)
@@ -359,10 +359,10 @@ class Pipeline:
         self._reader.stop()
         self._slots.reset()
         self._reader.start(epoch, step, until)
-        if self._patience and not self._watch.runs:
+        if self._patience and not self._watch.is_running:
             with DeferSignals():
                 self._watch = StallWatchdog(self._patience, self._tell)
-            self._watch.waiting()
+            self._watch.start_wait()
         batch_number = 0
         while epoch != until:
             begun, waited = time.perf_counter(), self._reader.shuffle_seconds

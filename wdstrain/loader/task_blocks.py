@@ -94,7 +94,7 @@ class TaskBuilder:
     def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: SlotSink | None = None) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
         self._sent = index.field_mask(wanted)
-        self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.apart()
+        self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.unwatched()
 
     def make(self, batch_number: int, epoch: int, slot: int, ids: Ints, offset: Ints, unreadable: dict[int, str]) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; unreadable: by row, why"""

@@ -80,7 +80,7 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
     board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     workers: list[BaseProcess] = []
-    context = child_process.recording(multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers)
+    context = child_process.recording_context(multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers)
     pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
     waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
     try:
@@ -129,7 +129,7 @@ _mine: tuple[Any, Memory] | None = None  # in a worker: its work and the parent'
 def _begin(work: Any, board: Memory) -> None:
     global _mine
     _mine = work, board
-    child_process.begin()
+    child_process.set_up_worker()
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # a process is a core's worth; and torch's threads do not outlive a fork

@@ -35,7 +35,7 @@ from wdstrain.reader.step_blocks import StepBlock
 from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
 from wdstrain.runtime.machine import memory
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.runtime.watchdog import stack_of
+from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.index import Index, Ints, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.local import LocalFile
@@ -313,7 +313,7 @@ class Reader:
         late = [begun.place for runs in list(self._runs.values()) for run in runs for begun in list(run.on_the_way)[:1]]
         place = late[0] if late else self._place
         what = f"{place[0].shown} is being read at offset {place[1]}" if place is not None else "nothing was read yet"
-        return f"{what}; the reader:\n{stack_of(self._thread.ident if self._thread is not None else None)}"
+        return f"{what}; the reader:\n{thread_stack(self._thread.ident if self._thread is not None else None)}"
 
     def release(self, batch_number: int) -> None:
         """The batches up to this batch number are decoded; batch numbers come in order."""

@@ -1,1 +1,1 @@
-"""This process and machine: usable cores and memory, deferred signals, file locks, child processes, the stall watchdog."""
+"""This process and machine: cores, memory, signals, file locks, child processes, the watchdog."""

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 256MB, 4GiB, 1000."""
+"""Sizes in bytes as people write them: 256MB, 4GiB, 1000."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """The number that a text means. Raises ValueError for one that is no size."""
+    """Return the number of bytes that a text states. Raises ValueError if it is not a size."""
     number = text.strip().upper().rstrip("BIKMGT")
     try:
         return int(float(number) * _UNITS[text.strip().upper()[len(number) :].strip()])
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write for example 256MB") from None
+        raise ValueError(f"{text!r} is not a size; write for example 256MB") from None
 
 
 def format_size(size: float) -> str:
-    """A number of bytes, short: 512 B, 7.3 KB, 94.1 MB."""
+    """Return a number of bytes as short text: 512 B, 7.3 KB, 94.1 MB."""
     for unit in ("B", "KB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -1,7 +1,7 @@
-"""A property that is computed once, without a lock.
+"""`cached_property` without a lock.
 
-Before Python 3.12 that of functools has a lock, one for all objects of a class. A process that is forked while a thread holds it, such as
-a reader's that plans, inherits it locked and waits for ever.
+Before Python 3.12, `functools.cached_property` has one lock for all objects of a class. A process
+that is forked while a thread holds the lock inherits it locked, and waits for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):
-    """Kept in the object's `__dict__`. Two threads may both compute it, and both have the value that was there first."""
+    """Property that is computed once and kept in the object's `__dict__`.
+
+    Two threads may both compute it. Both get the value that was stored first.
+    """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__

@@ -1,8 +1,7 @@
-"""How a worker process of ours begins: it leaves Ctrl-C to its parent, it ends when its parent ends, and it shares its memory.
+"""Set-up of worker processes: they ignore Ctrl-C, end with their parent and share its memory.
 
-Neither a pool nor a DataLoader sees to the second at once: the one lets its workers wait for ever when the parent was
-killed, the other looks every five seconds. And a collection of Python's writes to all there is: in a fork that copies 35 MB
-of what torch brought.
+A pool's workers wait for ever after their parent was killed, and those of a DataLoader notice it
+only after seconds. The set-up ends them at once.
 """
 
 from __future__ import annotations
@@ -19,33 +18,34 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 
-def begin() -> None:
-    """To be called first in a worker process."""
-    gc.freeze()  # what is there now stays, and is the parent's
-    # a group of its own: a signal that takes the job away (SIGTERM of a scheduler, of torchrun) is for the parent, who may need its
-    # workers for as long as it takes to write a checkpoint, and ends them
+def set_up_worker() -> None:
+    """Set up this worker process. Call it first in every worker."""
+    gc.freeze()  # a collection would write to inherited objects, and so copy the pages they are on
+    # A group of its own: a scheduler's SIGTERM to the job must not end the workers. The parent
+    # needs them until it has written its checkpoint, and then ends them.
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches every process of a terminal; only the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the workers
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+        threading.Thread(target=_exit_with, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    wait([parent])
+def _exit_with(parent_sentinel: int) -> None:
+    """Wait for the parent process to end, and end this process."""
+    wait([parent_sentinel])
     os._exit(1)
 
 
-def recording(context: BaseContext, started: list[BaseProcess]) -> BaseContext:
-    """Return a copy of the context that appends each process it makes to `started`.
+def recording_context(context: BaseContext, started: list[BaseProcess]) -> BaseContext:
+    """Return a copy of the context that appends every process it creates to `started`.
 
-    The children of this process may also belong to other threads, so `active_children` is no list of a caller's workers.
+    `multiprocessing.active_children` cannot replace it: other threads may have children too.
     """
-    ours = copy(context)
+    recorder = copy(context)
 
     def process(*arguments: Any, **options: Any) -> BaseProcess:
         started.append(context.Process(*arguments, **options))  # type: ignore[attr-defined]
         return started[-1]
 
-    ours.Process = process  # type: ignore[attr-defined]
-    return ours
+    recorder.Process = process  # type: ignore[attr-defined]
+    return recorder

@@ -1,11 +1,11 @@
-"""Locks on places of a file, which end with whoever holds them, however that ends.
+"""Locks on byte positions of a file, which the system releases when their process ends.
 
-Linux's locks of open file descriptions: they hold between threads and between processes, and one that is killed leaves none
-behind. The older kind of POSIX belongs to a process, so threads would not see each other's, and closing any descriptor of
-the file would drop them all.
+They are Linux's locks of open file descriptions. They hold between threads and between processes.
+POSIX locks belong to a process: threads would share them, and closing any descriptor of the file
+would release them all.
 
-A forked child has the open files of its parent, and so the locks on them: they would hold until the child ends, too. So whoever
-locks opens and closes the file here.
+A forked child inherits open files and so their locks, which would hold until the child ends too.
+Files must therefore be opened and closed with the functions of this module.
 """
 
 from __future__ import annotations
@@ -17,49 +17,47 @@ import struct
 
 available = hasattr(fcntl, "F_OFD_SETLK")
 
-_open: set[int] = set()
+_open_files: set[int] = set()
 
 
-def opened(path: str, flags: int, mode: int = 0o666) -> int:
-    """A file opened to lock places of it. A forked child closes it as it begins."""
+def open_file(path: str, flags: int, mode: int = 0o666) -> int:
+    """Return the descriptor of a file whose positions can be locked. A forked child closes it."""
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
-    _open.add(fd)
+    _open_files.add(fd)
     return fd
 
 
-def close(fd: int) -> None:
-    """Close such a file, and end its locks, also where a process that was just forked has the file still. In a child it is closed."""
-    if fd in _open:
-        _open.discard(fd)
+def close_file(fd: int) -> None:
+    """Release the file's locks and close it. Does nothing in a forked child.
+
+    The locks are released even if a child that was just forked still has the file open.
+    """
+    if fd in _open_files:
+        _open_files.discard(fd)
         try:
             if available:
-                _set(fd, fcntl.F_UNLCK, 0, 0)
+                _set_lock(fd, fcntl.F_UNLCK, 0, 0)
         finally:
             os.close(fd)
 
 
-def _close_all() -> None:
-    for fd in _open:
-        os.close(fd)
-    _open.clear()
+def try_lock(fd: int, position: int, *, shared: bool = False) -> bool:
+    """Lock one byte position of a file without waiting. Returns False if another lock conflicts.
+
+    position: may be beyond the end of the file. shared: allow other shared locks on it.
+    Raises OSError.
+    """
+    return _set_lock(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, position)
 
 
-os.register_at_fork(after_in_child=_close_all)
+def unlock(fd: int, position: int) -> None:
+    """Release the lock on one byte position. Raises OSError."""
+    _set_lock(fd, fcntl.F_UNLCK, position)
 
 
-def try_lock(fd: int, place: int, *, shared: bool = False) -> bool:
-    """Lock one place of a file, which may lie beyond its end. False if somebody else's lock is in the way."""
-    return _set(fd, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, place)
-
-
-def unlock(fd: int, place: int) -> None:
-    _set(fd, fcntl.F_UNLCK, place)
-
-
-def _set(fd: int, kind: int, place: int, size: int = 1) -> bool:
-    request = struct.pack(
-        "hhxxxxqqixxxx", kind, 0, place, size, 0
-    )  # struct flock: from the file's start; of size 0, to its end
+def _set_lock(fd: int, kind: int, start: int, size: int = 1) -> bool:
+    """Set or release a lock on `size` bytes; size 0: up to the end of the file."""
+    request = struct.pack("hhxxxxqqixxxx", kind, 0, start, size, 0)  # struct flock
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
     except OSError as error:
@@ -67,3 +65,13 @@ def _set(fd: int, kind: int, place: int, size: int = 1) -> bool:
             return False
         raise
     return True
+
+
+def _close_inherited() -> None:
+    """Close all files in a forked child, so that it does not keep their locks."""
+    for fd in _open_files:
+        os.close(fd)
+    _open_files.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

@@ -1,4 +1,7 @@
-"""What this machine has for this process: a job's scheduler and a container make it fewer than the machine has."""
+"""Cores and memory that this process may use.
+
+A scheduler or a container may allow fewer than the machine has, by CPU affinity or control groups.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +9,65 @@ import math
 import os
 from contextlib import suppress
 
-_GROUPS = "/sys/fs/cgroup"
+_CGROUPS = "/sys/fs/cgroup"
 
 
 def cores() -> int:
-    """Processors for this process, at least 1: its share of those that it may run on, and of the quota of its container.
+    """Return the number of cores of this process, at least 1.
 
-    LOCAL_WORLD_SIZE, which torchrun sets, is the number of processes that share them. One that has processors of its own, fewer than
-    its parent, shares only the quota.
+    It is limited by CPU affinity and by the CPU quota of the container. LOCAL_WORLD_SIZE, which
+    torchrun sets, is the number of processes that share them. A process whose affinity is narrower
+    than its parent's has its cores for itself, and shares only the quota.
     """
     usable, local = os.cpu_count() or 1, os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing, bound = int(local) if local.isdecimal() and int(local) else 1, False
+    processes, has_own_cores = int(local) if local.isdecimal() and int(local) else 1, False
     if hasattr(os, "sched_getaffinity"):
         usable = len(os.sched_getaffinity(0))
         with suppress(OSError):  # the parent has ended
-            bound = usable < len(os.sched_getaffinity(os.getppid()))
-    usable = usable if bound else usable // sharing
-    return max(1, math.ceil(min(usable, _quota() / sharing)))
+            has_own_cores = usable < len(os.sched_getaffinity(os.getppid()))
+    usable = usable if has_own_cores else usable // processes
+    return max(1, math.ceil(min(usable, _cpu_quota() / processes)))
 
 
 def memory() -> int:
-    """Bytes of memory that this process and its neighbours may use."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for group in _groups("memory"):
+    """Return the bytes of memory that this process and others of its control group may use."""
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in _cgroup_folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            with suppress(OSError, ValueError):  # not there, or "max"
-                found = min(found, int(_read(f"{group}/{name}")))
-    return found
+            with suppress(OSError, ValueError):  # the file is missing, or says "max"
+                limit = min(limit, int(_read(f"{group}/{name}")))
+    return limit
 
 
-def _quota() -> float:
-    """Processors whose time the control groups of this process let it use; may be a fraction, and infinite."""
-    found = math.inf
-    for group in _groups("cpu"):
-        with suppress(OSError, ValueError, ZeroDivisionError):  # not there, or "max"
+def _cpu_quota() -> float:
+    """Return the number of cores that the control groups allow; a fraction, or infinite."""
+    quota = math.inf
+    for group in _cgroup_folders("cpu"):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # the file is missing, or says "max"
             time, period = _read(f"{group}/cpu.max").split()
-            found = min(found, int(time) / int(period))
+            quota = min(quota, int(time) / int(period))
         with suppress(OSError, ValueError, ZeroDivisionError):
             time, period = _read(f"{group}/cpu.cfs_quota_us"), _read(f"{group}/cpu.cfs_period_us")
-            found = min(found, int(time) / int(period) if int(time) > 0 else math.inf)  # -1: no quota
-    return found
+            if int(time) > 0:  # -1: no quota
+                quota = min(quota, int(time) / int(period))
+    return quota
 
 
-def _groups(controller: str) -> list[str]:
-    """Folders of the control groups, version 2 or version 1, that limit this process: its own and those around it."""
-    found = [_GROUPS, f"{_GROUPS}/{controller}"]  # in a container these are its own
+def _cgroup_folders(controller: str) -> list[str]:
+    """Return the folders of the control groups (version 1 or 2) that limit this process.
+
+    They are its own group and all groups around it.
+    """
+    folders = [_CGROUPS, f"{_CGROUPS}/{controller}"]  # inside a container these are its own group
     with suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if not controllers or controller in controllers.split(","):
-                mount = f"{_GROUPS}/{controller}" if controllers else _GROUPS
+                mount = f"{_CGROUPS}/{controller}" if controllers else _CGROUPS
                 while path.strip("/"):
-                    found.append(mount + path)
+                    folders.append(mount + path)
                     path = path.rpartition("/")[0]
-    return found
+    return folders
 
 
 def _read(path: str) -> str:

@@ -1,60 +1,61 @@
-"""Ctrl-C, and word of a worker that died, which wait while a thread or process is half begun.
+"""Deferral of Ctrl-C and of torch's error about a dead worker, while threads or processes start.
 
-Python raises KeyboardInterrupt between any two steps of the main thread, also between that which starts a thread and that which notes that it
-is there: nobody would end it. A notebook's cells are interrupted often, and its kernel lives on. So what is begun is begun whole, and
-the interrupt comes right after. Torch raises the death of a worker in the same way; within a fork, and while the end of an object
-is seen to, Python would print and drop it.
+Python raises KeyboardInterrupt between any two steps of the main thread. If it comes between the
+start of a thread and the line that stores the thread, nobody ends that thread. Torch raises the
+death of a worker process in the same way. During a fork or a finalizer, Python prints and drops
+such an exception. Starts are therefore made within `DeferSignals`, which delivers the signals at
+its end.
 """
 
 from __future__ import annotations
 
-# what signal's functions call: they look each answer up among their enumerations, which takes ten times as long
+# `signal.signal` looks handlers up in enumerations, which takes ten times as long as `_signal`
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from typing import Any
 
-DEATH = "SIGCHLD"  # of a worker process
+WORKER_DEATH = "SIGCHLD"  # torch's handler raises if a worker process has died
 
 
 class DeferSignals:
-    """Lets them wait within `with`. Elsewhere than in the main thread, where they never come, nothing is done."""
+    """Context manager that defers signals to its end. Does nothing outside the main thread."""
 
     def __init__(self, *names: str) -> None:
-        """names: of the signals that wait, where it is not both."""
-        self._numbers = [getattr(signal, name) for name in names or ("SIGINT", DEATH) if hasattr(signal, name)]
+        """names: the signals to defer; default: SIGINT and WORKER_DEATH."""
+        self._numbers = [getattr(signal, name) for name in names or ("SIGINT", WORKER_DEATH) if hasattr(signal, name)]
         self._arrived = set[int]()
-        self._former = dict[int, Any]()
-        self._holding = False
+        self._handlers = dict[int, Any]()  # the handlers that were set before, by signal
+        self._deferring = False
 
     def __enter__(self) -> DeferSignals:
         if threading.current_thread() is threading.main_thread():
-            self._holding = True
+            self._deferring = True
             for number in self._numbers:
-                former = _signal.getsignal(number)
-                if callable(former):  # somebody answers it by an exception, perhaps
-                    self._former[number] = former
-                    _signal.signal(number, self._note)
+                handler = _signal.getsignal(number)
+                if callable(handler):  # only a Python function can raise an exception
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.let_go()
+        self.release()
         for number in sorted(self._arrived):
             signal.raise_signal(number)
 
-    def let_go(self) -> None:
-        """From here on they come as they did, before the end."""
-        self._holding = False
-        for number in reversed(self._former):  # with SIGINT as the last, which may come at once
-            self._put_back(number)
+    def release(self) -> None:
+        """Stop deferring now. Signals that have arrived are still delivered at the end."""
+        self._deferring = False
+        for number in reversed(self._handlers):  # SIGINT last: its handler may raise at once
+            self._restore(number)
 
-    def _put_back(self, number: int) -> None:
-        if _signal.getsignal(number) == self._note:  # torch puts its own before what it finds
-            _signal.signal(number, self._former[number])
+    def _restore(self, number: int) -> None:
+        if _signal.getsignal(number) == self._on_signal:  # else torch has set a handler meanwhile
+            _signal.signal(number, self._handlers[number])
 
-    def _note(self, number: int, frame: object) -> None:
-        if self._holding:
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._deferring:
             self._arrived.add(number)
-        else:  # torch's handler calls what it found when it was set, while we held; or Ctrl-C came while it was put back
-            self._put_back(number)
-            self._former[number](number, frame)
+        else:  # it came during `_restore`, or from a handler of torch that replaced this one
+            self._restore(number)
+            self._handlers[number](number, frame)

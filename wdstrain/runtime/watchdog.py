@@ -1,10 +1,12 @@
-"""Who is stuck: found when nothing came for a while, and told with the Python stack, in threads and in other processes.
+"""Stall watchdog: finds the thread or process that is stuck, and its Python stack.
 
-Whoever decodes has a desk, two integers in shared memory: which batch it is at and which row of it; writing them costs less than a
-thousandth of decoding a picture. A thread looks at the desks a few times in the time after which silence is told. Of a thread
-of this process the interpreter knows the stack. A worker process is asked by a signal, and `faulthandler` writes the stack to a file
-without a name that both know: that works where the worker holds the interpreter's lock in a library's code for ever, as a debugger
-or a thread of its own in the worker would not. Nothing is ended: what is slow and not dead goes on when it is done.
+Each decoder has a `ProgressCell` of two integers in shared memory: its batch and its row. While the
+loop waits for a batch, the thread of a `StallWatchdog` calls a function that reports the cells.
+`thread_stack` gives the stack of a thread of this process. `WorkerStacks` gives that of a worker
+process: a signal makes the worker's `faulthandler` write its stack to a shared file. That works
+even if C code in the worker never releases the GIL.
+
+The watchdog ends nothing: a slow decoder goes on.
 """
 
 from __future__ import annotations
@@ -29,47 +31,53 @@ from wdstrain.memory.shared import Memory
 
 _log = logging.getLogger("wdstrain")
 
-_LOOKS = 4  # times that somebody looks in the time after which silence is told
-_SOON = 0.01  # seconds between looks at least
-_CALLS = 12  # of a stack that are shown: the rest is how a thread or process of ours begins
-_ANSWER = 2.0  # seconds in which a worker that is asked for its stack answers
-_ASK = getattr(signal, "SIGUSR2", None)  # nothing else in a worker of ours listens to it
+_CHECKS = 4  # checks of the watchdog in `patience` seconds
+_SHORTEST_CHECK = 0.01  # least seconds between checks
+_STACK_CALLS = 12  # calls of a stack that are shown; the outer ones only start the thread
+_ANSWER_SECONDS = 2.0  # time for a worker process to write its stack
+_SIGNAL = getattr(signal, "SIGUSR2", None)  # asks a worker process for its stack
+
+_IDLE, _FIRST_BATCH = 1, 2  # first integer of a cell: 1 without work, n + 2 for batch n; 0 at first
 
 
 class ProgressCell:
-    """What one decoder is at."""
+    """Progress of one decoder: current batch and row."""
 
     def __init__(self, cells: memoryview) -> None:
-        self._cells = cells  # 0: nobody came yet; 1: no work; else the batch number of a task and 2. Then the row of its batch
+        """cells: int64[2] in zeroed memory."""
+        self._cells = cells
 
     def begin(self, batch_number: int) -> None:
+        """Note that the decoder works on the first row of a batch."""
         self._cells[1] = 0
-        self._cells[0] = batch_number + 2
+        self._cells[0] = batch_number + _FIRST_BATCH
 
-    def at(self, row: int) -> None:
+    def set_row(self, row: int) -> None:
+        """Note the row of the batch that the decoder works on."""
         self._cells[1] = row
 
-    def leave(self) -> None:
-        self._cells[0] = 1
+    def set_idle(self) -> None:
+        """Note that the decoder has no work."""
+        self._cells[0] = _IDLE
 
     @property
     def row_address(self) -> int:
-        """Where the row is, in this process, as long as the desk is: for code in C that goes from row to row."""
+        """Address of the row (int64) in this process, for C code; valid while the cell exists."""
         return ctypes.addressof(ctypes.c_int64.from_buffer(self._cells, 8))
 
     @classmethod
-    def apart(cls) -> ProgressCell:
-        """One that nobody looks at."""
+    def unwatched(cls) -> ProgressCell:
+        """Return a cell of its own, which no watchdog reads."""
         return cls(memoryview(bytearray(16)).cast("q"))
 
     @property
     def state(self) -> tuple[int, int]:
-        """(batch number of the task, row of its batch); -1 for the batch number where there is no work, -2 where nobody came yet."""
-        return self._cells[0] - 2, self._cells[1]
+        """Batch number and row. The batch number is -1 without work, -2 before the start."""
+        return self._cells[0] - _FIRST_BATCH, self._cells[1]
 
 
 class ProgressBoard:
-    """The desks of some decoders, of which each process takes those it needs. Travels to worker processes."""
+    """Progress cells of `count` decoders in shared memory. Can be pickled for worker processes."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -79,8 +87,8 @@ class ProgressBoard:
         return ProgressCell(self._memory.view[16 * number : 16 * number + 16].cast("q"))
 
 
-class Stacks:
-    """The Python stacks of worker processes, which answer to a signal. Travels to them as a descriptor."""
+class WorkerStacks:
+    """Python stacks of worker processes. Can be pickled for worker processes."""
 
     def __init__(self) -> None:
         with tempfile.TemporaryFile() as file:
@@ -90,80 +98,94 @@ class Stacks:
         self._fd = fd
         weakref.finalize(self, os.close, fd)
 
-    def __reduce__(self) -> tuple[Callable[[Any], Stacks], tuple[Any]]:
-        return _stacks_at, (DupFd(self._fd),)
+    def __reduce__(self) -> tuple[Callable[[Any], WorkerStacks], tuple[Any]]:
+        return _attach, (DupFd(self._fd),)
 
-    def answer(self) -> None:
-        """To be called in the worker: from now on it answers."""
-        if _ASK is not None:
-            faulthandler.register(_ASK, self._fd, all_threads=False)
+    def answer_signals(self) -> None:
+        """In the worker: write the stack when the parent asks for it."""
+        if _SIGNAL is not None:
+            faulthandler.register(_SIGNAL, self._fd, all_threads=False)
 
-    def ask(self, process: int) -> str:
-        """The stack of a worker, as text; of one that does not answer, what the system says of it."""
-        if _ASK is None:
-            return "  (this system has no signal to ask it with)"
-        if not _listens(process):
-            return "  (it does not listen: the signal SIGUSR2 is in other hands in this worker)"
-        begun = os.fstat(self._fd).st_size
+    def read(self, pid: int) -> str:
+        """Return the stack of a worker process as text, or the reason why there is none."""
+        if _SIGNAL is None:
+            return "  (this system has no signal that asks for a stack)"
+        if not _catches_signal(pid):
+            return "  (no stack: other code in this worker took the signal SIGUSR2)"
+        offset = os.fstat(self._fd).st_size
         with suppress(ProcessLookupError):
-            os.kill(process, _ASK)
-        until, before, found = time.monotonic() + _ANSWER, b"", b""
-        while (not found or found != before) and time.monotonic() < until:  # it is written line by line
-            time.sleep(_ANSWER / 50)
-            before, found = found, os.pread(self._fd, 1 << 16, begun)
-        calls = [line.strip() for line in found.decode(errors="replace").splitlines() if line.lstrip().startswith("File")]
-        return _shown(calls) if calls else f"  (it does not answer: {_state(process)})"
+            os.kill(pid, _SIGNAL)
+        # the stack is written line by line: read until two reads are equal
+        deadline, before, text = time.monotonic() + _ANSWER_SECONDS, b"", b""
+        while (not text or text != before) and time.monotonic() < deadline:
+            time.sleep(_ANSWER_SECONDS / 50)
+            before, text = text, os.pread(self._fd, 1 << 16, offset)
+        calls = [line.strip() for line in text.decode(errors="replace").splitlines() if line.lstrip().startswith("File")]
+        return _format_stack(calls) if calls else f"  (no answer from the process: {_process_state(pid)})"
 
 
-def _stacks_at(handle: Any) -> Stacks:
-    stacks = Stacks.__new__(Stacks)
+def _attach(handle: Any) -> WorkerStacks:
+    """Return the unpickled object in a worker process."""
+    stacks = WorkerStacks.__new__(WorkerStacks)
     stacks._adopt(handle.detach())
     return stacks
 
 
-def stack_of(thread: int | None) -> str:
-    """The stack of a thread of this process by its identity, as text, the most recent call first."""
+def thread_stack(thread: int | None) -> str:
+    """Return the stack of a thread of this process as text, the most recent call first.
+
+    thread: its identity (`Thread.ident`).
+    """
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "  (the thread has ended)"
     calls = [f'File "{call.filename}", line {call.lineno} in {call.name}' for call in traceback.extract_stack(frame)]
-    return _shown(calls[::-1])
+    return _format_stack(calls[::-1])
 
 
-def _shown(calls: list[str]) -> str:
-    more = [f"... and {len(calls) - _CALLS} more"] if len(calls) > _CALLS else []
-    return "\n".join(f"  {call}" for call in calls[:_CALLS] + more)
+def _format_stack(calls: list[str]) -> str:
+    more = [f"... and {len(calls) - _STACK_CALLS} more"] if len(calls) > _STACK_CALLS else []
+    return "\n".join(f"  {call}" for call in calls[:_STACK_CALLS] + more)
 
 
-def _listens(process: int) -> bool:
-    """Whether a process catches the signal, which would end it otherwise; True where the system does not say."""
-    with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
+def _catches_signal(pid: int) -> bool:
+    """Return whether a process has a handler for the signal, which would end it otherwise.
+
+    True if the system does not say.
+    """
+    with suppress(OSError, ValueError), open(f"/proc/{pid}/status") as file:
         for line in file:
-            if line.startswith("SigCgt:") and _ASK is not None:
-                return bool(int(line.split()[1], 16) >> (int(_ASK) - 1) & 1)
+            if line.startswith("SigCgt:") and _SIGNAL is not None:
+                return bool(int(line.split()[1], 16) >> (int(_SIGNAL) - 1) & 1)
     return True
 
 
-def _state(process: int) -> str:
+def _process_state(pid: int) -> str:
+    """Return the state of a process in words."""
     try:
-        with open(f"/proc/{process}/stat") as file:
+        with open(f"/proc/{pid}/stat") as file:
             letter = file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return "it is not there any more"
-    words = {"T": "stopped", "D": "waiting in the kernel, for a disk or a network", "Z": "dead", "S": "asleep", "R": "running"}
-    return words.get(letter, f"in state {letter}")
+        return "it has ended"
+    names = {"T": "stopped", "D": "waiting in the kernel for a disk or a network", "Z": "dead", "S": "asleep", "R": "running"}
+    return names.get(letter, f"in state {letter}")
 
 
 class StallWatchdog:
-    """A thread that tells of silence: while somebody waits for longer than `patience` seconds, `look` is called for what to tell.
+    """Thread that reports a stall while the loop waits for a batch.
 
-    It is told again after twice the time, and so on. `waiting` and `done` are for whoever waits, and cost nothing.
+    `start_wait` and `end_wait` cost nothing.
     """
 
-    def __init__(self, patience: float, look: Callable[[float], None]) -> None:
-        self._patience, self._look = patience, look
-        self._since: float | None = None
-        self._running = threading.Lock()  # until the end
+    def __init__(self, patience: float, report: Callable[[float], None]) -> None:
+        """patience: seconds of waiting before the first report; 0: no thread and no reports.
+
+        report: called in the watchdog's thread with the seconds of waiting: after `patience`
+        seconds, after twice that time, and so on.
+        """
+        self._patience, self._report = patience, report
+        self._wait_start: float | None = None
+        self._running = threading.Lock()  # held until `close`
         self._running.acquire()
         self._thread: threading.Thread | None = None
         if patience:
@@ -171,38 +193,44 @@ class StallWatchdog:
             self._thread.start()
 
     @classmethod
-    def idle(cls) -> StallWatchdog:
-        """One that never tells anything, without a thread."""
+    def disabled(cls) -> StallWatchdog:
+        """Return a watchdog without a thread, which never reports."""
         return cls(0, lambda _: None)
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
+        """Whether it has a thread."""
         return self._thread is not None
 
-    def waiting(self) -> None:
-        self._since = time.monotonic()
+    def start_wait(self) -> None:
+        """Note that the loop waits for a batch from now on."""
+        self._wait_start = time.monotonic()
 
-    def done(self) -> None:
-        self._since = None
+    def end_wait(self) -> None:
+        """Note that the loop does not wait."""
+        self._wait_start = None
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # another thread closes it too
+        """End the thread. May be called several times, from any thread."""
+        with suppress(RuntimeError):  # it is closed already
             self._running.release()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
-        told: float | None = None
+        reported_wait: float | None = None
         due = self._patience
-        while not self._running.acquire(timeout=max(_SOON, self._patience / _LOOKS)):
-            since = self._since
-            if since != told:
-                told, due = since, self._patience
-            if since is not None and time.monotonic() - since >= due:
+        while not self._running.acquire(timeout=max(_SHORTEST_CHECK, self._patience / _CHECKS)):
+            wait_start = self._wait_start
+            if wait_start != reported_wait:
+                reported_wait, due = wait_start, self._patience
+            if wait_start is not None and time.monotonic() - wait_start >= due:
                 due *= 2
                 try:
-                    self._look(time.monotonic() - since)
-                except Exception:  # what is looked at goes on meanwhile, and may be gone; the next look may tell
+                    self._report(time.monotonic() - wait_start)
+                except Exception:  # what the report reads may be gone by now
                     _log.warning(
-                        "no batch for %.0f s; looking for who is stuck failed", time.monotonic() - since, exc_info=True
+                        "no batch for %.0f s; the search for the stalled stage failed",
+                        time.monotonic() - wait_start,
+                        exc_info=True,
                     )

@@ -130,7 +130,7 @@ class Cache:
             raise
         file.close()
         with self._alone(stopping), suppress(FileNotFoundError):
-            fd = file_locks.opened(path, os.O_RDWR)
+            fd = file_locks.open_file(path, os.O_RDWR)
             with CachedFile(self, shard, fd, final, stopping) as again:  # it may have been just being made
                 if not self._is_sound(again, path) and not _removed(fd, path):
                     raise _InUseError
@@ -190,14 +190,14 @@ class Cache:
         """A file that is marked as in use, None if it is not there."""
         while True:
             try:
-                fd = file_locks.opened(path, flags)
+                fd = file_locks.open_file(path, flags)
             except FileNotFoundError:
                 return None
             while not try_lock(fd, _IN_USE, shared=True) and not stopping.wait(_PAUSE):
                 pass  # somebody is about to take it out
             if os.fstat(fd).st_nlink or stopping.is_set():
                 return fd
-            file_locks.close(fd)
+            file_locks.close_file(fd)
 
     def _begin(self, final: str, size: int, stopping: threading.Event) -> bool:
         """Make the file in which a shard will be filled. False where there is no room for it."""
@@ -235,14 +235,14 @@ class Cache:
     @contextmanager
     def _alone(self, stopping: threading.Event) -> Iterator[None]:
         """Nobody else adds a shard meanwhile."""
-        fd = file_locks.opened(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT)
+        fd = file_locks.open_file(os.path.join(self.folder, ".lock"), os.O_RDWR | os.O_CREAT)
         try:
             while not try_lock(fd, 0):
                 if stopping.wait(_PAUSE):
                     raise StorageError(f"{self.folder}: reading was stopped.")
             yield
         finally:
-            file_locks.close(fd)
+            file_locks.close_file(fd)
 
 
 class CachedFile:
@@ -340,7 +340,7 @@ class CachedFile:
             self._remote = None
         self._block = None
         if self._fd >= 0:
-            file_locks.close(self._fd)
+            file_locks.close_file(self._fd)
             self._fd = -1
 
     def __enter__(self) -> CachedFile:
@@ -424,7 +424,7 @@ class _InUseError(Exception):
 def _take_out(path: str) -> bool:
     """Remove a shard if nobody reads it and it is ours to remove."""
     try:
-        fd = file_locks.opened(path, os.O_RDWR)
+        fd = file_locks.open_file(path, os.O_RDWR)
     except OSError:
         return False
     try:
@@ -432,7 +432,7 @@ def _take_out(path: str) -> bool:
     except OSError:
         return False
     finally:
-        file_locks.close(fd)
+        file_locks.close_file(fd)
 
 
 def _removed(fd: int, path: str) -> bool:

@@ -84,11 +84,11 @@ class Run:
     def close(self) -> None:
         """Let another process have the folder."""
         if self._fd >= 0:
-            file_locks.close(self._fd)
+            file_locks.close_file(self._fd)
             self._fd = -1
 
     def _lock(self) -> None:
-        self._fd = file_locks.opened(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = file_locks.open_file(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
         if file_locks.available and not file_locks.try_lock(self._fd, 0):
             raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
 

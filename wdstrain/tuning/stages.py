@@ -188,7 +188,7 @@ class Bare:
 
     def run(self, number: int, seconds: float) -> Ran:
         """What one decoder does in this time, the `number`th of several that run at a time."""
-        desk, done = ProgressCell.apart(), 0
+        desk, done = ProgressCell.unwatched(), 0
         self._decoder(self._tasks[0]._replace(slot=number), desk)  # the first takes longer: libraries begin, memory is mapped
         begun = time.perf_counter()
         while (spent := time.perf_counter() - begun) < seconds or not done:
