@@ -163,7 +163,7 @@ class Curves:
     def _repr_html_(self) -> str:
         ends = [(name, range(1, len(ys) + 1), ys) for name, ys in self.lines.items()]
         lines = [charts.Line(*one) for one in ends]
-        return charts.part(self.title, charts.lines(lines, across=self.across))
+        return charts.fragment(self.title, charts.lines(lines, across=self.across))
 
 
 def plot(title: str, across: str, **lines: list[float]) -> None:

@@ -216,7 +216,7 @@ def body(what: Prospect) -> str:
 
 def part(what: Prospect) -> str:
     """A part of a notebook."""
-    return charts.part("what an epoch would do", body(what))
+    return charts.fragment("what an epoch would do", body(what))
 
 
 def page(what: Prospect) -> str:

@@ -102,7 +102,7 @@ class Info:
             parts.append(f"<p><b>{escape(one.label)}</b> {escape('; '.join(notes(one)))}</p>")
             parts.append(charts.bars(shown(one)) if one.classes else charts.table(dict(spread(one))))
         parts += [f'<p class="wrong">{escape(one)}</p>' for one in self.findings]
-        return charts.part("what is in there", "".join(parts))
+        return charts.fragment("what is in there", "".join(parts))
 
     # --- lines -------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def loader_card(
     if report["batches"]:
         rows["verdict"] = report["verdict"]
         rows |= {"bad samples": str(report["bad"])} if report["bad"] else {}
-    return charts.part("Loader", charts.table(rows))
+    return charts.fragment("Loader", charts.table(rows))
 
 
 def _said(field: Field, rows: int) -> str:

@@ -81,7 +81,7 @@ class Report(dict[str, Any]):
         counts |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
         body = f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"
-        return charts.part(f"epoch {self['epoch']}", body)
+        return charts.fragment(f"epoch {self['epoch']}", body)
 
 
 @dataclass

@@ -40,7 +40,7 @@ def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     said = "".join(f"<p>{escape(printable(note))}</p>" for note in notes)
     cells = "".join(_figure(one) for one in samples)
     body = f'<style>{_STYLE}</style>{said}<div class="sheet" style="grid-template-columns:repeat(auto-fill,{across})">{cells}</div>'
-    return charts.part(printable(title), body)
+    return charts.fragment(printable(title), body)
 
 
 def page(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:

@@ -1,8 +1,14 @@
-"""Texts that come from data, as they may be shown: what a shard says must not steer a terminal or break a page."""
+"""Text from data that is safe to show: it cannot steer a terminal or break a page."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """A text as one line that any terminal, font and file can hold: what cannot be printed is shown as a mark."""
-    return "".join(one if one.isprintable() or one in "\u200c\u200d" else " " if one.isspace() else "\ufffd" for one in text)
+    """Return a text as one line without control characters.
+
+    Whitespace becomes a space. Other characters that cannot be printed become U+FFFD. Zero-width
+    joiners stay, because scripts and emoji need them.
+    """
+    return "".join(
+        char if char.isprintable() or char in "\u200c\u200d" else " " if char.isspace() else "\ufffd" for char in text
+    )

@@ -242,7 +242,7 @@ class Index:
             "fields": ", ".join(self.fields),
             "labels": ", ".join(label.name for label in self.labels) or "none are known",
         }
-        return charts.part("Index", charts.table(rows))
+        return charts.fragment("Index", charts.table(rows))
 
     def expected_state(self, shard: ShardFile) -> str:
         """Return the state that a shard must still have when it is read.

@@ -137,7 +137,9 @@ def _mistakes(head: Head, details: Mapping[str, Any] | None) -> str:
         return ""
     counts = details["confusion"]
     if len(head.classes) <= _CLASSES:
-        return _card(f"{head.name}: true class by row, said by column", charts.matrix(head.classes, counts))
+        return _card(
+            f"{head.name}: confusion matrix (rows: true class, columns: prediction)", charts.matrix(head.classes, counts)
+        )
     worst = dict(sorted(details["classes"].items(), key=lambda one: one[1])[:_CLASSES])
     weakest = _card(
         f"{head.name}: classes that are known least", charts.bars({name: round(part, 3) for name, part in worst.items()})

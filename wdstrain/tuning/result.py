@@ -134,7 +134,7 @@ class Bench:
         most = {"achieved": self.achieved, **self._limits(self.num_workers)}
         bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in most.items()})
         facts = charts.table(dict(self.rows()[:-1]))
-        return charts.part("what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
+        return charts.fragment("what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
 
     def _limits(self, num_workers: int) -> dict[str, float]:
         kind = "processes" if num_workers else "threads"
