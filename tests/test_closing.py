@@ -30,7 +30,7 @@ RANGE = 64 << 10  # bytes: some 32 samples
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request brings few samples."""
     monkeypatch.setattr(prefetch, "RANGE", RANGE)
-    monkeypatch.setattr(read_blocks, "_FAR", RANGE)
+    monkeypatch.setattr(read_blocks, "_REMOTE", RANGE)
 
 
 def checked(batch: dict[str, Any]) -> int:
@@ -258,7 +258,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         tmp_path / "set", {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")}, batch_size=8, shuffle=False
     )
 
-    def get(self: slot_sink._Taken, batch_number: int, default: int) -> int:
+    def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
         slot = dict.get(self, batch_number, default)
         assert loader._pipeline is not None
         closer = threading.Thread(target=loader._pipeline._reader.end)
@@ -266,7 +266,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         closer.join(20)
         return slot
 
-    monkeypatch.setattr(slot_sink._Taken, "get", get, raising=False)
+    monkeypatch.setattr(slot_sink._SlotByBatch, "get", get, raising=False)
     with pytest.raises(WdstrainError, match="stopped"):
         next(iter(loader))
     loader.close()

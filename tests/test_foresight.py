@@ -79,7 +79,7 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     folder = odd_shards(tmp_path / "odd") if kind == "odd" else write_shards(tmp_path / "few", [7, 13, 1])
-    monkeypatch.setattr(read_blocks, "_NEAR", 4 << 20)
+    monkeypatch.setattr(read_blocks, "_LOCAL", 4 << 20)
     for module in (read_blocks, itinerary):
         monkeypatch.setattr(module, "READ_SAMPLES", 1024)
     sources: list[Recorder] = []

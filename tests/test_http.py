@@ -219,7 +219,7 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
 ) -> None:
     """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
     wt.pack(({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)), str(tmp_path / "set"), shuffle=False)
-    monkeypatch.setattr("wdstrain.reader.read_blocks._FAR", 16 << 10)
+    monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
     monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 128 << 10)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)

@@ -79,7 +79,7 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
     tmp_path: Path, arrays: Path, files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where as many are, the reader reads itself, by the same way: also what is damaged."""
-    monkeypatch.setattr("wdstrain.reader.slot_sink._OPEN", files)
+    monkeypatch.setattr("wdstrain.reader.slot_sink._OPEN_FILES", files)
     direct, copied = (wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED))
     for number in range(2):
         assert same(epoch(direct, number), epoch(copied, number))

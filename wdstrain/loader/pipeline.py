@@ -402,7 +402,7 @@ class Pipeline:
                 self._cache.forget(self._index.shards[number])
         if self._landing is not None:  # others may have taken the place of what landed in the rows of bad samples
             for row in {one.row for one in failed.bad} - batch.unreadable.keys():
-                self._landing.again(int(batch.ids[row]), row, failed.slot)
+                self._landing.reread(int(batch.ids[row]), row, failed.slot)
         task = self._to_do.make(failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable)
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 

@@ -166,7 +166,7 @@ class TaskBuilder:
             with _generators_kept():
                 result = decoder.over(memory)(task, self._desk, own_process=seeded)
             landing = self._landing
-            lands = landing is None or not any(landing.again(number, row, failed.slot) for row in range(len(ids)))
+            lands = landing is None or not any(landing.reread(number, row, failed.slot) for row in range(len(ids)))
             if not result.bad and lands:
                 return result._replace(bad=[one._replace(substitute=number) for one in failed.bad])
         return failed
@@ -179,7 +179,7 @@ class TaskBuilder:
         """Read what of a sample is in the arena."""
         shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
         with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-            pieces = [into] if self._landing is None else self._landing.around(number, into)
+            pieces = [into] if self._landing is None else self._landing.arena_pieces(number, into)
             source.read_into(pieces, int(self._index.table.start[number]))
 
 

@@ -1,7 +1,7 @@
-"""What comes next in a lane, looked at many places at a time.
+"""Blocks of consecutive places of a lane, planned at once for many reads.
 
-A read takes a few dozen samples or a few hundred, and to ask the plan and the index for each read anew cost the reader more than the
-read. So a whole window of places is asked for at once, and a read is a slice of it.
+Planning each read on its own would cost more than the read: a read has at most a few hundred
+samples. A block covers at least a shuffle window, and a read is a slice of it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.shards.index import Index, Ints
 from wdstrain.storage.remote import is_remote
 
-READ_SAMPLES = 4096  # samples in one read, at most
-GAP = 4 << 20  # bytes that nobody wants and that are read over
-_NEAR, _FAR = 16 << 20, 4 << 20  # bytes of one read, at most. Of a server, several are under way
+READ_SAMPLES = 4096  # most samples in one read
+GAP = 4 << 20  # bytes; a gap up to this size between two samples is read and discarded
+_LOCAL, _REMOTE = 16 << 20, 4 << 20  # most bytes of one read; several remote reads are in flight
 
 
 def read_bytes(index: Index) -> int:
-    """Most bytes of one read, but for a sample that has more."""
-    return _FAR if any(is_remote(shard.path) for shard in index.shards) else _NEAR
+    """Return the most bytes of one read. A single larger sample is still read as a whole."""
+    return _REMOTE if any(is_remote(shard.path) for shard in index.shards) else _LOCAL
 
 
 class ReadBlock(NamedTuple):
-    """Places of a lane from `start` on: the steps that need them (the last), sample ids, where those begin and end in their shards.
-    int64[n] each.
+    """The n places of a lane from `start` on.
 
-    end: places of the lane. apart: places after which the next lies elsewhere, in order; the last of these among them.
-    spread: where they go, of samples whose arrays land.
+    due: step that delivers each place; for a place that several steps need, the last of them.
+    ids: sample ids. starts, stops: extent of each sample in its shard. All int64[n].
+    end: number of places of the lane. breaks: ascending places after which a new read must begin;
+    the last place of the block is one. scatter: destinations of the samples' bytes, if arrays are
+    read straight into batches.
     """
 
     start: int
@@ -40,8 +42,8 @@ class ReadBlock(NamedTuple):
     ids: Ints
     starts: Ints
     stops: Ints
-    apart: Ints
-    spread: SlotScatter | None
+    breaks: Ints
+    scatter: SlotScatter | None
 
     @classmethod
     def of(
@@ -51,31 +53,36 @@ class ReadBlock(NamedTuple):
         rank: int,
         lane: int,
         start: int,
-        landing: SlotSink | None,
+        sink: SlotSink | None,
     ) -> ReadBlock:
-        """More places from this one on than one read takes, or all of the rest."""
+        """Return the block from place `start` on.
+
+        It has more places than one read takes, or all the rest of the lane.
+        """
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
         starts, stops = index.table.start[ids], index.table.stop[ids]
-        apart = (np.diff(ids) != 1) | (np.diff(index.shard_of(ids)) != 0) | (starts[1:] - stops[:-1] > GAP)
+        other_shard = np.diff(index.shard_of(ids)) != 0
+        is_break = (np.diff(ids) != 1) | other_shard | (starts[1:] - stops[:-1] > GAP)
         due = plan.due(lane, start, stop)
-        apart = start + np.append(np.flatnonzero(apart), stop - start - 1)
-        spread = None if landing is None else landing.spread(plan, rank, lane, start, ids)
-        return cls(start, end, due, ids, starts, stops, apart, spread)
+        breaks = start + np.append(np.flatnonzero(is_break), stop - start - 1)
+        scatter = None if sink is None else sink.scatter(plan, rank, lane, start, ids)
+        return cls(start, end, due, ids, starts, stops, breaks, scatter)
 
-    def enough(self, place: int) -> bool:
-        """Whether what one read takes from this place on is among them, and what follows."""
+    def covers_read(self, place: int) -> bool:
+        """Return whether the block has all places of a read from `place` on, and the next one."""
         return min(place + READ_SAMPLES + 1, self.end) <= self.start + len(self.ids)
 
-    def at(self, place: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """What is known of the places from this one on that one read may take."""
+    def read_rows(self, place: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return (due, ids, starts, stops) of the places that one read from `place` on may take."""
         rows = slice(place - self.start, place - self.start + READ_SAMPLES)
         return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows]
 
     def id(self, place: int) -> int:
+        """Return the sample id of a place."""
         return int(self.ids[place - self.start])
 
-    def apart_after(self, place: int) -> int:
-        """The next place, or this one, after which reading does not go on."""
-        return int(self.apart[np.searchsorted(self.apart, place)])
+    def next_break(self, place: int) -> int:
+        """Return the first place >= `place` after which a new read must begin."""
+        return int(self.breaks[np.searchsorted(self.breaks, place)])

@@ -437,14 +437,14 @@ class Reader:
 
     def _planned(self, run: _Run, course: ReadBlock) -> Callable[[], None]:
         """What reads the next samples, which may take long, once they have their places. The lock is held."""
-        due, ids, starts, stops = course.at(run.begun)
+        due, ids, starts, stops = course.read_rows(run.begun)
         wanted = due >= run.first_step
         if self._broken is not None:
             wanted &= run.epoch_first_batch + due < self._broken[0]
         if not wanted.any():
             return partial(self._begin, run, PendingRead(), due[:0], len(due), 0)
         first = int(np.argmax(wanted))
-        count = min(len(ids), course.apart_after(run.begun + first) + 1 - run.begun)
+        count = min(len(ids), course.next_break(run.begun + first) + 1 - run.begun)
         fitting = int(np.searchsorted(stops[first:count], starts[first] + self._most, side="right"))
         count = first + max(1, fitting)
         some = not wanted[first:count].all()  # the others were delivered before the step at which reading began, or never are
@@ -464,10 +464,10 @@ class Reader:
         shard, memory = self._index.shards[number], self._arena.memory
         self._place = (shard, int(starts[0]))
         if self._landing is not None:
-            assert course.spread is not None
+            assert course.scatter is not None
             before = run.begun - course.start
-            whole = course.spread.part(slice(before, before + count))
-            placed = Placed(whole.part(rows), offsets, self._landing.homes(clocks))
+            whole = course.scatter.part(slice(before, before + count))
+            placed = Placed(whole.part(rows), offsets, self._landing.slot_offsets(clocks))
             return partial(self._land, run, shard, placed, clocks, self._landing.places(placed, memory), count)
         comparison = None
         if run.found is not None and some:
@@ -607,7 +607,7 @@ class Reader:
     def _course(self, run: _Run) -> ReadBlock:
         """What comes next in a lane: more than one read takes, or all of the rest."""
         course = run.course
-        if course is None or not course.enough(run.begun):
+        if course is None or not course.covers_read(run.begun):
             course = run.course = ReadBlock.of(
                 self._index,
                 run.plan,

@@ -1,14 +1,16 @@
-"""Arrays of one shape are read straight to where they lie in their batch.
+"""Arrays of one shape, read straight into the memory of their batch.
 
-The plan knows the batch and the row of a sample before it is read, so a scattering read puts an array's bytes there, and nothing
-copies them again; what is around them in the shard (headers, other fields) goes to the arena as ever. A batch's slot is taken when the
-first of its samples is read, so slots are held for a window instead of arena. Reads of some megabytes are done by a few hands
-(`hands`), which take checksums as they go; what these say is looked at in the thread that tells. What is left to the loop's own
-thread is a quarter of what it takes to copy arrays from the arena, and all together two thirds.
+The plan gives the batch and the row of a sample before it is read. A scatter read therefore puts an
+array into its batch slot, without a copy; the bytes around it (headers, other fields) go to the
+arena. The slot of a batch is taken when its first sample is read, so slots are held for a whole
+shuffle window. The reads run on a small I/O thread pool, which also computes checksums.
 
-It is done where every sample has the same fields in the same order and what lands is of one size, on a disk here, with
-tail="drop"; elsewhere arrays go through the arena. An array that is not as its index and field say, or laid down otherwise (another
-byte order, the first axis fastest), is odd: it is read once more when its batch is asked for, by its field, as everywhere.
+Conditions: local shards, tail="drop", the same fields in the same order in every sample, and one
+size for all arrays of the field. Otherwise arrays go through the arena.
+
+An array is a suspect if its checksum or header differs from the index and the field, for example in
+byte order or axis order. Its sample is read again, and decoded by its field, when its batch is
+requested.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from wdstrain.storage.local import LocalFile, open_source
 from wdstrain.storage.prefetch import PendingRead, ReadStopped
 from wdstrain.storage.remote import is_remote
 
-READ_TOGETHER = 32 << 20  # bytes of one read
-_SCRATCH = 4 << 20  # bytes for what nobody wants
-_LEAST = 4096  # bytes of an array that is worth it
-_HANDS = 4  # threads, at most
-_OPEN = 64  # files that are open at a time, about
+READ_TOGETHER = 32 << 20  # most bytes of one read
+_SCRATCH = 4 << 20  # bytes of memory for discarded gaps between samples
+_LEAST = 4096  # bytes; copying a smaller array is cheaper than a segment of its own
+_THREADS = 4  # most threads of the I/O pool
+_OPEN_FILES = 64  # approximate limit of files that are open at a time
 
 
 def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order) -> dict[str, DirectField]:
-    """The fields of a loader whose arrays can be read straight into their batch, by name, as they follow one another in a sample."""
-    if fields is None or not isinstance(plan, Plan) or plan.tail != "drop" or any(is_remote(s.path) for s in index.shards):
+    """Return the fields whose arrays can be read straight into the batch, by name.
+
+    They are in the order of their members in a sample. {} if a condition of this module fails.
+    """
+    if fields is None or not isinstance(plan, Plan) or plan.tail != "drop":
+        return {}
+    if any(is_remote(shard.path) for shard in index.shards):
         return {}
     table = index.table
     count = int(table.member_first[1] - table.member_first[0])
@@ -52,9 +59,9 @@ def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layo
     kinds = table.member_field.reshape(-1, count)
     if (kinds != kinds[0]).any():
         return {}
-    sizes, made = table.member_size.reshape(-1, count), dict[str, DirectField]()
+    sizes, direct = table.member_size.reshape(-1, count), dict[str, DirectField]()
     for name, field in fields.items():
-        present = [one for one in field.names if one in index.fields]
+        present = [field_name for field_name in field.names if field_name in index.fields]
         if type(field) is not NumpyArray or field.example is None or len(present) != 1:
             continue
         members = np.flatnonzero(kinds[0] == index.fields.index(present[0])).tolist()
@@ -63,42 +70,52 @@ def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layo
             continue
         head = int(sizes[0, members[0]]) - row
         shared = any(present[0] in other.names for key, other in fields.items() if key != name)
-        if head > 0 and not shared:  # what another field reads has to be in the arena
-            made[name] = DirectField(field, present[0], members[0], head, row, layout.columns[name][1])
-    # slots are held for a window: with a large column that does not land, that would be much memory for little
-    if 2 * layout.rows * sum(one.row for one in made.values()) < layout.size or not _lie_alike(index, list(made.values())):
+        if head > 0 and not shared:  # bytes that another field reads must be in the arena
+            direct[name] = DirectField(field, present[0], members[0], head, row, layout.columns[name][1])
+    # Slots are held for a window, so the direct columns must be at least half of a slot. Otherwise
+    # the other columns would take much memory for little gain.
+    if 2 * layout.rows * sum(field.row for field in direct.values()) < layout.size:
         return {}
-    return dict(sorted(made.items(), key=lambda item: item[1].member))
+    if not _first_sample_fits(index, list(direct.values())):
+        return {}
+    return dict(sorted(direct.items(), key=lambda item: item[1].member))
 
 
-def _lie_alike(index: Index, what: list[DirectField]) -> bool:
-    """Whether the arrays of the first sample lie as they are wanted: where they do not, those of the others will not either."""
+def _first_sample_fits(index: Index, fields: list[DirectField]) -> bool:
+    """Return whether the arrays of the first sample have the byte and axis order of their fields.
+
+    If they do not, the arrays of the other samples will not either.
+    """
     table = index.table
     try:
         with LocalFile(index.shards[0].path) as source:
-            for one in what:
-                head = bytearray(one.head)
-                source.read_into([memoryview(head)], int(table.member_offset[one.member]))
-                if not one.field.lies_as(bytes(head)):
+            for direct in fields:
+                head = bytearray(direct.head)
+                source.read_into([memoryview(head)], int(table.member_offset[direct.member]))
+                if not direct.field.lies_as(bytes(head)):
                     return False
-    except WdstrainError:  # the reader will meet it too, and tells it or goes round it
+    except WdstrainError:  # the reader meets the same error and raises or skips it
         return False
     return True
 
 
 class Placed(NamedTuple):
-    """Samples that are read together. offsets: in the arena; homes: where their slots begin. int64[n]"""
+    """Samples of one read.
+
+    offsets: of their places in the arena. slot_offsets: of their slots. int64[n] each.
+    """
 
     samples: SlotScatter
     offsets: Ints
-    homes: Ints
+    slot_offsets: Ints
 
     def part(self, start: int, stop: int) -> Placed:
-        return Placed(self.samples.part(slice(start, stop)), self.offsets[start:stop], self.homes[start:stop])
+        """Return the samples [start, stop) of the read."""
+        return Placed(self.samples.part(slice(start, stop)), self.offsets[start:stop], self.slot_offsets[start:stop])
 
 
-class _Taken(dict[int, int]):
-    """batch number -> slot, which is taken when it is first asked for."""
+class _SlotByBatch(dict[int, int]):
+    """Slot of each batch number. A missing slot is taken from the pool."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -109,80 +126,99 @@ class _Taken(dict[int, int]):
 
 
 class SlotSink:
-    """Reads samples whose arrays land, by threads of its own."""
+    """Reader of samples with arrays that go straight into batches. It has its own threads.
 
-    def __init__(self, index: Index, what: Iterable[DirectField], slots: Slots, salvage: bool) -> None:
-        self._index, self._what, self._slots, self._salvage = index, list(what), slots, salvage
-        self.bytes = sum(one.row for one in self._what)  # of a sample, that are not in the arena
-        # of a sample's members, by their place: bytes that lie before them in the shard and not in the arena. int64[members]
-        count = int(index.table.member_first[1])
-        self.before = sum((np.arange(count) > one.member) * one.row for one in self._what) + np.zeros(count, np.int64)
-        # by home and row, until their batch is asked for; the threads add to them
-        self._odd: set[tuple[int, int]] = set()
-        self._lost: dict[tuple[int, int], str] = {}
+    bytes: bytes of a sample that are not in the arena.
+    before: for each member of a sample, the bytes before it that are not in the arena.
+    int64[members]
+    """
+
+    def __init__(self, index: Index, fields: Iterable[DirectField], slots: Slots, skip_unreadable: bool) -> None:
+        """skip_unreadable: record samples that cannot be read instead of raising an error."""
+        self._index, self._fields, self._slots = index, list(fields), slots
+        self._skip_unreadable = skip_unreadable
+        self.bytes = sum(direct.row for direct in self._fields)
+        members = np.arange(int(index.table.member_first[1]))
+        self.before = np.zeros(len(members), np.int64)
+        for direct in self._fields:
+            self.before += (members > direct.member) * direct.row
+        # By (offset of the slot, row), until the batch is requested. The I/O threads add to them.
+        self._suspects: set[tuple[int, int]] = set()
+        self._unreadable: dict[tuple[int, int], str] = {}
         self._open: set[LocalFile] = set()
-        self._slot_at = _Taken(slots)
-        self._heads: dict[int, int] = {}  # by member: crc32 of a head that says that the array lies as it should, seen last
-        self._hands = IOThreadPool(min(_HANDS, cores()))
+        self._slot_by_batch = _SlotByBatch(slots)
+        self._heads: dict[int, int] = {}  # by member: crc32 of the last .npy header that was right
+        self._io_pool = IOThreadPool(min(_THREADS, cores()))
         self._scratch = Memory(_SCRATCH)
 
-    def homes(self, clocks: Ints) -> Ints:
-        """Where the slots of these batches begin, in bytes. The reader's lock is held."""
-        slots = np.array(list(map(self._slot_at.__getitem__, clocks.tolist())), np.int64)
+    def slot_offsets(self, batch_numbers: Ints) -> Ints:
+        """Return the offsets of the slots of these batches, in bytes. int64[n]
+
+        Slots that the batches do not have yet are taken. The caller holds the reader's lock.
+        """
+        slots = np.array([self._slot_by_batch[number] for number in batch_numbers.tolist()], np.int64)
         return slots * self._slots.layout.size
 
-    def spread(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> SlotScatter:
-        """Where the samples in the places of a lane of this rank from `start` on go. ids: int64[n]"""
+    def scatter(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> SlotScatter:
+        """Return the destinations of the samples in places `start` and up of a lane.
+
+        ids: of these samples, int64[n].
+        """
         assert isinstance(plan, Plan)
         rows = (
             plan.positions(lane, start, start + len(ids)) % plan.samples_per_step_per_lane
             + plan.lanes_of(rank).index(lane) * plan.samples_per_step_per_lane
         )
-        return SlotScatter.of_samples(self._index.table, self._what, ids, rows)
+        return SlotScatter.of_samples(self._index.table, self._fields, ids, rows)
 
     def slot(self, batch_number: int, ids: Ints) -> tuple[int, dict[int, str], int]:
-        """A batch of these samples that is read: its slot, the caller's now, why samples in some rows are lost, how many were odd."""
-        slot = self._slot_at.get(batch_number, -1)
+        """Return (slot, reasons, suspects) of a batch that was read. The caller owns the slot.
+
+        ids: of its samples, int64[rows]. reasons: by row, why a sample is unreadable. suspects: how
+        many samples were read again. Raises ReadStopped if the reader was stopped.
+        """
+        slot = self._slot_by_batch.get(batch_number, -1)
         unreadable, count = dict[int, str](), 0
-        if self._odd or self._lost:
-            home = slot * self._slots.layout.size
+        if self._suspects or self._unreadable:
+            slot_offset = slot * self._slots.layout.size
             for row, number in enumerate(ids.tolist()):
-                why = self._lost.pop((home, row), None)
-                if why is None and (home, row) in self._odd:
-                    self._odd.discard((home, row))
-                    why = self.again(number, row, slot)
+                reason = self._unreadable.pop((slot_offset, row), None)
+                if reason is None and (slot_offset, row) in self._suspects:
+                    self._suspects.discard((slot_offset, row))
+                    reason = self.reread(number, row, slot)
                     count += 1
-                if why is not None:
-                    unreadable[row] = why
-        # last: another thread may have ended the reading since the batch was there, and what was known of it is gone after that
-        if self._slot_at.pop(batch_number, None) is None:
+                if reason is not None:
+                    unreadable[row] = reason
+        # Last: `stop` in another thread may have cleared everything since this method began.
+        if self._slot_by_batch.pop(batch_number, None) is None:
             raise ReadStopped
         return slot, unreadable, count
 
     def places(self, placed: Placed, arena: Memory) -> tuple[ScatterList, ChecksumJob]:
-        """Where their bytes go, and the sums that are compared."""
-        return placed.samples.places(placed.offsets, placed.homes, (arena, self._slots.memory, self._scratch))
+        """Return the scatter list of a read and the job that computes its checksums."""
+        return placed.samples.places(placed.offsets, placed.slot_offsets, (arena, self._slots.memory, self._scratch))
 
     def read(
         self,
         shard: Shard,
         placed: Placed,
-        clocks: Ints,
+        batch_numbers: Ints,
         places: ScatterList,
         sums: ChecksumJob,
         arena: Memory,
-        told: Callable[[], None],
+        on_done: Callable[[], None],
     ) -> PendingRead:
-        """Begin to read samples that follow one another in a shard. clocks: when they are due, int64[n].
+        """Start to read samples that follow one another in a shard; return the pending read.
 
-        told: called, from any thread, when they are there.
+        places, sums: from `places`. batch_numbers: batch numbers of the samples, int64[n].
+        on_done: called, from any thread, when the read is done.
         """
         try:
             source = LocalFile(shard.path, self._index.expected_state(shard))
         except WdstrainError as error:
-            if self._salvage:
-                self._lose(placed, error)
-            return PendingRead(error=None if self._salvage else error)
+            if self._skip_unreadable:
+                self._record_unreadable(placed, error)
+            return PendingRead(error=None if self._skip_unreadable else error)
         reading = PendingRead(missing=1)
 
         def done() -> None:
@@ -190,35 +226,40 @@ class SlotSink:
                 try:
                     self._read(source, placed, places, sums)
                 except WdstrainError:
-                    reading.again = len(clocks)
-                    self._read_singly(reading, source, placed, clocks, arena)
-            except BaseException as problem:  # handed to the reader, which raises it
-                reading.error = WdstrainError(f"{shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
+                    reading.again = len(batch_numbers)
+                    self._read_singly(reading, source, placed, batch_numbers, arena)
+            except BaseException as problem:  # the reader raises it
+                reason = f"{type(problem).__name__}: {problem}"
+                reading.error = WdstrainError(f"{shard.shown}: reading failed ({reason}).")
             finally:
                 self._open.discard(source)
-                with suppress(OSError):  # of a network's file system; all was read
+                with suppress(OSError):  # a network file system may fail here; all bytes were read
                     source.close()
                 reading.missing = 0
-                told()
+                on_done()
 
         self._open.add(source)
-        if len(self._open) > _OPEN:  # small shards: this thread reads too, and opens no more meanwhile
+        if len(self._open) > _OPEN_FILES:
+            # Small shards: read in this thread, so that no further file is opened meanwhile.
             done()
         else:
-            source.fill(self._hands, places, int(placed.samples.starts[0]), done)
+            source.fill(self._io_pool, places, int(placed.samples.starts[0]), done)
         return reading
 
     def stop(self) -> None:
-        """Wait for what is being read, forget what is not begun. No place is written to after that."""
-        self._hands.stop()
-        while self._open:  # of what was not begun any more
+        """Wait for running reads and drop the others. Nothing is written to memory afterwards."""
+        self._io_pool.stop()
+        while self._open:  # files of dropped reads
             self._open.pop().close()
-        self._slot_at.clear()
-        self._odd.clear()
-        self._lost.clear()
+        self._slot_by_batch.clear()
+        self._suspects.clear()
+        self._unreadable.clear()
 
-    def again(self, number: int, row: int, slot: int) -> str | None:
-        """Read an odd sample once more and let its fields read it, into this row. What is wrong with it, if that is no help."""
+    def reread(self, number: int, row: int, slot: int) -> str | None:
+        """Read sample `number` again and let its fields decode its arrays into a row of a slot.
+
+        Returns None, or the reason why the sample is unreadable.
+        """
         table, shard = self._index.table, self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
         start = int(table.start[number])
         memory = memoryview(bytearray(int(table.stop[number]) - start))
@@ -227,63 +268,77 @@ class SlotSink:
                 source.read_into([memory], start)
         except WdstrainError as error:
             return f"it cannot be read ({str(error).rstrip('.')})"
-        columns = self._slots.layout.arrays(self._slots.memory.view, slot * self._slots.layout.size, self._slots.layout.rows)
-        by_offset = {offset: name for name, (_, offset) in self._slots.layout.columns.items()}
-        for one in self._what:
-            member = int(table.member_first[number]) + one.member
-            at = int(table.member_offset[member]) - start
-            data = memory[at : at + one.head + one.row]
+        layout = self._slots.layout
+        columns = layout.arrays(self._slots.memory.view, slot * layout.size, layout.rows)
+        by_offset = {offset: name for name, (_, offset) in layout.columns.items()}
+        for direct in self._fields:
+            member = int(table.member_first[number]) + direct.member
+            offset = int(table.member_offset[member]) - start
+            data = memory[offset : offset + direct.head + direct.row]
             crc = int(table.member_crc[member]) if len(table.member_crc) else 0
             if crc and crc32(data) != crc:
-                return f"the bytes of {one.found} are not those that were packed (crc32), also when they are read again"
+                return f"the bytes of {direct.field_name} are not those that were packed (crc32), also when they are read again"
             try:
-                one.field.read(one.found, data, columns[by_offset[one.column]][row, ...], np.zeros(0))
-            except Exception as error:  # as in the decoder: a reason, not a crash
-                return f"{one.found}: {error}"
+                target = columns[by_offset[direct.column]][row, ...]
+                direct.field.read(direct.field_name, data, target, np.zeros(0))
+            except Exception as error:  # as in the decoder: the sample is bad, the loader goes on
+                return f"{direct.field_name}: {error}"
         return None
 
-    def around(self, number: int, into: memoryview) -> list[memoryview]:
-        """Where the bytes of a sample go when only what is in the arena is wanted, into a place for that."""
-        table, pieces, at = self._index.table, list[memoryview](), int(self._index.table.start[number])
-        for one in self._what:
-            numbers = int(table.member_offset[int(table.member_first[number]) + one.member]) + one.head
-            pieces += [into[: numbers - at], memoryview(bytearray(one.row))]
-            into, at = into[numbers - at :], numbers + one.row
-        return [*pieces, into]
+    def arena_pieces(self, number: int, target: memoryview) -> list[memoryview]:
+        """Return buffers for a scatter read of sample `number` that keeps only its arena bytes.
 
-    # --- the thread that tells what the hands did ----------------------------------------------------------------------
+        target: memory for the arena bytes. The arrays go to buffers that are discarded.
+        """
+        table = self._index.table
+        pieces, offset = list[memoryview](), int(table.start[number])
+        for direct in self._fields:
+            member = int(table.member_first[number]) + direct.member
+            numbers = int(table.member_offset[member]) + direct.head
+            pieces += [target[: numbers - offset], memoryview(bytearray(direct.row))]
+            target, offset = target[numbers - offset :], numbers + direct.row
+        return [*pieces, target]
+
+    # --- in the thread that completes a read ------------------------------------------------------
 
     def _read(self, source: LocalFile, placed: Placed, places: ScatterList, sums: ChecksumJob) -> None:
-        """Read what the hands left, and compare all of it."""
+        """Read the bytes that the pool has not read, and verify all samples of the read."""
         source.read_into(places, int(placed.samples.starts[0]) + places.filled)
         self._compare(placed, sums)
 
-    def _read_singly(self, reading: PendingRead, source: LocalFile, placed: Placed, clocks: Ints, arena: Memory) -> None:
-        """Read samples of a damaged shard one by one. Those that fail are lost, or the first of them that is due is an error."""
-        for i in np.argsort(clocks, kind="stable").tolist():
+    def _read_singly(self, reading: PendingRead, source: LocalFile, placed: Placed, batch_numbers: Ints, arena: Memory) -> None:
+        """Read samples of a damaged shard one by one, in the order of their batches.
+
+        Samples that fail are recorded as unreadable, or the first one fails the read.
+        """
+        for i in np.argsort(batch_numbers, kind="stable").tolist():
             single = placed.part(i, i + 1)
             try:
                 self._read(source, single, *self.places(single, arena))
             except WdstrainError as error:
-                if not self._salvage:
+                if not self._skip_unreadable:
                     reading.failed[i] = error
                     return
-                self._lose(single, error)
+                self._record_unreadable(single, error)
 
-    def _lose(self, placed: Placed, error: WdstrainError) -> None:
-        for home, row in zip(placed.homes.tolist(), placed.samples.rows.tolist(), strict=True):
-            self._lost[home, row] = f"it cannot be read ({str(error).rstrip('.')})"
+    def _record_unreadable(self, placed: Placed, error: WdstrainError) -> None:
+        """Record the samples of a read as unreadable."""
+        rows = zip(placed.slot_offsets.tolist(), placed.samples.rows.tolist(), strict=True)
+        for slot_offset, row in rows:
+            self._unreadable[slot_offset, row] = f"it cannot be read ({str(error).rstrip('.')})"
 
     def _compare(self, placed: Placed, sums: ChecksumJob) -> None:
-        """What is not as its index and its field say is odd."""
-        samples, found = placed.samples, sums.checksums.reshape(len(placed.homes), len(self._what), -1)
-        for k, one in enumerate(self._what):
-            head = found[:, k, 0]
-            odd = head != self._heads.get(one.member, -1)
-            for i in np.flatnonzero(odd).tolist():
-                if one.field.lies_as(bytes(sums.run((i * len(self._what) + k) * found.shape[2]))):
-                    self._heads[one.member], odd[i] = int(head[i]), False
+        """Record samples as suspects whose array headers or checksums are not as expected."""
+        samples = placed.samples
+        checksums = sums.checksums.reshape(len(placed.slot_offsets), len(self._fields), -1)
+        for k, direct in enumerate(self._fields):
+            head = checksums[:, k, 0]
+            is_suspect = head != self._heads.get(direct.member, -1)
+            for i in np.flatnonzero(is_suspect).tolist():
+                run = (i * len(self._fields) + k) * checksums.shape[2]
+                if direct.field.lies_as(bytes(sums.run(run))):
+                    self._heads[direct.member], is_suspect[i] = int(head[i]), False
             if samples.crc.size:
-                odd |= (found[:, k, 1] != samples.crc[:, k]) & (samples.crc[:, k] != 0)
-            for i in np.flatnonzero(odd).tolist():
-                self._odd.add((int(placed.homes[i]), int(samples.rows[i])))
+                is_suspect |= (checksums[:, k, 1] != samples.crc[:, k]) & (samples.crc[:, k] != 0)
+            for i in np.flatnonzero(is_suspect).tolist():
+                self._suspects.add((int(placed.slot_offsets[i]), int(samples.rows[i])))

@@ -1,8 +1,7 @@
-"""The steps of an epoch on one rank, planned many at a time.
+"""Steps of an epoch on one rank, planned in blocks of about a thousand samples.
 
-A step by itself is some twenty operations on arrays of a few dozen integers, and nearly all of what they cost is beginning them; for
-small samples that was half of the loop's own time. So what follows from the plan alone is computed for a stretch of steps at once,
-about a thousand samples; a batch is then a slice of it.
+Planning one step takes some twenty numpy calls on short arrays, and the calls cost more than their
+work. A block is planned at once, and a batch is a slice of it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,16 @@ from wdstrain.order.plan import Order
 
 Ints = npt.NDArray[np.int64]
 
-_SAMPLES = 1024  # of a stretch, about
+_SAMPLES = 1024  # approximate size of a block
 
 
 class LaneSteps(NamedTuple):
-    """What a lane gives to k steps: places: int64[n]; firsts: where each step's begin and the last's end, k + 1 of them; needed: so
-    many places of the lane must be read for each."""
+    """Samples of one lane in k steps.
+
+    places: int64[n], in order of delivery. firsts: k + 1 positions in `places`, where each step
+    begins and the last ends. needed: for each step, the number of places of the lane that must have
+    been read.
+    """
 
     places: Ints
     firsts: list[int]
@@ -33,10 +36,10 @@ class LaneSteps(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepBlock:
-    """Steps [first, first + k) of an epoch on one rank: n samples, step by step, in each lane after lane.
+    """Steps [first, first + k) of an epoch on one rank, with n samples ordered by step and lane.
 
-    ids: int64[n]; firsts: where the samples of each step begin and those of the last end, k + 1 of them; valid: bool[n], False is
-    padding; lanes: in the order in which a step takes from them.
+    ids: int64[n]. firsts: k + 1 positions in `ids`, where each step begins and the last ends.
+    valid: bool[n], False for padding. lanes: in the order in which a step takes from them.
     """
 
     epoch: int
@@ -47,32 +50,35 @@ class StepBlock:
     lanes: list[LaneSteps]
 
     def __len__(self) -> int:
-        """Steps."""
+        """Number of steps."""
         return len(self.firsts) - 1
 
 
 def step_blocks(plan: Order, rank: int, step: int = 0) -> Iterator[StepBlock]:
-    """The steps of an epoch from this one on."""
+    """Yield the steps of an epoch from `step` on, in blocks. rank: whose lanes to take."""
     lanes = plan.lanes_of(rank)
-    many = max(1, _SAMPLES // (plan.global_batch // plan.lane_count * len(lanes)))
-    for first in range(step, plan.steps, many):
-        yield _step_block(plan, lanes, first, min(first + many, plan.steps))
+    steps_per_block = max(1, _SAMPLES // (plan.global_batch // plan.lane_count * len(lanes)))
+    for first in range(step, plan.steps, steps_per_block):
+        yield _step_block(plan, lanes, first, min(first + steps_per_block, plan.steps))
 
 
 def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> StepBlock:
-    found, ids, valid, steps = list[LaneSteps](), list[Ints](), list[npt.NDArray[np.bool_]](), list[Ints]()
+    """Return the block of the steps [first, stop)."""
+    lane_steps, ids = list[LaneSteps](), list[Ints]()
+    valid, steps = list[npt.NDArray[np.bool_]](), list[Ints]()
     for lane in lanes:
-        spans = [plan.span(lane, step) for step in range(first, stop)]  # each begins where the one before ends
+        spans = [plan.span(lane, step) for step in range(first, stop)]  # contiguous
         begin, end = spans[0][0], spans[-1][1]
         places = plan.order(lane, begin, end)
-        firsts = [0, *(after - begin for _, after in spans)]
-        most = [0, *(np.maximum.accumulate(places) + 1).tolist()]
-        found.append(LaneSteps(places, firsts, [most[upto] for upto in firsts[1:]]))
+        firsts = [0, *(span_end - begin for _, span_end in spans)]
+        highest = [0, *(np.maximum.accumulate(places) + 1).tolist()]
+        lane_steps.append(LaneSteps(places, firsts, [highest[count] for count in firsts[1:]]))
         ids.append(plan.ids(lane, places))
         valid.append(np.arange(begin, end) < plan.lane_samples(lane))
         steps.append(np.repeat(np.arange(len(spans)), np.diff(firsts)))
     sizes = [
-        sum(after - before for before, after in each) for each in zip(*(pairwise(one.firsts) for one in found), strict=True)
+        sum(end - begin for begin, end in spans_of_step)
+        for spans_of_step in zip(*(pairwise(lane.firsts) for lane in lane_steps), strict=True)
     ]
     by_step = np.argsort(np.concatenate(steps), kind="stable")
     return StepBlock(
@@ -81,5 +87,5 @@ def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Ste
         np.concatenate(ids)[by_step],
         [0, *accumulate(sizes)],
         np.concatenate(valid)[by_step] if plan.tail != "drop" else np.ones(sum(sizes), bool),
-        found,
+        lane_steps,
     )

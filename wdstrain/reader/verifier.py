@@ -1,16 +1,12 @@
-"""Which samples came as they were packed, found out while their bytes come.
+"""Checksums of samples, verified as their bytes arrive.
 
-The index has a crc32 of every field. Whoever reads a run of bytes compares it there and then: the processor still has the bytes at
-hand, another thread computes meanwhile, and Python's lock is not held. Compared where they are decoded, samples of 100 KB had to
-be fetched from memory once more, in the one thread that everything waits for: 0.83 of the speed.
+The index has a crc32 of every field. The thread that reads bytes verifies them at once: they are
+still in the processor's cache, and the C library runs without the GIL. A read only gets the place
+and the id of its first sample; the library looks the rest up in the index's arrays and marks each
+place of the ring as sound or not.
 
-A read is told which samples come and where they go, a few integers; what they are compared with is looked up in the index's own arrays,
-by the library in C, which notes of each place whether what is there is sound. Laid out by numpy for many samples at a time, and
-compared by it, this took 0.4 us more for a sample of 8 KB, with Python's lock.
-
-A sample that is not found sound is no more than unverified: it is compared again where it is decoded, and what is done about a
-difference (`tasks`) depends on nothing here. So nothing is lost where there was no comparison: of a sample that came in two requests,
-that was read once more by itself, or by a decoder with bytes of its own.
+A sample that is not marked sound is only unverified: its decoder compares it again. So it is safe
+to skip verification, for example for a sample that came in two requests or was read again.
 """
 
 from __future__ import annotations
@@ -29,27 +25,31 @@ from wdstrain.shards.index import Ints, Table
 
 
 class PackedChecksums:
-    """Samples as an index says that they were packed, and the memory they are read into."""
+    """Expected checksums of all samples, and the memory that the samples are read into."""
 
     def __init__(self, table: Table, compared: Bools, memory: Memory) -> None:
-        """compared: which of the fields are, bool[fields]. The table has checksums."""
+        """table: must have checksums. compared: the fields to verify, bool[fields]."""
         self.table, self.memory, self._compared = table, memory, compared
         kinds = (np.int64,) * 5 + (np.uint32, np.uint16, bool)
         columns = table.start, table.stop, table.member_first, table.member_offset, table.member_size
         arrays = *columns, table.member_crc, table.member_field, compared
-        self._kept = [np.require(one, kind, ["C", "A"]) for one, kind in zip(arrays, kinds, strict=True)]
-        addresses = (one.ctypes.data for one in self._kept)
+        # The library reads these arrays by address: keep references to them.
+        self._arrays = [np.require(array, kind, ["C", "A"]) for array, kind in zip(arrays, kinds, strict=True)]
+        addresses = (array.ctypes.data for array in self._arrays)
         self.library = kernels.PackedIndex(kernels.checksum, *addresses, len(compared), memory.address, memory.size)
 
     def is_sound(self, number: int, where: int) -> bool:
-        """Whether a sample that begins there in the memory is, in all that is compared of it."""
+        """Return whether sample `number`, which begins at offset `where` of the memory, is sound.
+
+        True if all verified fields have the crc32 of the index.
+        """
         table = self.table
         start, extent = int(table.start[number]), int(table.stop[number] - table.start[number])
         if not 0 <= where <= self.memory.size - extent:
             return False
         for m in range(*table.member_first[number : number + 2].tolist()):
             within, size = int(table.member_offset[m]) - start, int(table.member_size[m])
-            if not 0 <= within <= extent - size <= extent:  # an index may say anything
+            if not 0 <= within <= extent - size <= extent:  # a damaged index may have any value
                 return False
             data = self.memory.view[where + within : where + within + size]
             crc = int(table.member_crc[m])
@@ -59,79 +59,99 @@ class PackedChecksums:
 
 
 class VerifiedRing:
-    """Which samples of a lane were found sound: by place, over and over in a ring.
+    """Ring buffer of a lane: by place, whether the sample there is verified as sound.
 
-    any_unverified: whether one was not, since the beginning; else nobody has to look.
+    any_unverified: whether any sample since the start was not sound. While it is False,
+    `unverified` need not be called.
     """
 
     def __init__(self, packed: PackedChecksums, where: Ints) -> None:
-        """where: of the samples in the memory, by place, as it will be: int64[ring]."""
+        """where: by place, the offset of its sample in the memory, int64[ring].
+
+        The reader fills it later.
+        """
         self.packed, self.where, self.any_unverified = packed, where, False
         self.sound = bytearray(len(where))
-        self._truths: Bools = np.frombuffer(self.sound, bool)
-        addresses = ctypes.addressof(packed.library), where.ctypes.data, self._truths.ctypes.data
+        self._is_sound: Bools = np.frombuffer(self.sound, bool)
+        addresses = ctypes.addressof(packed.library), where.ctypes.data, self._is_sound.ctypes.data
         self.library = kernels.SampleRing(*addresses, len(where))
 
     def compared(self, place: int, number: int, count: int) -> ReadVerifier:
-        """What comes for samples that follow one another in a shard, from this number of the index on, is to be compared."""
-        self._forget(place, count)
+        """Return the verifier of a read of `count` samples that follow one another in a shard.
+
+        place, number: place in the lane and id of the first.
+        """
+        self._mark_unverified(place, count)
         return ReadVerifier(self, place, number, count)
 
     def not_compared(self, place: int, count: int) -> None:
-        """What comes for these samples is not, or what was found of them is not to be believed."""
-        self._forget(place, count)
+        """Mark the samples in `count` places from `place` on as unverified."""
+        self._mark_unverified(place, count)
         self.any_unverified = True
 
     def settle(self, place: int, count: int) -> None:
-        """All has come for these samples that were to be compared."""
-        self.any_unverified = self.any_unverified or any(self.sound.find(0, *run) >= 0 for run in self._runs(place, count))
+        """Update `any_unverified` after a verified read of these places has ended."""
+        if self.any_unverified:
+            return
+        self.any_unverified = any(self.sound.find(0, *run) >= 0 for run in self._runs(place, count))
 
     def unverified(self, places: Ints) -> Bools:
-        """Whether the samples in these places are not known to be sound. bool[n]"""
-        return ~self._truths[places % len(self.sound)]
+        """Return for each of these places whether its sample is not verified as sound. bool[n]"""
+        return ~self._is_sound[places % len(self.sound)]
 
-    def _forget(self, place: int, count: int) -> None:
+    def _mark_unverified(self, place: int, count: int) -> None:
         for first, stop in self._runs(place, count):
             self.sound[first:stop] = bytes(stop - first)
 
     def _runs(self, place: int, count: int) -> list[tuple[int, int]]:
+        """Return the one or two ranges [first, stop) of the ring for `count` places."""
         ring = len(self.sound)
         first = place % ring
-        return [(first, first + count)] if first + count <= ring else [(first, ring), (0, first + count - ring)]
+        if first + count <= ring:
+            return [(first, first + count)]
+        return [(first, ring), (0, first + count - ring)]
 
 
 class ReadVerifier:
-    """Compares samples of one read while they come."""
+    """Verifier of the samples of one read, while its bytes arrive."""
 
-    def __init__(self, found: VerifiedRing, place: int, number: int, count: int, begun: int | None = None) -> None:
-        """place: of the first, whose number in the index is `number`. begun: bytes of the shard before those that come; those before
-        the first where it is None."""
-        self._found, self._place, self._number, self._count = found, place, number, count
-        self._begun = int(found.packed.table.start[number]) if begun is None else begun
-        self._library = kernels.SampleRun(ctypes.addressof(found.library), place, number, count, self._begun)
+    def __init__(self, ring: VerifiedRing, place: int, number: int, count: int, first_byte: int | None = None) -> None:
+        """place, number: place in the lane and id of the first of `count` samples.
+
+        first_byte: offset in the shard of the first byte of the read; None: where the first sample
+        begins.
+        """
+        self._ring, self._place, self._number, self._count = ring, place, number, count
+        if first_byte is None:
+            first_byte = int(ring.packed.table.start[number])
+        self._first_byte = first_byte
+        self._library = kernels.SampleRun(ctypes.addressof(ring.library), place, number, count, first_byte)
 
     def update(self, before: int, now: int) -> None:
-        """Compare what is whole now that so many bytes are there, and was not before; nothing of which comes in another read."""
+        """Verify the samples that become complete between `before` and `now` bytes of the read.
+
+        A sample that began in another read stays unverified.
+        """
         if kernels.library is not None:
             kernels.library.verify_samples(ctypes.byref(self._library), before, now)
             return
-        found, first = self._found, self._number
-        table, rows = found.packed.table, slice(first, first + self._count)
+        ring, first = self._ring, self._number
+        table, rows = ring.packed.table, slice(first, first + self._count)
         starts, stops = table.start[rows].tolist(), table.stop[rows].tolist()
-        for i in range(*(bisect_right(stops, self._begun + bytes_) for bytes_ in (before, now))):
-            if starts[i] >= self._begun:
-                at = (self._place + i) % len(found.sound)
-                found.sound[at] = found.packed.is_sound(first + i, int(found.where[at]))
+        for i in range(*(bisect_right(stops, self._first_byte + arrived) for arrived in (before, now))):
+            if starts[i] >= self._first_byte:
+                slot = (self._place + i) % len(ring.sound)
+                ring.sound[slot] = ring.packed.is_sound(first + i, int(ring.where[slot]))
 
     def settle(self) -> None:
-        """All came."""
-        self._found.settle(self._place, self._count)
+        """Tell the ring that all bytes of the read have arrived."""
+        self._ring.settle(self._place, self._count)
 
     def within(self, before: int, now: int) -> ReadVerifier:
-        """Of a part of the bytes. It ends with what comes."""
-        return ReadVerifier(self._found, self._place, self._number, self._count, self._begun + before)
+        """Return the verifier of the bytes [before, now) of the read, as a read of their own."""
+        return ReadVerifier(self._ring, self._place, self._number, self._count, self._first_byte + before)
 
     @property
     def c_arguments(self) -> tuple[Any, ...]:
-        """What the library takes. It is this object's own."""
+        """Arguments of the library's read functions. They are valid while this object exists."""
         return (*NO_CHECKSUMS, ctypes.byref(self._library))
