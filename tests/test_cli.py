@@ -199,5 +199,7 @@ def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, closed: bool) -
     script = f'exec "$0" -m wdstrain "$@" {">&-" if closed else "> /dev/full"}'
     done = subprocess.run(["bash", "-c", script, sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == (0 if closed else 1)
-    told = "wdstrain: the work is done, and its result cannot be written to stdout: No space left on device.\n"
+    told = (
+        "wdstrain: the work is done, but its result cannot be written to stdout: No space left on device. Write it elsewhere.\n"
+    )
     assert done.stderr == ("" if closed else told)

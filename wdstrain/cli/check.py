@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.words import result, urls, verb
-from wdstrain.report.terminal import ProgressReporter, say
+from wdstrain.report.terminal import ProgressReporter, print_message
 
 if TYPE_CHECKING:
     from wdstrain.loader.stats import Finding
@@ -90,14 +90,14 @@ def _repair(arguments: argparse.Namespace) -> int:
     rows += [("MB", f"{done.bytes / 1e6:.1f}"), ("time", f"{seconds:.1f} s"), ("shards are in", done.out)]
     result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
     for note in done.notes:
-        say(f"note: {note}")
+        print_message(f"note: {note}")
     shards: dict[str, list[Finding]] = {}
     for one in done.findings:
         shards.setdefault(one.shard, []).append(one)
     for shard, findings in list(shards.items())[:_MOST]:
         _tell_lost(shard, findings)
     if len(shards) > _MOST:
-        say(f"{len(shards) - _MOST} more shards have lost something; --json gives all of it.")
+        print_message(f"{len(shards) - _MOST} more shards have lost something; --json gives all of it.")
     return 0 if done.ok else 1
 
 
@@ -117,15 +117,15 @@ def _tell(findings: Sequence[Finding]) -> None:
     """Findings one by one, or, where they are many, by kind with the first of each."""
     if len(findings) <= _MOST:
         for one in findings:
-            say(one.sentence)
+            print_message(one.sentence)
         return
     kinds: dict[tuple[bool, str, str], list[Finding]] = {}
     for one in findings:
         kind = (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)  # of a whole shard: each for itself
         kinds.setdefault(kind, []).append(one)
     for same in sorted(kinds.values(), key=len, reverse=True):
-        say(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)
-    say(
+        print_message(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)
+    print_message(
         f"{len(findings)} findings are listed, of {len(kinds)} kinds, the first of each shown; --json gives those that are listed."
     )
 
@@ -139,6 +139,6 @@ def _tell_lost(shard: str, findings: list[Finding]) -> None:
             for one in lost[:_NAMED]
         )
         more = f"; and {len(lost) - _NAMED} more, which --json names" if len(lost) > _NAMED else ""
-        say(f"{shard}: {len(lost)} sample{'s' * (len(lost) != 1)} lost: {some}{more}.")
+        print_message(f"{shard}: {len(lost)} sample{'s' * (len(lost) != 1)} lost: {some}{more}.")
     for one in [one for one in findings if not one.key][:_NAMED]:
-        say(one.sentence)
+        print_message(one.sentence)

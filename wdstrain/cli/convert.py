@@ -13,7 +13,7 @@ from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb
 from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
-from wdstrain.report.terminal import ProgressReporter, say
+from wdstrain.report.terminal import ProgressReporter, print_message
 from wdstrain.runtime.machine import cores
 
 _AGAIN = "The same command with --resume goes on with what is finished so far. What was in the folder before is there still."
@@ -160,7 +160,7 @@ def _tars(arguments: argparse.Namespace) -> int:
     }
     return _convert(
         arguments,
-        lambda: stream_tars(arguments.urls, out=arguments.out, note=say, **asked),
+        lambda: stream_tars(arguments.urls, out=arguments.out, note=print_message, **asked),
         lambda options: resumed_in_place(arguments.out, stated(arguments.urls, arguments.out, **asked), options),
     )
 
@@ -182,7 +182,7 @@ def _convert(
     if done is None:
         source = opened()
         for line in source.source.get("decided", ()):
-            say(line)
+            print_message(line)
         with ProgressReporter() as teller:
 
             def tell(step: Step) -> None:
@@ -193,7 +193,7 @@ def _convert(
     for label in done.index.labels:
         if label.kind == "class" and len(label.classes) == 1:
             lies = " Is that a folder in which the class folders lie?" if source.source.get("kind") == "folder" else ""
-            say(f"note: there is one class only, {label.classes[0]!r}.{lies}")
+            print_message(f"note: there is one class only, {label.classes[0]!r}.{lies}")
     seconds = time.monotonic() - begun
     found = {
         "out": arguments.out,

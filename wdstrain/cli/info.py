@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from wdstrain.cli.words import urls, verb
-from wdstrain.report.terminal import ProgressReporter, grid, say, show, table
+from wdstrain.report.terminal import ProgressReporter, print_grid, print_message, print_result, print_table
 
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # of a class's name
@@ -39,21 +39,21 @@ def _info(arguments: argparse.Namespace) -> int:
             progress=lambda title, done, total: teller.step(title, done, total, unit="labels"),
         )
     if arguments.json:
-        show(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
-        table(found.summary())
+        print_table(found.summary())
         if found.contents:
-            grid(["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents])
-            table((one.name, told(one)) for one in found.contents)
+            print_grid(["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents])
+            print_table((one.name, told(one)) for one in found.contents)
         for one in found.histograms:
             line = f"{one.label}: {'; '.join(notes(one))}"
-            show(f"\n{fill(line, get_terminal_size().columns)}")
+            print_result(f"\n{fill(line, get_terminal_size().columns)}")
             if one.classes:
                 _bars(shown(one), about=not one.exact)
             else:
-                table(spread(one))
+                print_table(spread(one))
     for sentence in found.findings:
-        say(sentence)
+        print_message(sentence)
     return 0 if found.ok else 1
 
 
@@ -65,4 +65,4 @@ def _bars(counts: dict[str, int], *, about: bool) -> None:
     for name, count in counts.items():
         cut = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         bar = "█" * round(_BAR * count / most) or "▏" * (count > 0)
-        show(f"  {cut:<{width}}  {bar:<{_BAR}}  {'~' * about + str(count):>{digits}}  {count / whole:6.1%}")
+        print_result(f"  {cut:<{width}}  {bar:<{_BAR}}  {'~' * about + str(count):>{digits}}  {count / whole:6.1%}")

@@ -28,7 +28,7 @@ from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
 from wdstrain.cli.words import facts, result, summary, urls, verb
 from wdstrain.errors import WdstrainError
-from wdstrain.report.terminal import ProgressReporter, flush, say, show
+from wdstrain.report.terminal import ProgressReporter, flush_results, print_message, print_result
 
 
 def entry() -> NoReturn:
@@ -43,19 +43,19 @@ def main(words: Sequence[str]) -> int:
     """Run one command; returns its exit status."""
     arguments, unknown = _parser().parse_known_args(words)
     if unknown:
-        say(f"wdstrain: {_unknown(arguments, unknown[0])}")
+        print_message(f"wdstrain: {_unknown(arguments, unknown[0])}")
         return 2
     try:
         status = int(arguments.verb(arguments))
-        flush()
+        flush_results()
         return status
     except WdstrainError as error:
         if arguments.debug:
             raise
-        say(f"wdstrain: {error}")
+        print_message(f"wdstrain: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        say(f"\nwdstrain: interrupted. {arguments.interrupted}")
+        print_message(f"\nwdstrain: interrupted. {arguments.interrupted}")
         return 130
     except BrokenPipeError:  # whoever read our output has gone: that is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -88,9 +88,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
     try:
         with server:
-            say(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
+            print_message(f"serving {server.folder} at {server.url} (Ctrl-C ends)")
             if not server.is_local:
-                say(f"Everyone who reaches this machine ({socket.gethostname()}) can read this folder; there is no password.")
+                print_message(
+                    f"Everyone who reaches this machine ({socket.gethostname()}) can read this folder; there is no password."
+                )
             server.wait()
             status = 1  # nobody ended it
     except KeyboardInterrupt:
@@ -100,9 +102,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     seconds, count = time.monotonic() - begun, server.requests
     if arguments.json:
         found = {"folder": server.folder, "url": server.url, "requests": count, "bytes": server.bytes}
-        show(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
+        print_result(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
     else:
-        show(f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s")
+        print_result(f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s")
     return status
 
 
@@ -113,9 +115,9 @@ def _demo(arguments: argparse.Namespace) -> int:
         rows = demo(arguments.dir, teller)
     result(arguments, dict(rows), rows)
     if not arguments.json:
-        show("\nNext, with your own data:")
+        print_result("\nNext, with your own data:")
         for step in next_steps(arguments.dir):
-            show(f"  {step}")
+            print_result(f"  {step}")
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from wdstrain.cli.words import urls, verb
 from wdstrain.order.plan import Tail
-from wdstrain.report.terminal import ProgressReporter, say, show
+from wdstrain.report.terminal import ProgressReporter, print_message, print_result
 
 
 def add_plan(verbs: Any) -> None:
@@ -63,12 +63,12 @@ def _plan(arguments: argparse.Namespace) -> int:
             tell=lambda done, of: teller.step("reading labels", done, of, unit="labels"),
         )
     if arguments.json:
-        show(json.dumps(found.as_dict(), ensure_ascii=False))
+        print_result(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
         wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         for line in lines(found, ascii_only=not wide):
-            show(line)
+            print_result(line)
     if arguments.out is not None:
         write_whole(arguments.out, page(found).encode("utf-8", "replace"))
-        say(f"the page: {arguments.out}")
+        print_message(f"the page: {arguments.out}")
     return 0

@@ -48,8 +48,7 @@ def add_show(verbs: Any) -> None:
 def _show(arguments: argparse.Namespace) -> int:
     from wdstrain.looking.doors import check_ending, peek, peek_varied
     from wdstrain.looking.picking import Wanted
-    from wdstrain.report.terminal import say
-    from wdstrain.report.terminal import show as put
+    from wdstrain.report.terminal import print_message, print_result
 
     if arguments.out:
         check_ending(arguments.out)
@@ -61,15 +60,15 @@ def _show(arguments: argparse.Namespace) -> int:
     )
     file = found.save(arguments.out) if arguments.out else None
     if not arguments.json and file is None:
-        put(repr(found))
+        print_result(repr(found))
         return 0
     shown: dict[str, Any] = {"title": found.title, "notes": list(found.notes), "shown": len(found), "broken": found.broken}
     rows = [("shown", found.title), ("broken", str(found.broken) if found.broken else "none")]
     for seen in found:
         if seen.error:
-            say(f"{seen.shard}: '{seen.key}' at offset {seen.offset}: {seen.error}")
+            print_message(f"{seen.shard}: '{seen.key}' at offset {seen.offset}: {seen.error}")
     for note in found.notes:
-        say(note)
+        print_message(note)
     result(arguments, {**shown, "file": file, "samples": [one.facts for one in found]}, [*rows, ("sheet", file or "")])
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from wdstrain.cli.words import result, urls, verb
 from wdstrain.errors import UsageError
-from wdstrain.report.terminal import say
+from wdstrain.report.terminal import print_message
 from wdstrain.training.configuration import (
     OF_EVALUATING,
     OF_PREDICTING,
@@ -123,7 +123,7 @@ def _train(arguments: argparse.Namespace) -> int:
         with last_words():
             done = train(addresses, arguments.out, val=val, resume=arguments.resume, overwrite=arguments.overwrite, **options)
     except Stopped as stopped:
-        say(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
+        print_message(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
         return stopped.status
     if not World().leads:
         return 0

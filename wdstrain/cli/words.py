@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from wdstrain.report.terminal import show, table
+from wdstrain.report.terminal import print_result, print_table
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.shards.index import Index
 
@@ -51,9 +51,9 @@ def shares(text: str) -> dict[str, float]:
 
 def result(arguments: argparse.Namespace, found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
     if arguments.json:
-        show(json.dumps(found, ensure_ascii=False))
+        print_result(json.dumps(found, ensure_ascii=False))
     else:
-        table(rows)
+        print_table(rows)
 
 
 def facts(index: Index) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Text for people: SVG charts, tables, terminal output."""
+"""Output for people: charts and pages, tables, terminal progress, text that is safe to print."""

@@ -1,10 +1,10 @@
-"""What a person sees in a terminal: progress and tables there, plain lines where the output is no terminal.
+"""Terminal output: results and tables on stdout, progress and messages on stderr.
 
-On a terminal one line is redrawn with rate and time left; elsewhere a plain line appears every few seconds. No thread
-redraws: a thread of ours in the parent and a fork of worker processes do not go together.
+In a terminal, progress is one line that is redrawn. In a file or pipe, it is a plain line every few
+seconds. In a notebook, it is one plain-text output that is replaced. A widget would be missing when
+the notebook is opened again. Lines go to stdout there, because notebooks show stderr like errors.
 
-In a notebook progress is one output of plain text, which is replaced: that is kept, exported and read aloud like any text, where a
-widget is gone when the notebook is opened again. Lines go to stdout there, as notebooks paint stderr in the colour of errors.
+No thread redraws the line: worker processes are forked, and a fork is safe only without threads.
 """
 
 from __future__ import annotations
@@ -24,87 +24,97 @@ from rich.table import Table
 from wdstrain.errors import StorageError
 from wdstrain.report.printing import printable
 
-_EVERY = 5.0  # seconds between plain lines
-_REDRAW = 0.1  # seconds between redrawings
-_REPLACE = 0.5  # the same in a notebook, to which each is a message
+_PLAIN_SECONDS = 5.0  # between plain lines
+_REDRAW_SECONDS = 0.1  # between drawings of a terminal line
+_NOTEBOOK_SECONDS = 0.5  # between outputs in a notebook; each is a message to the browser
 
 
 class ProgressReporter:
-    """Tells on stderr, or in the notebook, how work goes on. `step` for what passes, `line` for what stays."""
+    """Progress of work on stderr, or in the output of a notebook cell."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        # FORCE_COLOR, which a notebook's kernel sets for all that it starts, makes no terminal of a pipe
+        # with FORCE_COLOR, which notebooks set, rich takes a pipe for a terminal
         self._redraws = self._console.is_terminal and sys.stderr.isatty()
-        self._every = _REDRAW if self._redraws else _REPLACE if self._console.is_jupyter else _EVERY
-        self._live: Progress | None = None
-        self._place: Any = None  # in a notebook: the output that is replaced, and what stands there
-        self._passing = ""
+        self._interval = _REDRAW_SECONDS if self._redraws else _NOTEBOOK_SECONDS if self._console.is_jupyter else _PLAIN_SECONDS
+        self._live: Progress | None = None  # the line in a terminal
+        self._cell: Any = None  # the output in a notebook
+        self._cell_text = ""
         self._title = ""
-        self._begun = self._shown = 0.0
-        self._first = 0
+        self._start_time = self._report_time = 0.0
+        self._start_count = 0
 
     def step(self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps") -> None:
-        """`done` of `total` units of what `title` names, None if nobody knows how many; `text` adds figures.
+        """Report progress; a report too soon after the last is skipped.
 
-        unit: empty where the text has a rate of its own.
+        title: name of the work; a new title starts a new line and a new rate.
+        done, total: finished units and all units; None if their number is unknown.
+        text: more figures. unit: name of the units; empty if `text` contains a rate.
         """
         now = time.monotonic()
         if title != self._title:
             self.close()
-            self._title, self._begun, self._shown, self._first = title, now, now, done
-        if now - self._shown < self._every:
+            self._title, self._start_time, self._report_time, self._start_count = title, now, now, done
+        if now - self._report_time < self._interval:
             return
-        self._shown = now
-        rate = (done - self._first) / max(1e-9, now - self._begun)  # what was done before is no part of the pace
+        self._report_time = now
+        figures = self._figures(done, total, text, unit, now - self._start_time)
+        if self._console.is_jupyter:
+            self._show_in_notebook(f"{title}: {figures}")
+        elif self._redraws:
+            self._redraw(title, done, total, figures)
+        else:
+            print_message(f"{title}: {figures}")
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.close()
+        if self._console.is_jupyter:
+            print_result(text)
+        else:
+            print_message(text)
+
+    def close(self) -> None:
+        """Remove the progress line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._cell_text:
+            self._show_in_notebook("")
+        self._title = ""
+
+    def _figures(self, done: int, total: int | None, text: str, unit: str, seconds: float) -> str:
+        """Return count, rate and remaining time as text. seconds: since the first report."""
+        rate = (done - self._start_count) / max(1e-9, seconds)
         if total is None:
             figures = f"{done} {unit}, {rate:.0f}/s"
         else:
-            each = f" {unit}, {rate:.0f}/s" if unit else ""
-            figures = f"{done}/{total}{each}, {(total - done) / rate if rate else 0.0:.0f} s left"
-        figures += f", {text}" if text else ""
-        if self._console.is_jupyter:
-            self._replace(f"{title}: {figures}")
-            return
-        if not self._redraws:
-            say(f"{title}: {figures}")
-            return
+            unit_rate = f" {unit}, {rate:.0f}/s" if unit else ""
+            figures = f"{done}/{total}{unit_rate}, {(total - done) / rate if rate else 0.0:.0f} s left"
+        return figures + (f", {text}" if text else "")
+
+    def _redraw(self, title: str, done: int, total: int | None, figures: str) -> None:
+        """Draw the line in the terminal."""
         if self._live is None:
             self._bar = BarColumn(16)
             columns = TextColumn("{task.description}"), self._bar, TextColumn("{task.fields[figures]}")
             self._live = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
             self._task = self._live.add_task(title, total=total, figures=figures)
             self._live.start()
-        self._bar.bar_width = max(3, min(16, self._console.width - len(title) - len(figures) - 3))  # figures matter more
+        # the bar gives way to the figures, which a narrow terminal would cut
+        self._bar.bar_width = max(3, min(16, self._console.width - len(title) - len(figures) - 3))
         self._live.update(self._task, completed=done, figures=figures)
         self._live.refresh()
 
-    def line(self, text: str) -> None:
-        """A line that stays."""
-        self.close()
-        if self._console.is_jupyter:
-            show(text)
-        else:
-            say(text)
-
-    def close(self) -> None:
-        """Take the progress line away."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        if self._passing:
-            self._replace("")
-        self._title = ""
-
-    def _replace(self, text: str) -> None:
-        """What a notebook shows as passing."""
+    def _show_in_notebook(self, text: str) -> None:
+        """Replace the progress text in the output of the notebook cell."""
         from IPython.display import display
 
-        if self._place is None:
-            self._place = display({"text/plain": text}, raw=True, display_id=True)
+        if self._cell is None:
+            self._cell = display({"text/plain": text}, raw=True, display_id=True)
         else:
-            self._place.update({"text/plain": text}, raw=True)
-        self._passing = text
+            self._cell.update({"text/plain": text}, raw=True)
+        self._cell_text = text
 
     def __enter__(self) -> ProgressReporter:
         return self
@@ -113,70 +123,75 @@ class ProgressReporter:
         self.close()
 
 
-def say(text: str) -> None:
-    """A line for people, on stderr, so that stdout holds results alone."""
-    sys.stderr.write(f"{_lines(text)}\n")
+def print_message(text: str) -> None:
+    """Print lines to stderr: messages for people. Results go to stdout."""
+    sys.stderr.write(f"{_printable_lines(text)}\n")
     sys.stderr.flush()
 
 
-def show(text: str) -> None:
-    """A line of the result, on stdout."""
-    with _stdout():
-        sys.stdout.write(f"{_lines(text)}\n")
+def print_result(text: str) -> None:
+    """Print lines of the result to stdout. Raises StorageError if they cannot be written."""
+    with _writing_stdout():
+        sys.stdout.write(f"{_printable_lines(text)}\n")
 
 
-def flush() -> None:
-    """See that all of the result has arrived."""
-    with _stdout():
+def flush_results() -> None:
+    """Write buffered results to stdout. Raises StorageError if they cannot be written."""
+    with _writing_stdout():
         sys.stdout.flush()
 
 
 @contextmanager
-def _stdout() -> Iterator[None]:
-    """Raises StorageError where the result cannot be written, such as into a file on a full disk."""
+def _writing_stdout() -> Iterator[None]:
+    """Turn errors of writing, such as a full disk, into StorageError. BrokenPipeError passes."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        with suppress(OSError):  # what is buffered would fail again when Python ends
+        with suppress(OSError):  # Python flushes stdout at its end, and would fail once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise StorageError(f"the work is done, and its result cannot be written to stdout: {error.strerror}.") from error
+        raise StorageError(
+            f"the work is done, but its result cannot be written to stdout: {error.strerror}. Write it elsewhere."
+        ) from error
 
 
-def _lines(text: str) -> str:
-    """The same lines without what steers a terminal: keys and names come from shards, and shards from strangers."""
+def _printable_lines(text: str) -> str:
+    """Return the lines without control characters: names in shards may come from anybody."""
     return "\n".join(map(printable, text.split("\n")))
 
 
-def table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
-    """Names and values, on stdout."""
-    drawn = Table(title=title or None, show_header=False, title_justify="left")
-    drawn.add_column(no_wrap=True)
-    drawn.add_column(overflow="fold")
+def print_table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
+    """Print names and values to stdout. Raises StorageError if they cannot be written."""
+    table = Table(title=title or None, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
-        drawn.add_row(_lines(name), _lines(value))
-    with _stdout():
-        _Stdout().print(drawn)
+        table.add_row(_printable_lines(name), _printable_lines(value))
+    with _writing_stdout():
+        _TextConsole().print(table)
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table with a line of names above its columns, on stdout; all columns but the first hold figures."""
-    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def print_grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a header row to stdout. Raises StorageError if it cannot be written.
+
+    All columns but the first are right-aligned, for figures.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for number, name in enumerate(head):
-        drawn.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
+        table.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
     for row in rows:
-        drawn.add_row(*map(_lines, row))
-    with _stdout():
-        _Stdout().print(drawn)
+        table.add_row(*map(_printable_lines, row))
+    with _writing_stdout():
+        _TextConsole().print(table)
 
 
-class _Stdout(Console):
-    """Tables are text, in a notebook too."""
+class _TextConsole(Console):
+    """Console on stdout that prints plain text, in a notebook too."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False, markup=False, force_jupyter=False)
 
     def on_broken_pipe(self) -> None:
-        """Whoever read our output has gone; the caller ends quietly, where rich would end the process as failed."""
+        """Raise BrokenPipeError for the caller, where rich would exit with status 1."""
         raise BrokenPipeError
