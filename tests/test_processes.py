@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import write_shards
+from wdstrain.decode import flight
 from wdstrain.decode.worker_queues import careful
+from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -117,3 +120,61 @@ def test_a_closed_queue_takes_nothing(context: Any) -> None:
     queue.close()
     with pytest.raises(ValueError, match="closed"):
         queue.put(2)
+
+
+# --- how many batches are in flight ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 96])
+@pytest.mark.parametrize("room", [0, 1, 3, 10, 50, 10_000])
+def test_batches_in_flight_of_threads_are_bounded_by_cores_and_room(count: int, room: int) -> None:
+    found = flight.of_threads(count, room)
+    assert 2 <= found.batches <= max(2, min(2 * count, room))
+    assert 1 <= found.decoders <= min(count, found.batches)
+    if room >= 2 * count:
+        assert found == (2 * count, count, 0, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+@pytest.mark.parametrize("processors", [1, 2, 8, 96])
+@pytest.mark.parametrize("room", [0, 1, 3, 10, 50, 10_000])
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_batches_in_flight_of_worker_processes_are_bounded_by_cores_and_room(
+    count: int, processors: int, room: int, together: int
+) -> None:
+    found = flight.of_processes(count, processors, room, together)
+    assert found.decoders == count
+    assert found.messages > count  # each has one, or a worker would never be used
+    assert found.messages <= max(count + 1, count + processors + max(2, processors // 2))
+    assert found.messages * together <= max((count + 1) * together, room)
+
+
+class Begun:
+    """A transform that notes each sample which it is given in a file, by a byte."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        with open(self.file, "ab", buffering=0) as opened:
+            opened.write(b".")
+        return {"cls": int(sample["cls"])}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 6])
+def test_no_more_batches_are_begun_than_may_be_in_flight(tmp_path: Path, workers: int) -> None:
+    """Batches of 130 samples travel one by one. The loop takes some and waits until nothing is begun any more."""
+    size, batches = 130, 40
+    shards, file = write_shards(tmp_path / "shards", [size * batches]), tmp_path / "begun"
+    with closing(wt.Loader(shards, transform=Begun(file), batch_size=size, num_workers=workers)) as loader:
+        given = loader.epoch(0, until=1)
+        for taken in range(1, 4):
+            next(given)
+            before = -1
+            while before != (before := file.stat().st_size):
+                time.sleep(0.3)
+            busy = min(workers, cores())
+            most = workers + busy + max(2, busy // 2) + 1 if workers else 2 * cores()
+            assert before <= (taken + most) * size
+        assert sum(1 for _ in given) == batches - 3
+    assert file.stat().st_size == size * batches

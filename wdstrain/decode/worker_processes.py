@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from wdstrain.decode.decoder import Bad, Decoder, Result, Task
+from wdstrain.decode.flight import PREFETCH, Flight
 from wdstrain.decode.worker_queues import careful
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
@@ -33,7 +34,6 @@ from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import ProgressBoard, WorkerStacks
 
-_PREFETCH = 2  # messages that a worker has at one time
 _SMALL = 256 << 10  # bytes of a tensor that is sent as it is
 _KNOWN_TO_NUMPY = (
     torch.uint8,
@@ -46,46 +46,26 @@ _KNOWN_TO_NUMPY = (
     torch.float64,
     torch.bool,
 )
-# of one message: samples, about, where batches are small; batches; bytes of the batches
-_SAMPLES, _BATCHES, _BYTES = 128, 4, 32 << 20
-
 
 Message = tuple[int, tuple[Task, ...]]  # its number, and some tasks
 Answer = tuple[int, list[bytes]]  # of that number: results, pickled
 
 
-def in_flight(count: int, batch_size: int, batch_bytes: int) -> int:
-    """Batches that `count` workers decode, have before them, or are done with before their turn, at one time."""
-    return (_most(count) + 1) * _together(batch_size, batch_bytes) - 1
-
-
-def _most(count: int) -> int:
-    """Messages under way, those included that are back before one that was sent before them: what workers may be ahead of the slowest.
-
-    With half a message for each worker, one of sixteen that takes 1.1 times as long costs 0.004 of the speed, by simulation.
-    """
-    return _PREFETCH * count + max(2, count // 2)
-
-
-def _together(batch_size: int, batch_bytes: int) -> int:
-    """Batches of one message to a worker process: a message costs as much time as several small pictures, or two photographs."""
-    return max(1, min(_SAMPLES // batch_size, _BATCHES, _BYTES // max(1, batch_bytes)))
-
-
 class WorkerProcesses:
-    """Decodes in `count` worker processes of a DataLoader, which live until `close`."""
+    """Decodes in worker processes of a DataLoader, which live until `close`."""
 
-    def __init__(self, decoder: Decoder, count: int, batch_size: int, batch_bytes: int, context: str | None) -> None:
-        self.count, self.desks, self._stacks = count, ProgressBoard(count), WorkerStacks()
-        self._stream = _Stream(count, _together(batch_size, batch_bytes))
+    def __init__(self, decoder: Decoder, flight: Flight, context: str | None) -> None:
+        self.count = count = flight.decoders
+        self.desks, self._stacks = ProgressBoard(count), WorkerStacks()
+        self._stream = _Stream(flight)
         self._made: list[BaseProcess] = []  # by a start that is under way
-        own_context = careful(multiprocessing.get_context(context), (_PREFETCH + 1) * count + 1)
+        own_context = careful(multiprocessing.get_context(context), (PREFETCH + 1) * count + 1)
         self._loader: DataLoader[Any] = DataLoader(
             _Remote(decoder, self.desks),
             batch_size=None,  # a task is a batch already, or some
             sampler=self._stream,
             num_workers=count,
-            prefetch_factor=_PREFETCH,
+            prefetch_factor=PREFETCH,
             persistent_workers=True,
             in_order=torch.__version__ < "2.7",  # which gives to whoever is next in turn, whatever he has
             collate_fn=_as_it_is,
@@ -212,8 +192,8 @@ class _Stream(Iterator[Message]):
 
     tasks: Iterator[Task]
 
-    def __init__(self, workers: int, together: int) -> None:
-        self._workers, self._together = workers, together
+    def __init__(self, flight: Flight) -> None:
+        self._workers, self._messages, self._together = flight.decoders, flight.messages, flight.together
 
     def __iter__(self) -> _Stream:
         self._sent = self._taken = self._refused = 0
@@ -221,12 +201,12 @@ class _Stream(Iterator[Message]):
 
     def __next__(self) -> Message:
         number = self._sent
-        if number - self._taken == _most(self._workers):
+        if number - self._taken == self._messages:
             self._refused += 1
             raise StopIteration
         tasks = tuple[Task, ...]()
         if number >= self._workers:
-            tasks = tuple(islice(self.tasks, 1 if number < (1 + _PREFETCH) * self._workers else self._together))
+            tasks = tuple(islice(self.tasks, 1 if number < (1 + PREFETCH) * self._workers else self._together))
             if not tasks:
                 raise StopIteration
         self._sent += 1

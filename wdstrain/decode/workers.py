@@ -13,19 +13,10 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from wdstrain.decode import worker_processes
 from wdstrain.decode.decoder import Decoder, Result, Task
-from wdstrain.runtime.machine import cores
+from wdstrain.decode.flight import Flight
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, thread_stack
-
-_EACH = 2  # batches in flight for a thread
-
-
-def in_flight(num_workers: int, batch_size: int, batch_bytes: int) -> int:
-    """Batches that are being decoded, wait to be, or came with or before one that was waited for, at one time."""
-    return worker_processes.in_flight(num_workers, batch_size, batch_bytes) if num_workers else _EACH * cores()
-
 
 _Box = SimpleQueue["Result | BaseException"]  # for one result
 
@@ -50,14 +41,14 @@ class InlineDecoder:
 
 
 class DecoderThreads:
-    """Decodes in threads, one per core; for num_workers=0.
+    """Decodes in threads, one per core as far as memory allows; for num_workers=0.
 
     Not an executor of the standard library: its futures are Conditions, which a Ctrl-C can leave locked for ever.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self.count = cores()
+    def __init__(self, decoder: Decoder, flight: Flight) -> None:
+        self._decoder, self._flight = decoder, flight
+        self.count = flight.decoders
         self.desks = ProgressBoard(self.count)
         self._threads: list[threading.Thread] = []
         self._todo: SimpleQueue[tuple[Task, _Box] | None] = SimpleQueue()
@@ -72,7 +63,7 @@ class DecoderThreads:
             box = _Box()
             self._boxes.append(box)
             self._todo.put((task, box))
-            if len(self._boxes) == _EACH * self.count:
+            if len(self._boxes) == self._flight.batches:
                 yield self._result()
         while self._boxes:
             yield self._result()

@@ -22,8 +22,9 @@ import torch
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import MISMATCH, Bad, Collate, Decoder, Result, Task, Transform
 from wdstrain.decode.fields import Field, is_light
+from wdstrain.decode.flight import flight_of
 from wdstrain.decode.worker_processes import WorkerProcesses
-from wdstrain.decode.workers import DecoderThreads, InlineDecoder, in_flight
+from wdstrain.decode.workers import DecoderThreads, InlineDecoder
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.loader.task_blocks import TaskBuilder
@@ -109,7 +110,9 @@ class Pipeline:
         decoded = None if fields is None else {name: field for name, field in fields.items() if name not in lands}
         # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
         inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
-        busy = 1 if inline else in_flight(num_workers, plan.batch_size, layout.size)
+        read_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
+        flight = flight_of(num_workers, plan.batch_size, layout.size, read_bytes)
+        busy = 1 if inline else flight.batches
         ahead = _AHEAD_OF_LANDING if lands else _AHEAD_BYTES
         begun = batches_begun(index, plan, rank, ahead) if lands else 0
         self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
@@ -145,11 +148,7 @@ class Pipeline:
         if inline:
             self._workers = InlineDecoder(decoder)
         else:
-            self._workers = (
-                WorkerProcesses(decoder, num_workers, plan.batch_size, layout.size, context)
-                if num_workers
-                else DecoderThreads(decoder)
-            )
+            self._workers = WorkerProcesses(decoder, flight, context) if num_workers else DecoderThreads(decoder, flight)
         self._seeded = isinstance(self._workers, WorkerProcesses)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next

@@ -19,14 +19,19 @@ def cores() -> int:
     torchrun sets, is the number of processes that share them. A process whose affinity is narrower
     than its parent's has its cores for itself, and shares only the quota.
     """
-    usable, local = os.cpu_count() or 1, os.environ.get("LOCAL_WORLD_SIZE", "")
-    processes, has_own_cores = int(local) if local.isdecimal() and int(local) else 1, False
+    usable, sharing, has_own_cores = os.cpu_count() or 1, processes(), False
     if hasattr(os, "sched_getaffinity"):
         usable = len(os.sched_getaffinity(0))
         with suppress(OSError):  # the parent has ended
             has_own_cores = usable < len(os.sched_getaffinity(os.getppid()))
-    usable = usable if has_own_cores else usable // processes
-    return max(1, math.ceil(min(usable, _cpu_quota() / processes)))
+    usable = usable if has_own_cores else usable // sharing
+    return max(1, math.ceil(min(usable, _cpu_quota() / sharing)))
+
+
+def processes() -> int:
+    """Return the number of processes of this job on this machine, as torchrun's LOCAL_WORLD_SIZE says; at least 1."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(local)) if local.isdecimal() else 1
 
 
 def memory() -> int:
