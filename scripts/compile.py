@@ -1,10 +1,10 @@
-"""Compiles `wdstrain/native/kernels.c` when the package is installed or built, where there is a C compiler; hatchling calls it.
+"""Compile `wdstrain/native/kernels.c`; hatchling does so when it builds or installs the package.
 
-Without one, or where the compiler fails, the package is installed all the same and does the same things piece by piece, slower.
-The library is plain C that is loaded by ctypes: it needs no headers of Python, and one fits all versions of it. It carries the hash of
-its source, so that one that is older than the source is not used.
+Without a C compiler the package is installed all the same, and does the same work slower. The
+library is plain C for ctypes: it needs no Python headers and fits every Python version. It contains
+the hash of its source, so that a library older than the source is not used.
 
-    python scripts/compile.py        compiles it in a clone
+    python scripts/compile.py        compile it in a clone
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ except ImportError:  # run by hand
 NATIVE = Path(__file__).resolve().parent.parent / "wdstrain" / "native"
 
 
-def compiled(source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libkernels.so") -> str:
-    """Compile the source to the library. Why it could not be, or nothing; a library that was there before is then gone."""
-    number = int.from_bytes(blake2b(source.read_bytes(), digest_size=8).digest(), "little")
-    flags = ["-O2", "-shared", "-fPIC", "-pthread", f"-DSOURCE={number}ULL"]
+def compile_library(source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libkernels.so") -> str:
+    """Compile the source to the library. Returns an empty string, or why it failed.
+
+    An existing library is removed, also if the compilation fails.
+    """
+    source_hash = int.from_bytes(blake2b(source.read_bytes(), digest_size=8).digest(), "little")
+    flags = ["-O2", "-shared", "-fPIC", "-pthread", f"-DSOURCE={source_hash}ULL"]
     library.unlink(missing_ok=True)
-    temporary = library.with_name(f".{library.name}.{os.getpid()}")  # whole or not there, also beside another that installs
-    why = "no C compiler was found"
+    # renamed at the end: another process must never load a part of the library
+    temporary = library.with_name(f".{library.name}.{os.getpid()}")
+    reason = "no C compiler was found"
     for compiler in [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]:
         try:
             command = [*shlex.split(compiler), *flags, "-o", str(temporary), str(source)]
@@ -40,22 +44,25 @@ def compiled(source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libk
             os.replace(temporary, library)
             return ""
         except subprocess.CalledProcessError as error:
-            why = f"{compiler} failed: {(error.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
+            reason = f"{compiler} failed: {(error.stderr.strip().splitlines() or ['no message'])[-1]}"
         except (OSError, subprocess.TimeoutExpired, ValueError):
             continue
         finally:
             temporary.unlink(missing_ok=True)
-    return why
+    return reason
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc,unused-ignore]
-    """What hatchling calls before it makes a wheel, or an installation that is the clone itself."""
+    """Hook that hatchling calls before it builds a wheel or an editable installation."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        if why := compiled():
-            self.app.display_warning(f"wdstrain is installed without its compiled part, and reads small samples slower: {why}")
+        if reason := compile_library():
+            self.app.display_warning(
+                f"wdstrain is installed without its C library and reads small samples slower: {reason}. "
+                f"Install a C compiler and reinstall wdstrain."
+            )
             return
         build_data["artifacts"].append("wdstrain/native/libkernels.so")
         build_data["pure_python"] = False
@@ -63,4 +70,4 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc,unused-
 
 
 if __name__ == "__main__":
-    sys.exit(compiled() or None)
+    sys.exit(compile_library() or None)

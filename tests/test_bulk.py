@@ -323,8 +323,8 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")])
 def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(tmp_path: Path, compiler: str, why: str) -> None:
     code = (
-        "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import NATIVE, compiled;"
-        f"print(compiled(NATIVE / 'kernels.c', Path({str(tmp_path / 'lib.so')!r})))"
+        "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import NATIVE, compile_library;"
+        f"print(compile_library(NATIVE / 'kernels.c', Path({str(tmp_path / 'lib.so')!r})))"
     )
     (tmp_path / "lib.so").write_bytes(b"of before")
     environment = {**os.environ, "CC": compiler}

@@ -33,8 +33,8 @@ class Arena:
     def __init__(self, *, live: int, largest: int, near: int, farthest: int) -> None:
         """live: most bytes that are placed and not released at one time.
 
-        largest: most bytes of one sample. near: number of next buckets that have the width of one.
-        farthest: most buckets between the next bucket to release and the last one in use.
+        largest: most bytes of one sample. near: samples of this many next buckets do not share
+        wider buckets. farthest: most buckets from the next to be released to the last in use.
         Raises WdstrainError if the system does not provide the memory.
         """
         self._near, levels = near, 1

@@ -180,8 +180,8 @@ class StallWatchdog:
     def __init__(self, patience: float, report: Callable[[float], None]) -> None:
         """patience: seconds of waiting before the first report; 0: no thread and no reports.
 
-        report: called in the watchdog's thread with the seconds of waiting: after `patience`
-        seconds, after twice that time, and so on.
+        report: called in the watchdog's thread with the seconds of waiting, after `patience`
+        seconds and then each time that the wait has doubled.
         """
         self._patience, self._report = patience, report
         self._wait_start: float | None = None
