@@ -78,8 +78,9 @@ class Loader:
                     most bytes in it (a number, or "200GB"): those not used for longest go first. Default: no cache
     multiprocessing_context      how worker processes are started: "fork", "forkserver", "spawn"; default: Python's own
     patience        seconds without a batch after which the logger "wdstrain" warns who is stuck: stage, shard, key, and the
-                    Python stack of the thread or worker process; 0: never. Its level INFO has a
-                    line of at most 120 characters for each whole epoch, its level DEBUG the seconds of each stage too
+                    Python stack of the thread or worker process; 0: never. Its level INFO has a line of at most 120
+                    characters for each whole epoch, its level DEBUG the seconds of each stage too. How long a server that is
+                    silent or fails is waited for is set by the environment: WDSTRAIN_NETWORK_TIMEOUT (seconds, default 120)
     collate_fn      list of the examples of a batch -> dict of its values by name. Default: as torch does, which stacks values
                     of one shape. Examples may then be of any type but None. With worker processes it runs there
 
