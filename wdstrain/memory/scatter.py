@@ -48,7 +48,7 @@ class Runs:
         base = _by_run([memory.address for memory in memories], memory_index)
         # `limit - size` cannot overflow once size >= 0 holds; `start + size` could
         if len(start) and (start.min() < 0 or size.min() < 0 or (start > limit - size).any()):
-            raise ValueError("a run of bytes is beyond the end of its memory: start + size must be <= its size")
+            raise ValueError("a run of bytes is beyond its memory: start + size must be <= memory size")
         self._memories, self._memory_index = memories, memory_index
         self._address, self._size = start + base, np.ascontiguousarray(size)
 

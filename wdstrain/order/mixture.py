@@ -79,8 +79,8 @@ class Mixture:
         for source, name in enumerate(names):
             if self._taken(source, self.steps) < 1:
                 raise PlanError(
-                    f"source {name} gives no sample in an epoch of {self.steps} steps: each source must give one. "
-                    f"Raise its weight."
+                    f"source {name} gives no sample in an epoch of {self.steps} steps: "
+                    f"each source must give one. Raise its weight."
                 )
         self._plans = [
             Plan(
@@ -181,8 +181,8 @@ class Mixture:
         if low == 0:
             shares = ", ".join(f"{name} {total} samples" for name, total in zip(names, totals, strict=True))
             raise PlanError(
-                f"these sources cannot fill one step of {self.global_batch} samples by their shares ({shares}). "
-                f"Lower batch_size or the weight of the smallest source."
+                f"these sources cannot fill one step of {self.global_batch} samples "
+                f"by their shares ({shares}). Lower batch_size or the weight of the smallest source."
             )
         return low
 
@@ -199,8 +199,8 @@ def _turns(shares: tuple[Fraction, ...]) -> Ints:
     turns = lcm(*(share.denominator for share in shares))
     quotas = [int(share * turns) for share in shares]
     taken, owner = [0] * len(shares), np.empty(turns, np.int64)
-    upcoming = [(0, source) for source in range(len(shares))]  # heap of (first allowed turn, source)
-    due = list[tuple[int, int]]()  # heap of (deadline, source)
+    # heaps of (first allowed turn, source) and (deadline, source)
+    upcoming, due = [(0, source) for source in range(len(shares))], list[tuple[int, int]]()
     for turn in range(turns):
         while upcoming and upcoming[0][0] <= turn:
             source = heappop(upcoming)[1]

@@ -141,22 +141,23 @@ class Plan:
         if self.lanes is not None and (self.lanes < 1 or self.lanes % self.world_size):
             divisors = [size for size in range(1, max(1, self.lanes) + 1) if self.lanes % size == 0]
             raise PlanError(
-                f"{self.lanes} lanes cannot be shared by {self.world_size} ranks: every rank needs the same number. "
-                f"Use a world size that divides lanes: {divisors}."
+                f"{self.lanes} lanes cannot be shared by {self.world_size} ranks: "
+                f"every rank needs the same number. Use a world size that divides lanes: {divisors}."
             )
         if self.global_batch % self.lane_count:
             raise PlanError(
-                f"a global batch of {self.batch_size} x {self.world_size} = {self.global_batch} cannot be taken equally "
-                f"from {self.lane_count} lanes. Make batch_size * world_size a multiple of lanes."
+                f"a global batch of {self.batch_size} x {self.world_size} = {self.global_batch} "
+                f"cannot be taken equally from {self.lane_count} lanes. Make batch_size * world_size a multiple of lanes."
             )
         if self.limit is not None and self.tail != "drop":
-            raise PlanError(f'limit={self.limit} leaves samples out, but tail="{self.tail}" does not. Use tail="drop".')
+            raise PlanError(f'limit={self.limit}: needs tail="drop", not tail="{self.tail}".')
         if self.samples < 1:
             raise PlanError("these shards hold no samples. Check the address.")
         if self.steps < 1:
             raise PlanError(
-                f"{self.samples} samples cannot give {self.world_size} rank(s) one batch of {self.batch_size} "
-                f'({self.global_batch} needed). Lower batch_size or world_size, or use tail="pad".'
+                f"{self.samples} samples cannot give {self.world_size} rank(s) "
+                f"one batch of {self.batch_size} ({self.global_batch} needed). "
+                f'Lower batch_size or world_size, or use tail="pad".'
             )
 
     # --- sizes ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def cores() -> int:
 
 
 def processes() -> int:
-    """Return the number of processes of this job on this machine, as torchrun's LOCAL_WORLD_SIZE says; at least 1."""
+    """Return the number of processes of this job on this machine: LOCAL_WORLD_SIZE, or 1."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(local)) if local.isdecimal() else 1
 
