@@ -78,6 +78,8 @@ def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
     """Options of a loader that any case must work with."""
     tail = rng.choice(("drop", "pad", "keep"))
     world_size = rng.choice((1, 1, 2, 3, 4))
+    if samples < world_size and tail == "drop":  # not a batch for each rank
+        tail = "pad"
     lanes = rng.choice((None, world_size, 2 * world_size))
     per_lane = rng.choice((1, 2, 3, 5))
     batch_size = per_lane * (lanes or world_size) // world_size

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 # use it, so that good arrays would be bad samples.
 _PLAIN_HEAD = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<>|=]?[biufcSU]\d{1,6})', 'fortran_order': (True|False), "
-    rb"'shape': \(((?:\d{1,18}(?:, \d{1,18})*,?)?)\), \}\s*",
+    rb"'shape': \(((?:\d{1,18}(?:, \d{1,18})*,?)?)\), \} *\n?",
     re.DOTALL,
 )
 
@@ -58,7 +58,11 @@ def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     """
     if (plain := _PLAIN_HEAD.fullmatch(head)) is not None:
         descr, fortran, sides = plain.groups()
-        return np.dtype(descr.decode()), fortran == b"True", tuple(int(side) for side in sides.split(b",") if side.strip())
+        try:
+            dtype = np.dtype(descr.decode())
+        except TypeError as error:  # such as a float of three bytes
+            raise ValueError(f"its .npy header cannot be read ({error})") from error
+        return dtype, fortran == b"True", tuple(int(side) for side in sides.split(b",") if side.strip())
     stream = io.BytesIO(head)
     npy: Any = np.lib.format  # has no type hints before numpy 2.3
     try:
