@@ -265,9 +265,9 @@ def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> Non
     """What an index claims is an address to the system: it is refused before it is believed."""
     memory = Memory(100)
     run = ints(start), ints(size)
-    with pytest.raises(ValueError, match="beyond the end"):
+    with pytest.raises(ValueError, match="beyond its memory"):
         ChecksumJob([memory], ints(0), *run, ints(0))
-    with pytest.raises(ValueError, match="beyond the end"):
+    with pytest.raises(ValueError, match="beyond its memory"):
         ScatterList([memory, memory], ints(1), *run)
 
 
