@@ -226,10 +226,10 @@ def fine() -> Fault:
 
 
 @contextmanager
-def serving(root: Path, *, tls: ssl.SSLContext | None = None, **options: object) -> Iterator[Served]:
+def serving(root: Path, *, tls: ssl.SSLContext | None = None, port: int = 0, **options: object) -> Iterator[Served]:
     served = Served(root, **options)  # type: ignore[arg-type]
     handler = type("OneHandler", (Handler,), {"served": served})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # whoever reads us may leave
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,30 @@ def test_the_log_says_when_waiting_for_a_server_begins_and_ends(made: Path, capl
     begins, ends = lines_of(caplog)[:2]
     assert begins.startswith(f"{server.url} does not answer (_Busy: status 503): waiting for it for up to 120 s (WDSTRAIN_NETW")
     assert ends.startswith(f"{server.url} answers again after ")
+
+
+def test_a_server_that_refuses_connections_is_waited_for_until_it_is_there(made: Path) -> None:
+    """It is started when the log says that it is waited for."""
+    wanted = epoch(f"{made}/train-000000.tar")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        lines: list[str] = []
+
+        class Starts(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                lines.append(record.getMessage())
+                if "does not answer" in lines[-1]:
+                    stack.enter_context(serving(made, port=port))
+
+        handler = Starts(logging.WARNING)
+        logging.getLogger("wdstrain").addHandler(handler)
+        stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
+        assert epoch(f"http://127.0.0.1:{port}/train-000000.tar") == wanted
+    begins, ends = (line for line in lines if "answer" in line)
+    assert begins.startswith(f"http://127.0.0.1:{port} does not answer (NewConnectionError: ")
+    assert ends.startswith(f"http://127.0.0.1:{port} answers again after ")
 
 
 def test_short_faults_are_not_logged(made: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -716,6 +741,7 @@ def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
 
     with serving(made, faults=[stalled] * 50) as server:
         code = (
+            "import logging; logging.disable(logging.WARNING)  # without a compiler there is one\n"
             f"import wdstrain as wt; urls = ['{server.url}/train-%06d.tar' % n for n in range(3)]\n"
             "loader = wt.Loader(urls, batch_size=4, shuffle=False)\n"
             "print(next(iter(loader))['__key__'][0])"
