@@ -228,7 +228,7 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         for step, _ in enumerate(loader):
             reader = loader._pipeline._reader  # type: ignore[union-attr]
             with reader._lock:
-                assert reader._changed.wait_for(lambda r=reader: r._resting or len(r._runs) != 1, timeout=30)  # type: ignore[misc]
+                assert reader._changed.wait_for(lambda r=reader: r._paused or len(r._runs) != 1, timeout=30)  # type: ignore[misc]
                 if len(reader._runs) != 1:  # at the end the next epoch is begun
                     break
                 begun.append(reader._runs[0][0].begun)

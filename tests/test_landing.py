@@ -355,7 +355,7 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
 
 def _is_ahead(reader: Any) -> bool:
     runs = [run for runs in reader._runs.values() for run in runs]
-    return bool(reader._resting) or all(run.begun == run.plan.lane_places(run.lane) for run in runs)
+    return bool(reader._paused) or all(run.begun == run.plan.lane_places(run.lane) for run in runs)
 
 
 def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:

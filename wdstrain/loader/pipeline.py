@@ -124,10 +124,10 @@ class Pipeline:
             rank,
             ahead=ahead,
             in_flight=busy + 1,
-            wanted=wanted,
-            salvage=replace,
+            needed_fields=wanted,
+            skip_unreadable=replace,
             cache=cache,
-            landing=landing,
+            slot_sink=landing,
         )
         self._to_do = TaskBuilder(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache, self._transforms = replace, cache, transform is not None
