@@ -1,1 +1,1 @@
-"""Bytes into memory, forward only: one reader per rank that executes the plan."""
+"""Forward reader: shards to memory, one reader per rank, in the order of the plan."""

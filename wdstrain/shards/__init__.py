@@ -1,1 +1,1 @@
-"""What shards hold: tar headers, the index and its files, labels, expressions, and how an address becomes an index."""
+"""Contents of shards: tar headers, the index and its files, labels, conditions, addresses."""
