@@ -40,7 +40,7 @@ import tar_mutations
 import urllib3
 from PIL import Image
 
-from wdstrain.decode import codecs, fields
+from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field
 from wdstrain.decode.jpeg_batch import Members
@@ -633,7 +633,7 @@ def run_label(data: bytes) -> None:
     """Labels and numbers: a value that the bytes say, or a bad sample."""
     for column, classes in _LABELS:
         one = np.full((), -1, np.int64)
-        if _read(fields.label("cls", column=column, classes=classes), data, one):
+        if _read(label_fields.label("cls", column=column, classes=classes), data, one):
             value = int(one)
             _must(value >= 0 and (not classes or value < len(classes)), "a class is one of them", value)
             if column is None and data[:6] != b"\x93NUMPY":
@@ -645,10 +645,10 @@ def run_label(data: bytes) -> None:
                     value,
                 )
         many = np.full((len(_CLASSES),), -1, np.float32)
-        if column is not None and _read(fields.label("cls", column=column, classes=_CLASSES, multi=True), data, many):
+        if column is not None and _read(label_fields.label("cls", column=column, classes=_CLASSES, multi=True), data, many):
             _must(set(many.tolist()) <= {0.0, 1.0}, "several classes are ones and zeros", many)
         real = np.full((), -7, np.float32)
-        if _read(fields.number("n", column=column), data, real) and column is None and data[:6] != b"\x93NUMPY":
+        if _read(label_fields.number("n", column=column), data, real) and column is None and data[:6] != b"\x93NUMPY":
             said = data.decode("utf-8-sig").strip()
             wanted = float(said)
             _must("_" not in said, "a number is written as numbers are", said)
@@ -890,7 +890,7 @@ TARGETS = {
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_arrays"), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_body"), _HTTP_WORDS, None, 4096),
         Target("request", run_request, _request_seeds, ("wdstrain.serving.asking", "wdstrain.serving.answering"), _REQUEST_WORDS, None, 4096),
-        Target("label", run_label, _label_seeds, ("wdstrain.decode.fields:Label", "wdstrain.decode.fields:Labels", "wdstrain.decode.fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.fields:_whole"), (b'{"n": ',), None, 512),
+        Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
         Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_region:decode_part", "wdstrain.decode.jpeg_region:_decode"), _IMAGE_WORDS, None, 8192),

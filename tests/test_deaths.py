@@ -78,10 +78,10 @@ def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_
     """The script itself: where flushing is left out, a power cut takes what has its name already."""
     broken = tmp_path / "wdstrain"
     shutil.copytree(ROOT / "wdstrain", broken, ignore=shutil.ignore_patterns("__pycache__"))
-    text = (broken / "storage" / "local.py").read_text()
+    text = (broken / "storage" / "files.py").read_text()
     flushing = "        os.fsync(file.fileno())\n"
     assert text.count(flushing) == 1
-    (broken / "storage" / "local.py").write_text(text.replace(flushing, "        file.fileno()\n"))
+    (broken / "storage" / "files.py").write_text(text.replace(flushing, "        file.fileno()\n"))
     run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), "power-cut checkpoint", "--times", "12"]
     done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1, done.stdout + done.stderr

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as arrays
 from PIL import Image
 
 from tests.conftest import ROOT
-from wdstrain.decode import codecs, fields
+from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards import index_io, tar
 from wdstrain.shards.tar import header, padding, samples
@@ -64,7 +64,7 @@ def test_what_a_fuzzer_begins_with_holds_and_lies_within_its_limit(name: str) ->
         (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
         (index_io, "_check_table", lambda index, path: None, "part/member-outside-its-sample"),
         (http, "_SPAN", re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"), "http/range-of-5000-digits"),
-        (fields, "_plain", lambda value: value, "label/name-that-python-takes-for-a-number"),
+        (label_fields, "_plain", lambda value: value, "label/name-that-python-takes-for-a-number"),
     ],
 )
 def test_a_target_sees_a_fault_that_comes_back(
@@ -164,7 +164,7 @@ def test_a_label_or_number_is_what_its_text_says(text: str) -> None:
 @given(st.floats(allow_nan=False))
 def test_a_number_is_the_nearest_float32_or_a_bad_sample(value: float) -> None:
     out = np.zeros((), np.float32)
-    field = fields.number("n")
+    field = label_fields.number("n")
     if math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
         with pytest.raises(SampleError, match="more than a float32 holds"):
             field.read("n", memoryview(repr(value).encode()), out, np.zeros(27))

@@ -44,8 +44,8 @@ from tests.servers import (
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage import http, prefetch
+from wdstrain.storage.addresses import expand
 from wdstrain.storage.http import HttpFile, redacted
-from wdstrain.storage.local import expand
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.conftest import picture, write_class_folder, write_shards, write_tar
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.shards.index_io import save_index
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.local import expand
+from wdstrain.storage.addresses import expand
 
 
 def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:

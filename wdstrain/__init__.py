@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from wdstrain.decode.fields import Example, Field, array, image, json, label, number, text
+    from wdstrain.decode.fields import Example, Field, array, image, json, text
+    from wdstrain.decode.label_fields import label, number
     from wdstrain.errors import (
         PlanError,
         SampleError,
@@ -99,7 +100,8 @@ __all__ = [
 
 
 _NAMES = {
-    "decode.fields": "Example Field array image json label number text",
+    "decode.fields": "Example Field array image json text",
+    "decode.label_fields": "label number",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
     "foresight.doors": "foresee",
     "inspecting.doors": "info",

@@ -43,7 +43,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from wdstrain.errors import UsageError
     from wdstrain.foresight.doors import foresee
     from wdstrain.foresight.outlook import lines, page
-    from wdstrain.storage.local import write_whole
+    from wdstrain.storage.files import write_whole
 
     if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
         raise UsageError(f"{arguments.out}: the page is HTML. Give it a name that ends in .html")

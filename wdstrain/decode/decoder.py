@@ -21,8 +21,9 @@ import torch
 from torch.utils.data import default_collate
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.fields import Field, Image, Label, read_field, torch_has
+from wdstrain.decode.fields import Field, Image, read_field, torch_has
 from wdstrain.decode.jpeg_batch import Members
+from wdstrain.decode.label_fields import Label
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.errors import SampleError
 from wdstrain.memory.scatter import ChecksumJob

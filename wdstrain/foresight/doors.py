@@ -25,7 +25,7 @@ from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.order.plan import Plan, Tail, integer
 from wdstrain.shards.index import Index, Ints, Label
 from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 
 _MOST = 1 << 21  # samples of an epoch that are looked at for what ranks hold

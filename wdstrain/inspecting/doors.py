@@ -29,7 +29,7 @@ from wdstrain.shards.index import Index, Ints, Label, Shard, Table, join
 from wdstrain.shards.index_io import check_size
 from wdstrain.shards.labels import recorded_counts
 from wdstrain.shards.resolve import Note, gather, recall, walked
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import name_of
 
 Progress = Callable[[str, int, int], None]  # (what is done, how many, of how many)

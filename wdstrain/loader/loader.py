@@ -19,7 +19,8 @@ import torch
 
 from wdstrain.decode import jpeg_region
 from wdstrain.decode.decoder import Collate, Transform
-from wdstrain.decode.fields import Field, Image, lies_in_batches, reader_of, with_classes
+from wdstrain.decode.fields import Field, Image, lies_in_batches
+from wdstrain.decode.label_fields import reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.epoch import Batches, Position
@@ -31,7 +32,7 @@ from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 from wdstrain.storage.shard_cache import Cache
 
 _BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time

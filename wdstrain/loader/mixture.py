@@ -17,7 +17,7 @@ from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.order.mixture import TURNS, Mixture
 from wdstrain.order.plan import Order, is_number
 from wdstrain.shards.index import Index, join
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 
 
 class MixedLoader(Loader):

@@ -21,8 +21,9 @@ import torch
 
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import MISMATCH, Bad, Collate, Decoder, Result, Task, Transform
-from wdstrain.decode.fields import Field, is_light
+from wdstrain.decode.fields import Field
 from wdstrain.decode.flight import flight_of
+from wdstrain.decode.label_fields import is_light
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder
 from wdstrain.errors import SampleError, WdstrainError

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
-from wdstrain.decode.fields import Field, Label, differing_labels, label_of_set, read_field, with_classes
+from wdstrain.decode.fields import Field, read_field
+from wdstrain.decode.label_fields import Label, differing_labels, label_of_set, with_classes
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader, open_shards, rank_of
@@ -28,7 +29,7 @@ from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import integer
 from wdstrain.order.rng import key, uniform
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 
 _BATCH = 64  # samples taken from the pipeline at a time
 _WORKERS = 4096  # most worker processes of a DataLoader

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.decode.fields import Label, Labels
+from wdstrain.decode.label_fields import Label, Labels
 from wdstrain.errors import UsageError
 from wdstrain.loader.gpu_augment import IMAGENET
 from wdstrain.loader.loader import Loader

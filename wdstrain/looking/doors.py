@@ -20,7 +20,8 @@ from wdstrain.looking.seeing import Seen, Variants, seen_at
 from wdstrain.looking.sheets import sheet
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import Urls, write_whole
+from wdstrain.storage.addresses import Urls
+from wdstrain.storage.files import write_whole
 
 _ENDINGS = (".png", ".html")
 

@@ -26,7 +26,8 @@ from wdstrain.shards.index_io import is_wdstrain_index
 from wdstrain.shards.labels import classes_in, even_part, label_bytes
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import samples
-from wdstrain.storage.local import Urls, check_finished, expand, folder_of, is_json, open_source
+from wdstrain.storage.addresses import Urls, check_finished, expand, folder_of, is_json
+from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote, redacted
 
 Order = Literal["first", "random", "classes"]

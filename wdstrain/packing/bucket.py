@@ -16,7 +16,8 @@ from wdstrain.errors import ShardError, UsageError
 from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, is_foreign
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import BIN_NAME, read_document
-from wdstrain.storage.local import INDEX_NAME, read_whole, user_cache, write_whole
+from wdstrain.storage.addresses import INDEX_NAME
+from wdstrain.storage.files import read_whole, user_cache, write_whole
 from wdstrain.storage.object_store import list_folder_of, put, read_object, remove
 
 _BEGUN = ".begun.json"  # in the folder that is put into a bucket: names of objects that are ours to replace or remove

@@ -36,7 +36,8 @@ from wdstrain.packing.spill import spill, spilled
 from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, Stage, made_of
 from wdstrain.shards.index import ARRAYS, Index, Label, join
 from wdstrain.shards.index_io import BIN_NAME, check_sizes, json_bytes, load, save_index
-from wdstrain.storage.local import INDEX_NAME, SWAPPING, write_whole
+from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
+from wdstrain.storage.files import write_whole
 from wdstrain.storage.object_store import is_object
 
 _COMPARING = ".comparing"  # in the folder of a finished set: the stage of the conversion it is compared with

@@ -20,7 +20,7 @@ from wdstrain.packing.table import list_table
 from wdstrain.packing.tars import stated, stream_tars
 from wdstrain.packing.vision import stream_torchvision
 from wdstrain.shards.index import Index, Label
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

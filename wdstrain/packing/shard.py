@@ -30,7 +30,7 @@ from wdstrain.packing.rows import Rows
 from wdstrain.shards.index import Index, Ints, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
 from wdstrain.shards.tar import END
-from wdstrain.storage.local import publish, sync_folder, write_whole
+from wdstrain.storage.files import publish, sync_folder, write_whole
 
 _CHUNK = 2 << 20  # bytes collected before they are written and hashed
 _SLOW = 40e6  # bytes a second: files of 7 KB come at 70 from an SSD, at 1 from a rotating disk, at 250 from memory

@@ -26,7 +26,7 @@ from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, tidy
 from wdstrain.packing.options import Options
 from wdstrain.packing.rows import Rows
 from wdstrain.shards.index import Label, Table
-from wdstrain.storage.local import sync_folder, write_whole
+from wdstrain.storage.files import sync_folder, write_whole
 
 _BUCKETS = 256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
 _RUN = 256 << 20  # bytes of a bucket where the order is the source's own

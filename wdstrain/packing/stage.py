@@ -16,7 +16,8 @@ from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.shards.index_io import BIN_NAME, json_bytes, read_document
-from wdstrain.storage.local import INDEX_NAME, SWAPPING, UNFINISHED, read_whole, sync_folder, write_whole
+from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
+from wdstrain.storage.files import read_whole, sync_folder, write_whole
 
 BAD_NAME = "bad.jsonl"  # what was put into quarantine
 RENAMED_NAME = "renamed.jsonl"  # samples whose key is not what the source calls them

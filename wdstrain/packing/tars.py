@@ -24,7 +24,8 @@ from wdstrain.shards.index import Index, Label
 from wdstrain.shards.index_io import is_wdstrain_index, labels_of, read_document
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.values import scalar
-from wdstrain.storage.local import INDEX_NAME, Urls, beside, folder_of, read_whole
+from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, folder_of
+from wdstrain.storage.files import read_whole
 from wdstrain.storage.remote import is_remote
 
 _BLOCK = 16 << 20  # bytes read at a time

@@ -30,7 +30,9 @@ from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import ARRAYS, Index, Label, Shard, Table
 from wdstrain.shards.tar import Walk, samples
-from wdstrain.storage.local import INDEX_NAME, beside, open_source, read_whole, regular, state_of, write_whole
+from wdstrain.storage.addresses import INDEX_NAME, beside
+from wdstrain.storage.files import read_whole, regular, write_whole
+from wdstrain.storage.local import open_source, state_of
 from wdstrain.storage.remote import is_remote, redacted
 
 BIN_NAME = "index.bin"

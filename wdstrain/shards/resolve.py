@@ -39,18 +39,9 @@ from wdstrain.shards.index_io import (
 )
 from wdstrain.shards.labels import classes_in, label_bytes
 from wdstrain.shards.tar import other_kind
-from wdstrain.storage.local import (
-    INDEX_NAME,
-    Urls,
-    beside,
-    check_finished,
-    expand,
-    folder_of,
-    is_json,
-    is_state,
-    read_whole,
-    user_cache,
-)
+from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, folder_of, is_json
+from wdstrain.storage.files import read_whole, user_cache
+from wdstrain.storage.local import is_state
 from wdstrain.storage.remote import is_remote, name_of, open_remote, redacted
 
 _STATE_THREADS = 8  # shards whose state is requested at the same time

@@ -1,35 +1,21 @@
-"""The one seam to disk and network: what an address means, and how bytes are read from and made safe on it.
+"""Local files: scatter reads by position (`preadv`) into memory of the caller, and the choice between local and remote.
 
-Nothing else in the package opens a shard. A source is read by position into memory given by the caller (`preadv`), so
-one system call spreads a run of the shard over many places and no byte is copied twice. Local files live here; what is
-far away is read by `remote`, with the same few methods.
+One system call spreads a run of a shard over many buffers, so no byte is copied twice. Remote files have the same methods.
 """
 
 from __future__ import annotations
 
-import errno
-import glob
 import os
-import re
 import stat
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import BinaryIO, Protocol
-from urllib.parse import quote, urlsplit, urlunsplit
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Protocol
 
-from braceexpand import braceexpand
-
-from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.errors import ShardError, StorageError
 from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.scatter import ScatterList
 from wdstrain.storage.io_pool import IOThreadPool
-from wdstrain.storage.object_store import is_object, list_folder_of
-from wdstrain.storage.remote import RemoteFile, check_address, is_remote, name_of, open_remote, read_remote, redacted
-
-Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 
 
 class ShardFile(Protocol):
@@ -51,128 +37,6 @@ class ShardFile(Protocol):
     def name(self) -> str: ...
     @property
     def shown(self) -> str: ...
-
-
-INDEX_NAME = "index.json"
-UNFINISHED = ".unfinished"  # the stage of a conversion, in the folder it will fill
-SWAPPING = ".swapping"  # the stage while its shards are put in place
-
-_COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz)$")
-_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
-
-
-def expand(urls: Urls) -> list[str]:
-    """Paths of tars and of index files that an address means, in order.
-
-    A folder means its index, or its tars in name order where it has none; a glob is sorted; a brace pattern keeps its
-    own order. Raises UsageError naming the pattern that matches nothing, StorageError for a folder that cannot be read.
-    """
-    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    if not addresses:
-        raise UsageError("no address of shards was given. Name a folder, an index.json, a file, a glob or a brace pattern.")
-    return [path for address in addresses for path in _expand_one(os.fspath(address))]
-
-
-def _expand_one(address: str) -> list[str]:
-    try:
-        return _expanded(address)
-    except OSError as error:
-        where = error.filename or address
-        raise StorageError(f"{where} cannot be read: {error.strerror}. Check the permissions of the folder.") from error
-
-
-def _expanded(address: str) -> list[str]:
-    scheme = _SCHEME.match(address)
-    if scheme and scheme.group(1).lower() == "file":
-        address = address[len(scheme.group(0)) :]
-    elif scheme and is_remote(scheme.group(0).lower()):
-        return _expand_remote(scheme.group(0).lower() + address[len(scheme.group(0)) :])
-    elif scheme:
-        raise UsageError(
-            f"{redacted(address)}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk."
-        )
-    if address.startswith("pipe:"):
-        raise UsageError(f"{address}: an address is never run as a command. Name a file, or the address of a server.")
-    path = Path(address)
-    if path.is_dir():
-        return _expand_folder(path)
-    if path.exists():
-        return [address]
-    if "{" in address:
-        try:
-            return [one for part in braceexpand(address, escape=False) for one in _expand_one(part)]
-        except ValueError:
-            raise UsageError(f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar") from None
-    if any(c in address for c in "*?["):
-        found = _matching(address)
-        if not found:
-            raise UsageError(f"{address}: no file matches this pattern. Check the folder and the quotes around it.")
-        return [one for part in found for one in _expand_one(part)]
-    raise UsageError(f"{address}: there is no such file or folder. Check the address.")
-
-
-def _matching(pattern: str) -> list[str]:
-    """The paths that match a pattern, sorted. Raises OSError for a folder that cannot be read: glob leaves it out silently."""
-    parent = os.path.dirname(pattern)
-    for folder in _matching(parent) if glob.has_magic(parent) else [parent or os.curdir]:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.scandir(folder).close()
-            os.stat(os.path.join(folder, os.curdir))  # needs the right to look names up, which a list of names does not
-    return sorted(glob.glob(pattern))
-
-
-def _expand_remote(address: str) -> list[str]:
-    if is_object(address):
-        path, query = address, ""
-    else:
-        check_address(address)
-        path, query = urlsplit(address).path, urlsplit(address).query
-    if "{" in path:
-        try:
-            return [one for part in braceexpand(address, escape=False) for one in _expand_remote(part)]
-        except ValueError:
-            raise UsageError(
-                f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
-            ) from None
-    if any(c in path for c in "*?[") and is_object(address):
-        found = [name for name in list_folder_of(address) if fnmatchcase(name, path.rpartition("/")[2])]
-        if not found:
-            raise UsageError(f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder.")
-        return [beside(address, name) for name in found]
-    if any(c in path for c in "*[") or query.endswith(".tar"):
-        raise UsageError(
-            f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or name its index.json."
-        )
-    if path.endswith((".tar", ".json")):
-        return [address]
-    # of a bucket's folder too: shards without an index may be half of a set that is being put there
-    return [beside(f"{path.rstrip('/')}/" if is_object(address) else _in_folder(address), INDEX_NAME)]
-
-
-def _in_folder(address: str) -> str:
-    parts = urlsplit(address)
-    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/", parts.query, ""))
-
-
-def _expand_folder(path: Path) -> list[str]:
-    if (path / INDEX_NAME).exists():
-        return [str(path / INDEX_NAME)]
-    found = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
-    if not found:
-        if (path / UNFINISHED).exists():
-            raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --resume.")
-        packed = sorted(one.name for one in path.iterdir() if _COMPRESSED.search(one.name))
-        if packed:
-            raise UsageError(f"{path}: {packed[0]} is compressed, and offsets need plain tars. Unpack it first, to .tar.")
-        raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
-    return found
-
-
-def check_finished(folder: str) -> None:
-    """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
-    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not os.path.exists(os.path.join(folder, INDEX_NAME))
-    if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
-        raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --resume.")
 
 
 def state_of(found: os.stat_result) -> str:
@@ -276,86 +140,3 @@ Source = LocalFile | RemoteFile
 def open_source(path: str, size: int | None = None, state: str = "") -> Source:
     """A shard to read from. size: as an index says, which saves asking a server for it. state: in which it has to be; "" asks none."""
     return open_remote(path, size, state or None) if is_remote(path) else LocalFile(path, state)
-
-
-def read_whole(path: str) -> bytes | None:
-    """A small file; None if it is not there."""
-    if is_remote(path):
-        return read_remote(path)
-    try:
-        with open(path, "rb", opener=regular) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-
-
-def regular(path: str, flags: int) -> int:
-    """Opens a file, for `open`. Raises OSError for what is none: to open or to read a pipe may wait for ever."""
-    found = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
-        raise OSError(errno.EINVAL, "it is no file but a folder, a pipe or a device", path)
-    return found
-
-
-def beside(path: str, name: str) -> str:
-    """The address of another file in the folder of a file; what follows a ? in an address goes along."""
-    if not is_remote(path):
-        return os.path.join(os.path.dirname(path), name)
-    if is_object(path):  # a key is what it is, with all its characters
-        return f"{path.rpartition('/')[0]}/{name}"
-    parts = urlsplit(path)
-    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rpartition('/')[0]}/{quote(name)}", parts.query, ""))
-
-
-def is_json(path: str) -> bool:
-    """Whether an address is that of an index."""
-    return name_of(path).endswith(".json")
-
-
-def folder_of(path: str) -> str:
-    """The folder of a file, as it may be shown."""
-    return redacted(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
-
-
-def user_cache(*names: str) -> str:
-    """A path in this user's cache folder for this package."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "wdstrain", *names)
-
-
-def publish(temporary: str, final: str) -> None:
-    """Make a written and flushed file appear under its final name, whole or not at all, also after a power cut."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, final)
-    sync_folder(os.path.dirname(final) or ".")
-
-
-def sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def put_whole(path: str) -> Iterator[BinaryIO]:
-    """A file to write, which has its name when all of it is written and flushed; after an error it is not there."""
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        publish(temporary, path)
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
-
-
-def write_whole(path: str, data: bytes) -> None:
-    """Write a small file atomically: temporary name, fsync, rename."""
-    with put_whole(path) as file:
-        file.write(data)

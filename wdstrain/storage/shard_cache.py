@@ -33,7 +33,8 @@ from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.shared import private_memory
 from wdstrain.runtime import file_locks
 from wdstrain.runtime.file_locks import available, try_lock, unlock
-from wdstrain.storage.local import ShardFile, sync_folder, write_whole
+from wdstrain.storage.files import sync_folder, write_whole
+from wdstrain.storage.local import ShardFile
 from wdstrain.storage.remote import RemoteFile, open_remote
 
 BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one

@@ -19,7 +19,7 @@ import torch
 
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.storage.local import publish
+from wdstrain.storage.files import publish
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1  # of what a checkpoint holds

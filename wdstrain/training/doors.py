@@ -21,7 +21,7 @@ from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.checkpoints import read_last
 from wdstrain.training.configuration import OF_EVALUATING, Config

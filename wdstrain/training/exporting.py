@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.loader.gpu_augment import IMAGENET
 from wdstrain.shards.index_io import json_bytes
-from wdstrain.storage.local import put_whole, write_whole
+from wdstrain.storage.files import put_whole, write_whole
 from wdstrain.training.models import Maker
 from wdstrain.training.opened import Opened
 from wdstrain.training.task import is_rgb

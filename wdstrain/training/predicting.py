@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from wdstrain.decode.fields import Field, Label, with_classes
+from wdstrain.decode.fields import Field
+from wdstrain.decode.label_fields import Label, with_classes
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
@@ -31,7 +32,8 @@ from wdstrain.packing.folder import list_folder
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
-from wdstrain.storage.local import INDEX_NAME, Urls, put_whole
+from wdstrain.storage.addresses import INDEX_NAME, Urls
+from wdstrain.storage.files import put_whole
 from wdstrain.training.configuration import OF_PREDICTING
 from wdstrain.training.gallery import true_of
 from wdstrain.training.models import Maker

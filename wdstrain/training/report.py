@@ -15,7 +15,7 @@ from typing import Any
 from wdstrain.report import charts
 from wdstrain.report.charts import Line
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import write_whole
+from wdstrain.storage.files import write_whole
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.configuration import Config
 from wdstrain.training.counting import class_counts, counts_said

@@ -15,7 +15,7 @@ from typing import Any
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime import file_locks
-from wdstrain.storage.local import write_whole
+from wdstrain.storage.files import write_whole
 
 CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
     "config.toml",

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wdstrain.decode.fields import Example, Field, Image, Number, NumpyArray, image, label
+from wdstrain.decode.fields import Example, Field, Image, NumpyArray, image
+from wdstrain.decode.label_fields import Number, label
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.loader.gpu_augment import IMAGENET

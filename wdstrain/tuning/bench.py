@@ -17,10 +17,11 @@ import numpy as np
 
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.decoder import Transform
-from wdstrain.decode.fields import Field, Image, field_of
+from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.decode.label_fields import field_of
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader, open_shards, takes_rng
@@ -28,7 +29,7 @@ from wdstrain.packing.options import Options
 from wdstrain.packing.pictures import Recipe
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
-from wdstrain.storage.local import Urls
+from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 from wdstrain.tuning import stages
 from wdstrain.tuning.result import UNEVEN, Bench, Change, Try

@@ -22,7 +22,8 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import is_wdstrain_index, load
 from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.shards.tar import Walk
-from wdstrain.storage.local import Urls, check_finished, expand, is_json, open_source
+from wdstrain.storage.addresses import Urls, check_finished, expand, is_json
+from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.verifying.census import Census
 from wdstrain.verifying.inspection import Inspection, inspect

@@ -24,7 +24,8 @@ from wdstrain.packing.stage import Stage
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import BIN_NAME, is_wdstrain_index, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
-from wdstrain.storage.local import INDEX_NAME, Source, Urls, check_finished, expand, is_json, open_source
+from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
+from wdstrain.storage.local import Source, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted
 from wdstrain.verifying.doors import finding_of, sum_of
 from wdstrain.verifying.passage import Passage
