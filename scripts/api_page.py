@@ -28,12 +28,18 @@ main.pdoc { width: auto; max-width: none; } .pdoc pre { font-size: 12px; line-he
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Render the public names with their docstrings as a page.")
+    parser = argparse.ArgumentParser(
+        description="Render the public names with their docstrings as a page."
+    )
     parser.add_argument("out", type=Path, help="folder for the page")
     out: Path = parser.parse_args().out
     for name in wdstrain.__all__:
-        setattr(wdstrain, name, getattr(wdstrain, name))  # also those that are imported when they are first used
-    pdoc.render.configure(show_source=False, search=False, footer_text=f"wdstrain {wdstrain.__version__}")
+        setattr(
+            wdstrain, name, getattr(wdstrain, name)
+        )  # also those that are imported when they are first used
+    pdoc.render.configure(
+        show_source=False, search=False, footer_text=f"wdstrain {wdstrain.__version__}"
+    )
     pdoc.render.env.filters["to_markdown"] = lambda text: text
     pdoc.render.env.filters["to_html"] = lambda text: f"<pre>{html.escape(text)}</pre>"
     module = pdoc.doc.Module(wdstrain)

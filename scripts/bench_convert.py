@@ -62,7 +62,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder)
         small(place, 2_000 if arguments.quick else 20_000, repeats)
-        photos = Path(arguments.photos) if arguments.photos else drawn(place / "photos", 60 if arguments.quick else 600)
+        photos = (
+            Path(arguments.photos)
+            if arguments.photos
+            else drawn(place / "photos", 60 if arguments.quick else 600)
+        )
         jobs(photos, repeats)
         resize(photos, repeats)
         memory(place, 2_000 if arguments.quick else 20_000)
@@ -82,11 +86,15 @@ def small(place: Path, count: int, repeats: int) -> None:
     def theirs(out: Path) -> None:
         import webdataset
 
-        with webdataset.ShardWriter(str(out / "%06d.tar"), maxcount=10**9, maxsize=256e6, verbose=0) as sink:
+        with webdataset.ShardWriter(
+            str(out / "%06d.tar"), maxcount=10**9, maxsize=256e6, verbose=0
+        ) as sink:
             for number, folder in enumerate(sorted(os.listdir(source))):
                 for name in sorted(os.listdir(source / folder)):
                     with open(source / folder / name, "rb") as file:
-                        sink.write({"__key__": f"{folder}/{name[:-4]}", "jpg": file.read(), "cls": number})
+                        sink.write(
+                            {"__key__": f"{folder}/{name[:-4]}", "jpg": file.read(), "cls": number}
+                        )
 
     def tar(out: Path) -> None:
         subprocess.run(["tar", "cf", str(out / "a.tar"), "-C", str(place), "small"], check=True)
@@ -132,7 +140,12 @@ def resize(photos: Path, repeats: int) -> None:
         try:
             from img2dataset.resizer import Resizer
 
-            resizer = Resizer(image_size=side, resize_mode="keep_ratio", resize_only_if_bigger=True, encode_quality=90)
+            resizer = Resizer(
+                image_size=side,
+                resize_mode="keep_ratio",
+                resize_only_if_bigger=True,
+                encode_quality=90,
+            )
 
             def whole(_: Path, resizer: Any = resizer) -> None:
                 for one in data:
@@ -148,7 +161,9 @@ def memory(place: Path, count: int) -> None:
     for number in (count, 5 * count):
         command = [sys.executable, "-c", _STREAM, str(number), str(place / f"stream{number}")]
         peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        print(f"memory   {number} samples of 8 KB within 64 MB: {peak:.0f} MB at most, imports included")
+        print(
+            f"memory   {number} samples of 8 KB within 64 MB: {peak:.0f} MB at most, imports included"
+        )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -159,9 +174,13 @@ def drawn(folder: Path, count: int) -> Path:
     folder.mkdir()
     bits = np.random.default_rng(0)
     for number in range(count):
-        rough = Image.fromarray(bits.integers(0, 255, (47, 63, 3), np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
+        rough = Image.fromarray(bits.integers(0, 255, (47, 63, 3), np.uint8)).resize(
+            (500, 375), Image.Resampling.BICUBIC
+        )
         noise = bits.normal(0, 6, (375, 500, 1))
-        Image.fromarray(np.clip(np.asarray(rough) + noise, 0, 255).astype(np.uint8)).save(folder / f"{number}.jpg", quality=90)
+        Image.fromarray(np.clip(np.asarray(rough) + noise, 0, 255).astype(np.uint8)).save(
+            folder / f"{number}.jpg", quality=90
+        )
     return folder
 
 
@@ -178,7 +197,9 @@ def table(name: str, rivals: Mapping[str, Callable[[Path], object]], repeats: in
     first = statistics.median(next(iter(seconds.values())))
     for rival, found in seconds.items():
         middle = statistics.median(found)
-        print(f"{name:8} {rival:12} {middle:.2f} s ({min(found):.2f} to {max(found):.2f}), {middle / first:.2f} of the first")
+        print(
+            f"{name:8} {rival:12} {middle:.2f} s ({min(found):.2f} to {max(found):.2f}), {middle / first:.2f} of the first"
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,11 @@ SIDE = 224
 
 def copy(bench: Bench, asked: argparse.Namespace) -> None:
     loader = wt.Loader(
-        str(bench.photo_tars), {"image": wt.image(size=SIDE)}, batch_size=asked.batch, num_workers=CORES, tail="keep"
+        str(bench.photo_tars),
+        {"image": wt.image(size=SIDE)},
+        batch_size=asked.batch,
+        num_workers=CORES,
+        tail="keep",
     )
     with closing(loader):
         batches = loader.epoch(0)
@@ -56,7 +60,9 @@ def copy(bench: Bench, asked: argparse.Namespace) -> None:
         count = 200
 
         def bare(source: torch.Tensor, times: int) -> float:
-            return _timed(lambda: [out.copy_(source, non_blocking=True) for _ in range(times)]) / times
+            return (
+                _timed(lambda: [out.copy_(source, non_blocking=True) for _ in range(times)]) / times
+            )
 
         def ours() -> float:
             def drain() -> None:
@@ -82,7 +88,9 @@ def copy(bench: Bench, asked: argparse.Namespace) -> None:
 
 
 def augment(bench: Bench, asked: argparse.Namespace) -> None:
-    pictures = torch.randint(0, 256, (asked.batch, 256, 256, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    pictures = torch.randint(0, 256, (asked.batch, 256, 256, 3), dtype=torch.uint8).permute(
+        0, 3, 1, 2
+    )
     batch = {"image": pictures.cuda(), "label": torch.randint(0, 1000, (asked.batch,)).cuda()}
     draws = torch.rand(asked.batch, 64, dtype=torch.float64).numpy()
     common: dict[str, Any] = {"size": SIDE, "normalise": "imagenet", "dtype": torch.bfloat16}
@@ -104,9 +112,14 @@ def augment(bench: Bench, asked: argparse.Namespace) -> None:
         for done_by_one in pool.imap_unordered(_v2, [2.0] * CORES):
             done += done_by_one
         cpu = done / (time.perf_counter() - begun)
-    bench.say("augment", f"{'torchvision v2':14} {cpu:9.0f} pictures/s on {CORES} cores (crop, flip, colours, normalise)")
+    bench.say(
+        "augment",
+        f"{'torchvision v2':14} {cpu:9.0f} pictures/s on {CORES} cores (crop, flip, colours, normalise)",
+    )
     bench.found["augment"] = {"device": rates, "cpu": cpu}
-    bench.goal("augment", f"device / torchvision v2 on {CORES} cores", rates["and colours"] / cpu, 10)
+    bench.goal(
+        "augment", f"device / torchvision v2 on {CORES} cores", rates["and colours"] / cpu, 10
+    )
 
 
 def _often(varied: wt.Augmentation, batch: dict[str, Any], draws: Any) -> None:
@@ -144,12 +157,15 @@ def decode(bench: Bench, asked: argparse.Namespace) -> None:
         bench.say("decode", f"on the device: not possible here ({str(error).splitlines()[0]})")
         return
     each = [
-        _timed(lambda: [decode_jpeg(part, mode=ImageReadMode.RGB, device="cuda") for part in parts]) / len(data)
+        _timed(lambda: [decode_jpeg(part, mode=ImageReadMode.RGB, device="cuda") for part in parts])
+        / len(data)
         for _ in range(3)
     ]
     device = 1 / statistics.median(each)
     fields = {"image": wt.image(size=SIDE, augment="rrc+flip")}
-    with closing(wt.Loader(str(bench.photo_tars), fields, batch_size=asked.batch, num_workers=CORES)) as loader:
+    with closing(
+        wt.Loader(str(bench.photo_tars), fields, batch_size=asked.batch, num_workers=CORES)
+    ) as loader:
         cpu = _rate(loader)
     bench.say(
         "decode",
@@ -171,7 +187,9 @@ def resnet(bench: Bench, asked: argparse.Namespace) -> None:
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
     fields = {"image": wt.image(size=SIDE, augment="rrc+flip"), "label": wt.label()}
-    loader = wt.Loader(str(bench.photo_tars), fields, batch_size=asked.batch, num_workers=asked.workers)
+    loader = wt.Loader(
+        str(bench.photo_tars), fields, batch_size=asked.batch, num_workers=asked.workers
+    )
     made = resnet50(num_classes=1000).cuda().to(memory_format=torch.channels_last)
     model: Any = torch.compile(made) if asked.compile else made
     optimiser = torch.optim.SGD(made.parameters(), lr=0.01, momentum=0.9)
@@ -210,10 +228,18 @@ def resnet(bench: Bench, asked: argparse.Namespace) -> None:
         rates["on the device"].append(turn(synthetic, asked.steps))
         rates["through the loader"].append(turn(endless, asked.steps))
     for name, found in rates.items():
-        bench.say("resnet", f"{name:18} {statistics.median(found):7.0f} ({min(found):.0f} to {max(found):.0f}) pictures/s")
-    ratio = statistics.median(rates["through the loader"]) / statistics.median(rates["on the device"])
+        bench.say(
+            "resnet",
+            f"{name:18} {statistics.median(found):7.0f} ({min(found):.0f} to {max(found):.0f}) pictures/s",
+        )
+    ratio = statistics.median(rates["through the loader"]) / statistics.median(
+        rates["on the device"]
+    )
     bench.goal("resnet", "through the loader / on the device already", ratio, 0.97, digits=3)
-    idle = {name: _idle(partial(turn, source, 20)) for name, source in (("synthetic", synthetic), ("loader", endless))}
+    idle = {
+        name: _idle(partial(turn, source, 20))
+        for name, source in (("synthetic", synthetic), ("loader", endless))
+    }
     report = loader.report()
     bench.say(
         "resnet",
@@ -227,7 +253,14 @@ def resnet(bench: Bench, asked: argparse.Namespace) -> None:
         below=True,
         digits=4,
     )
-    bench.goal("resnet", "stall as the loader reports it, share", report["stall"], 0.01, below=True, digits=4)
+    bench.goal(
+        "resnet",
+        "stall as the loader reports it, share",
+        report["stall"],
+        0.01,
+        below=True,
+        digits=4,
+    )
     bench.say(
         "resnet",
         f"report: {report['verdict']}; waited {report['wait_seconds']:.3f} s of {report['wait_seconds'] + report['loop_seconds']:.2f} s in its last epoch",
@@ -271,19 +304,33 @@ CASES = {"copy": copy, "augment": augment, "decode": decode, "resnet": resnet}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", choices=list(CASES), action="append", help="only this case; may be given again")
-    parser.add_argument("--data", type=Path, help="folder of class folders of JPEG photographs (default: they are drawn)")
+    parser.add_argument(
+        "--case", choices=list(CASES), action="append", help="only this case; may be given again"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder of class folders of JPEG photographs (default: they are drawn)",
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=40, help="of a turn of ResNet-50")
-    parser.add_argument("--workers", type=int, default=max(1, CORES - 2), help="worker processes beside ResNet-50")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, CORES - 2), help="worker processes beside ResNet-50"
+    )
     parser.add_argument("--compile", action="store_true", help="ResNet-50 by torch.compile")
-    parser.add_argument("--item", action="store_true", help="the loop looks at every loss, as many do")
-    parser.add_argument("--json", action="store_true", help="one JSON line on stdout at the end, text on stderr")
+    parser.add_argument(
+        "--item", action="store_true", help="the loop looks at every loss, as many do"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line on stdout at the end, text on stderr"
+    )
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "torch finds no CUDA device here; there is nothing to measure.\n")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bench = Bench(Path(folder), False, asked.data, [], {}, sys.stderr if asked.json else sys.stdout)
+        bench = Bench(
+            Path(folder), False, asked.data, [], {}, sys.stderr if asked.json else sys.stdout
+        )
         what = f"{torch.cuda.get_device_name()}, {CORES} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
         bench.say("", what)
         for name in asked.case or CASES:

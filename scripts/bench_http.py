@@ -125,7 +125,9 @@ RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connection
 DELAY = 0.025  # seconds of each direction of the far link
 QUEUE = 2 * DELAY  # seconds of bytes that wait before the far link, at most
 WINDOW = 4 << 20  # bytes of one connection under way, at most
-SLOW_START = 15_000  # of a new connection, twice as many each round trip; None: WINDOW from the start
+SLOW_START = (
+    15_000  # of a new connection, twice as many each round trip; None: WINDOW from the start
+)
 _CHUNK = 16 << 10  # bytes that the far link takes at a time, at most
 
 Rates = dict[str, list[float]]
@@ -134,7 +136,9 @@ Rates = dict[str, list[float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less data, fewer repeats")
-    parser.add_argument("--case", choices=list(CASES), action="append", help="only this case; may be given again")
+    parser.add_argument(
+        "--case", choices=list(CASES), action="append", help="only this case; may be given again"
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then as well
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +175,9 @@ def far(place: Path, quick: bool) -> None:
 
     def ours(doors: Iterator[str], made: Path) -> float:
         begun = time.perf_counter()
-        loader = wt.Loader(f"{next(doors)}/{made.name}", batch_size=64, shuffle_buffer=128, tail="keep")
+        loader = wt.Loader(
+            f"{next(doors)}/{made.name}", batch_size=64, shuffle_buffer=128, tail="keep"
+        )
         opening.append(time.perf_counter() - begun)
         return looped(loader)
 
@@ -190,20 +196,29 @@ def far(place: Path, quick: bool) -> None:
             shares = {who: [rate * 1e6 / RATE for rate in found] for who, found in rates.items()}
             table("far", "of the link", shares)
             if not quick:
-                print(f"far      Loader, {name}{verdict(statistics.median(shares[f'Loader, {name}']), 0.90)}")
-    print(f"far      opening the index: {statistics.median(opening):.2f} s ({min(opening):.2f} to {max(opening):.2f})")
+                print(
+                    f"far      Loader, {name}{verdict(statistics.median(shares[f'Loader, {name}']), 0.90)}"
+                )
+    print(
+        f"far      opening the index: {statistics.median(opening):.2f} s ({min(opening):.2f} to {max(opening):.2f})"
+    )
 
 
 def check(place: Path, quick: bool) -> None:
     total = 64_000_000 if quick else 256_000_000
-    sets = {f"{size // 1000} KB": packed(place, total=total, shard=64_000_000, size=size) for size in (8_000, 100_000)}
+    sets = {
+        f"{size // 1000} KB": packed(place, total=total, shard=64_000_000, size=size)
+        for size in (8_000, 100_000)
+    }
     sets["pictures"] = pictures(place, count=2000)
     for what, made in sets.items():
         reader = decoded if what == "pictures" else read
         with serving(place) as url:
             index = wt.Loader(f"{url}/{made.name}").index
             blind = replace(index, table=replace(index.table, member_crc=np.zeros(0, np.uint32)))
-            with_crc, without, again = (f"{what}, {name}" for name in ("crc32", "none", "none again"))
+            with_crc, without, again = (
+                f"{what}, {name}" for name in ("crc32", "none", "none again")
+            )
             rivals = {
                 with_crc: partial(reader, index, epochs=4),
                 without: partial(reader, blind, epochs=4),
@@ -246,7 +261,9 @@ def serve_(place: Path, quick: bool) -> None:
         for connections in (1, 6):
             rates = measured(
                 {
-                    f"{name}, {connections} at once": partial(ranges, f"{door}/{made.name}", made, connections)
+                    f"{name}, {connections} at once": partial(
+                        ranges, f"{door}/{made.name}", made, connections
+                    )
                     for name, door in doors.items()
                 },
                 repeats=3 if quick else 7,
@@ -315,16 +332,23 @@ def settled(on_the_way: deque[tuple[PendingRead, int]], done: threading.Conditio
 
 def ranges(url: str, made: Path, connections: int) -> float:
     """Ranges of 4 MB of all shards, over so many connections, into one buffer each."""
-    todo = deque((tar, at) for tar in tars(made) for at in range(0, (made / tar).stat().st_size, PIECE))
+    todo = deque(
+        (tar, at) for tar in tars(made) for at in range(0, (made / tar).stat().st_size, PIECE)
+    )
     host, port = url.removeprefix("http://").partition("/")[0].split(":")
     path, counts = "/" + url.removeprefix("http://").partition("/")[2], [0] * connections
 
     def fetch(number: int) -> None:
-        connection, buffer = http.client.HTTPConnection(host, int(port)), memoryview(bytearray(PIECE))
+        connection, buffer = (
+            http.client.HTTPConnection(host, int(port)),
+            memoryview(bytearray(PIECE)),
+        )
         while todo:
             with suppress(IndexError):  # another was faster
                 tar, at = todo.popleft()
-                connection.request("GET", f"{path}/{tar}", headers={"Range": f"bytes={at}-{at + PIECE - 1}"})
+                connection.request(
+                    "GET", f"{path}/{tar}", headers={"Range": f"bytes={at}-{at + PIECE - 1}"}
+                )
                 response = connection.getresponse()
                 while found := response.readinto(buffer):
                     counts[number] += found
@@ -389,7 +413,9 @@ def table(case: str, unit: str, rates: Rates) -> None:
     for name, found in rates.items():
         digits = 2 if unit.startswith("of") else 0
         spread = f"({min(found):.{digits}f} to {max(found):.{digits}f}, {len(found)} times)"
-        print(f"{case:8} {name:24} {statistics.median(found):6.{digits}f} {unit} {spread}", flush=True)
+        print(
+            f"{case:8} {name:24} {statistics.median(found):6.{digits}f} {unit} {spread}", flush=True
+        )
 
 
 def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = None) -> None:
@@ -415,7 +441,10 @@ def packed(place: Path, *, total: int, shard: int, size: int = 100_000) -> Path:
     folder = place / f"{size}-{shard}-{total}"
     if not folder.exists():
         bits = np.random.default_rng(0)
-        samples = ({"__key__": f"k{number:07d}", "bin": bits.bytes(size)} for number in range(total // size))
+        samples = (
+            {"__key__": f"k{number:07d}", "bin": bits.bytes(size)}
+            for number in range(total // size)
+        )
         wt.pack(samples, str(folder), shard_bytes=shard, shuffle=False)
     return folder
 
@@ -552,11 +581,15 @@ class Link:
     free: float = 0.0  # when all that waits for the link will have left
 
     async def carry(self, pipe: Connection, doors: int) -> None:
-        servers = [await asyncio.start_server(self._connected, "127.0.0.1", 0) for _ in range(doors)]
+        servers = [
+            await asyncio.start_server(self._connected, "127.0.0.1", 0) for _ in range(doors)
+        ]
         pipe.send([server.sockets[0].getsockname()[1] for server in servers])
         await asyncio.Event().wait()
 
-    async def _connected(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+    async def _connected(
+        self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter
+    ) -> None:
         opened = time.monotonic() + 2 * DELAY  # a handshake takes a round trip
         server, to_server = await asyncio.open_connection("127.0.0.1", self.port)
 

@@ -167,13 +167,31 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def say(self, case: str, text: str) -> None:
-        for line in textwrap.wrap(text, 76, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True):
+        for line in textwrap.wrap(
+            text, 76, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True
+        ):
             print(f"{case:3} {line}", file=self.out, flush=True)
 
-    def goal(self, case: str, what: str, value: float, goal: float, *, below: bool = False, digits: int = 2) -> None:
+    def goal(
+        self,
+        case: str,
+        what: str,
+        value: float,
+        goal: float,
+        *,
+        below: bool = False,
+        digits: int = 2,
+    ) -> None:
         met = value <= goal if below else value >= goal
-        self.say(case, f"{what}: {value:.{digits}f}, goal {'<' if below else '>'}= {goal:g}: {'met' if met else 'MISSED'}")
-        self.found.setdefault(case, {}).setdefault("goals", {})[what] = {"value": value, "goal": goal, "met": met}
+        self.say(
+            case,
+            f"{what}: {value:.{digits}f}, goal {'<' if below else '>'}= {goal:g}: {'met' if met else 'MISSED'}",
+        )
+        self.found.setdefault(case, {}).setdefault("goals", {})[what] = {
+            "value": value,
+            "goal": goal,
+            "met": met,
+        }
 
     # --- the material: made once, when a case first needs it ---
 
@@ -197,7 +215,9 @@ class Bench:
         wanted, rows = (3000, 3200) if self.quick else (20_000, 12_800)
         photos = sorted(self.photos.rglob("*.jpg"))[: 200 if self.quick else 1500]
         npy: Any = np.lib.format  # whose functions have no types before numpy 2.3
-        arrays = npy.open_memmap(self._folder("arrays") / "x.npy", "w+", np.uint8, (rows, 128, 128, 3))
+        arrays = npy.open_memmap(
+            self._folder("arrays") / "x.npy", "w+", np.uint8, (rows, 128, 128, 3)
+        )
         each = -(-max(wanted, rows) // len(photos))
         # its workers end when their work does; those of multiprocessing's Pool are killed, and one that holds a lock then keeps it
         with ProcessPoolExecutor(CORES, multiprocessing.get_context("fork")) as pool:
@@ -227,7 +247,11 @@ class Bench:
     @cached_property
     def array_tars(self) -> Path:
         _ = self.small
-        wt.pack_arrays({"x": str(self.place / "arrays" / "x.npy")}, str(self.place / "array-tars"), shard_bytes=64_000_000)
+        wt.pack_arrays(
+            {"x": str(self.place / "arrays" / "x.npy")},
+            str(self.place / "array-tars"),
+            shard_bytes=64_000_000,
+        )
         return self.place / "array-tars"
 
     def _folder(self, name: str) -> Path:
@@ -244,14 +268,33 @@ class Bench:
         else:
             made = "bytes", self.small, self.small_tars, 128, False, 32, 200
         kind, folder, shards, side, crop, batch, drain = made
-        return Job(kind, str(folder), str(shards), "", side, crop, batch, CORES, drain // 4 if self.quick else drain)
+        return Job(
+            kind,
+            str(folder),
+            str(shards),
+            "",
+            side,
+            crop,
+            batch,
+            CORES,
+            drain // 4 if self.quick else drain,
+        )
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
 def r1(bench: Bench) -> None:
-    peers = ["ImageFolder", "ImageFolder-tv", "webdataset", "webdataset-tv", "LitData", "MosaicML", "FFCV", "DALI"]
+    peers = [
+        "ImageFolder",
+        "ImageFolder-tv",
+        "webdataset",
+        "webdataset-tv",
+        "LitData",
+        "MosaicML",
+        "FFCV",
+        "DALI",
+    ]
     rates = throughput(bench, "R1", ["decode alone", "decode simplejpeg"], peers, seconds=1.5)
     rates.goal("best peer", 1.15)
     rates.goal("decode alone", 0.95)
@@ -275,24 +318,46 @@ def r3(bench: Bench) -> None:
 
 
 def r4(bench: Bench) -> None:
-    rates = throughput(bench, "R4", ["readinto"], ["webdataset", "webdataset-1"], seconds=0.6, ours=["ours, threads"])
+    rates = throughput(
+        bench,
+        "R4",
+        ["readinto"],
+        ["webdataset", "webdataset-1"],
+        seconds=0.6,
+        ours=["ours, threads"],
+    )
     rates.goal("best peer", 10)
 
 
 def r5(bench: Bench) -> None:
     count = 100_000 if bench.quick else 1_000_000
     folder, part = bench.place / "million", bench.place / "part"
-    wt.pack(({"__key__": f"k{n:05d}", "cls": n % 10} for n in range(10_000)), str(part), shuffle=False)
+    wt.pack(
+        ({"__key__": f"k{n:05d}", "cls": n % 10} for n in range(10_000)), str(part), shuffle=False
+    )
     folder.mkdir()
     for number in range(count // 10_000):  # the same shard under many names
         os.link(part / "train-000000.tar", folder / f"train-{number:06d}.tar")
     wt.index(str(folder))
     repeats = 1 if bench.quick else 3
     for workers in (0, CORES):
-        for what, step, goal in (("the first batch", 0, 1.0), ("a resume in the middle", count // 64 // 2, 2.0)):
-            seconds = [float(_fresh(_START, str(folder), str(workers), str(step))) for _ in range(repeats)]
-            _seconds(bench, "R5", f"{what} of {count} samples, num_workers={workers}", seconds, goal)
-    _seconds(bench, "R5", "import wdstrain after torch", [float(_fresh(_IMPORT)) for _ in range(repeats)], 0.3)
+        for what, step, goal in (
+            ("the first batch", 0, 1.0),
+            ("a resume in the middle", count // 64 // 2, 2.0),
+        ):
+            seconds = [
+                float(_fresh(_START, str(folder), str(workers), str(step))) for _ in range(repeats)
+            ]
+            _seconds(
+                bench, "R5", f"{what} of {count} samples, num_workers={workers}", seconds, goal
+            )
+    _seconds(
+        bench,
+        "R5",
+        "import wdstrain after torch",
+        [float(_fresh(_IMPORT)) for _ in range(repeats)],
+        0.3,
+    )
 
 
 def r6(bench: Bench) -> None:
@@ -302,7 +367,10 @@ def r6(bench: Bench) -> None:
     rates: dict[int, list[float]] = {count: [] for count in counts}
     shares = []
     with ExitStack() as stack:
-        processes = {n: stack.enter_context(_process(bench, "ours, workers", replace(job, workers=n))) for n in counts}
+        processes = {
+            n: stack.enter_context(_process(bench, "ours, workers", replace(job, workers=n)))
+            for n in counts
+        }
         small = stack.enter_context(_process(bench, "ours, workers", bench.job("R2")))
         for one in (*processes.values(), small):
             one.ask(do="open")
@@ -314,7 +382,10 @@ def r6(bench: Bench) -> None:
     first = statistics.median(rates[1])
     for count, found in rates.items():
         ratio = statistics.median(found) / first
-        bench.say("R6", f"{count:2} worker{'s' * (count > 1):1} {_spread(found)} samples/s, {ratio:.2f} times one")
+        bench.say(
+            "R6",
+            f"{count:2} worker{'s' * (count > 1):1} {_spread(found)} samples/s, {ratio:.2f} times one",
+        )
     bench.found["R6"] = {"rates": rates, "shares": shares}
     share = statistics.median(shares)
     bench.goal(
@@ -352,7 +423,15 @@ def r7(bench: Bench) -> None:
         bench.goal("R7", f"{case} {name}: epochs 8 to 10 by 2 to 4", growth, 1.05, below=True)
 
 
-CASES: dict[str, Callable[[Bench], None]] = {"R1": r1, "R2": r2, "R3": r3, "R4": r4, "R5": r5, "R6": r6, "R7": r7}
+CASES: dict[str, Callable[[Bench], None]] = {
+    "R1": r1,
+    "R2": r2,
+    "R3": r3,
+    "R4": r4,
+    "R5": r5,
+    "R6": r6,
+    "R7": r7,
+}
 
 
 # --- throughput ------------------------------------------------------------------------------------------------------
@@ -371,11 +450,16 @@ class Rates:
 
     @property
     def ours(self) -> str:
-        return max((name for name in self.turns if name in OURS), key=lambda name: statistics.median(self.turns[name]))
+        return max(
+            (name for name in self.turns if name in OURS),
+            key=lambda name: statistics.median(self.turns[name]),
+        )
 
     def goal(self, other: str, goal: float) -> None:
         """Ours by the other: of the medians, and the spread over turns."""
-        found = {name: statistics.median(self.turns[name]) for name in self.peers if name in self.turns}
+        found = {
+            name: statistics.median(self.turns[name]) for name in self.peers if name in self.turns
+        }
         if other == "best peer":
             other = max(found, key=lambda name: found[name], default=other)
         if other not in self.turns:
@@ -391,23 +475,42 @@ class Rates:
         speed = {name: one["samples"] / one["epoch"] for name, one in self.first.items()}
         if other in speed:
             ours = max((name for name in speed if name in OURS), key=lambda name: speed[name])
-            self.bench.goal(self.case, f"first epoch, {ours} / {other}", speed[ours] / speed[other], goal)
+            self.bench.goal(
+                self.case, f"first epoch, {ours} / {other}", speed[ours] / speed[other], goal
+            )
 
 
 def throughput(
-    bench: Bench, case: str, limits: list[str], peers: list[str], *, seconds: float, ours: Sequence[str] = OURS
+    bench: Bench,
+    case: str,
+    limits: list[str],
+    peers: list[str],
+    *,
+    seconds: float,
+    ours: Sequence[str] = OURS,
 ) -> Rates:
     job = bench.job(case)
-    asked = [name for name in peers if bench.peers is None or name in bench.peers or name.split("-")[0] in bench.peers]
+    asked = [
+        name
+        for name in peers
+        if bench.peers is None or name in bench.peers or name.split("-")[0] in bench.peers
+    ]
     rates = Rates(bench, case, asked, limits, {}, {})
     with ExitStack() as stack:
-        running = {name: stack.enter_context(_process(bench, name, job)) for name in (*ours, *limits, *asked)}
+        running = {
+            name: stack.enter_context(_process(bench, name, job))
+            for name in (*ours, *limits, *asked)
+        }
         for name, one in list(running.items()):
             answer = one.ask(do="prepare")
             if "absent" not in answer and "failed" not in answer:
                 answer = one.ask(do="open", whole=case == "R2")
             if "absent" in answer or "failed" in answer:
-                why = f"absent. {CONTENDERS[name].install}" if "absent" in answer else answer["failed"]
+                why = (
+                    f"absent. {CONTENDERS[name].install}"
+                    if "absent" in answer
+                    else answer["failed"]
+                )
                 bench.say(case, f"{name}: {why}")
                 del running[name]
                 one.end()
@@ -421,7 +524,11 @@ def throughput(
         for _ in range(1 if bench.quick else 7):
             for name, one in drawn.sample(list(running.items()), len(running)):
                 whole = case == "R4" and name not in OURS
-                words = {"do": "turn", "seconds": seconds / 2 if bench.quick else seconds, "whole": whole}
+                words = {
+                    "do": "turn",
+                    "seconds": seconds / 2 if bench.quick else seconds,
+                    "whole": whole,
+                }
                 answer, share = _turn(one, words)
                 shares.append(share)
                 if "rate" in answer:
@@ -448,7 +555,9 @@ def throughput(
 def _turn(one: Process, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
     """What it answers, and the share of our processors' time that other machines had meanwhile."""
     one.wake()
-    answer, share = undisturbed(lambda: one.ask(**words), failed=lambda answer: "rate" not in answer)
+    answer, share = undisturbed(
+        lambda: one.ask(**words), failed=lambda answer: "rate" not in answer
+    )
     one.rest()
     return answer, share
 
@@ -459,7 +568,13 @@ def _spread(found: Sequence[float]) -> str:
 
 def _seconds(bench: Bench, case: str, what: str, found: list[float], goal: float) -> None:
     bench.found.setdefault(case, {})[what] = found
-    bench.goal(case, f"{what}, seconds ({min(found):.2f} to {max(found):.2f})", statistics.median(found), goal, below=True)
+    bench.goal(
+        case,
+        f"{what}, seconds ({min(found):.2f} to {max(found):.2f})",
+        statistics.median(found),
+        goal,
+        below=True,
+    )
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -471,8 +586,18 @@ class Process:
     def __init__(self, bench: Bench, name: str, job: Job) -> None:
         self.name, self._out = name, Path(tempfile.mkdtemp(dir=bench.place))
         python = bench.pythons.get(name.split("-")[0], sys.executable)
-        command = [python, bench_peers.__file__, name, json.dumps(asdict(replace(job, out=str(self._out))))]
-        changes = {"HOME": self._out, "TMPDIR": self._out, "PYTHONWARNINGS": "ignore", "LITDATA_DISABLE_VERSION_CHECK": "1"}
+        command = [
+            python,
+            bench_peers.__file__,
+            name,
+            json.dumps(asdict(replace(job, out=str(self._out)))),
+        ]
+        changes = {
+            "HOME": self._out,
+            "TMPDIR": self._out,
+            "PYTHONWARNINGS": "ignore",
+            "LITDATA_DISABLE_VERSION_CHECK": "1",
+        }
         self._log = open(self._out / "log", "w")  # noqa: SIM115  (it stays open as long as the process runs)
         self._process = subprocess.Popen(
             command,
@@ -534,7 +659,13 @@ class Process:
 @contextmanager
 def _guarded(groups: Sequence[int]) -> Iterator[None]:
     """If this process is killed meanwhile, so are these groups of processes: one that is stopped could not see that nobody asks any more."""
-    words = ["sh", "-c", 'read -r _; for group; do kill -s KILL -- "-$group" 2>/dev/null; done', "sh", *map(str, groups)]
+    words = [
+        "sh",
+        "-c",
+        'read -r _; for group; do kill -s KILL -- "-$group" 2>/dev/null; done',
+        "sh",
+        *map(str, groups),
+    ]
     guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
@@ -554,7 +685,9 @@ def _process(bench: Bench, name: str, job: Job) -> Iterator[Process]:
 
 def _fresh(code: str, *words: str) -> str:
     """What a new interpreter prints."""
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    ).stdout
 
 
 _IMPORT = """
@@ -581,9 +714,16 @@ def _memory(pid: int) -> int:
     for one in pids:
         with suppress(OSError):  # one that ended meanwhile
             for task in os.listdir(f"/proc/{one}/task"):
-                pids += [int(word) for word in Path(f"/proc/{one}/task/{task}/children").read_text().split()]
+                pids += [
+                    int(word)
+                    for word in Path(f"/proc/{one}/task/{task}/children").read_text().split()
+                ]
             for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
-                total += int(line.split()[1]) * 1024 if line.startswith(("Pss_Anon:", "Pss_Shmem:")) else 0
+                total += (
+                    int(line.split()[1]) * 1024
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+                    else 0
+                )
     return total
 
 
@@ -613,8 +753,12 @@ def _drawn(folder: Path, count: int) -> list[Path]:
     """Pictures with the size and about the detail of photographs, of five classes."""
     bits, made = np.random.default_rng(0), []
     for number in range(count):
-        rough = Image.fromarray(bits.integers(0, 255, (47, 63, 3), np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)
-        pixels = np.clip(np.asarray(rough) + bits.normal(0, 6, (375, 500, 1)), 0, 255).astype(np.uint8)
+        rough = Image.fromarray(bits.integers(0, 255, (47, 63, 3), np.uint8)).resize(
+            (500, 375), Image.Resampling.BICUBIC
+        )
+        pixels = np.clip(np.asarray(rough) + bits.normal(0, 6, (375, 500, 1)), 0, 255).astype(
+            np.uint8
+        )
         made.append(folder / f"class{number % 5}" / f"{number}.jpg")
         made[-1].parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(made[-1], quality=90)
@@ -629,7 +773,9 @@ def _cuts(count: int, path: Path) -> list[tuple[Any, bytes]]:
     for _ in range(count):
         side = int(bits.integers(min(128, min(pixels.size)), min(pixels.size) + 1))
         left, top = (int(bits.integers(length - side + 1)) for length in pixels.size)
-        cut = pixels.resize((128, 128), Image.Resampling.BILINEAR, (left, top, left + side, top + side))
+        cut = pixels.resize(
+            (128, 128), Image.Resampling.BILINEAR, (left, top, left + side, top + side)
+        )
         file = io.BytesIO()
         cut.save(file, "JPEG", quality=90)
         made.append((np.asarray(cut), file.getvalue()))
@@ -639,14 +785,29 @@ def _cuts(count: int, path: Path) -> list[tuple[Any, bytes]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less data, one short turn each")
-    parser.add_argument("--case", choices=list(CASES), action="append", help="only this case; may be given again")
+    parser.add_argument(
+        "--case", choices=list(CASES), action="append", help="only this case; may be given again"
+    )
     known = ", ".join(_peers())
     parser.add_argument(
-        "--peers", help=f"all (the default; with --quick: webdataset), none, or some of {known}, commas between"
+        "--peers",
+        help=f"all (the default; with --quick: webdataset), none, or some of {known}, commas between",
     )
-    parser.add_argument("--data", type=Path, help="folder of class folders of JPEG photographs (default: they are drawn)")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter that has this peer")
-    parser.add_argument("--json", action="store_true", help="one JSON line on stdout at the end, text on stderr")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder of class folders of JPEG photographs (default: they are drawn)",
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="interpreter that has this peer",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line on stdout at the end, text on stderr"
+    )
     asked = parser.parse_args()
     peers = asked.peers or ("webdataset" if asked.quick else "all")
     names = None if peers == "all" else [name for name in peers.split(",") if name != "none"]
@@ -661,17 +822,22 @@ def main() -> None:
         out = sys.stderr if asked.json else sys.stdout
         bench = Bench(Path(folder), asked.quick, asked.data, names, pythons, out)
         bench.say(
-            "", f"{CORES} cores, load {os.getloadavg()[0]:.1f}, {'drawn pictures' if not asked.data else asked.data.name}"
+            "",
+            f"{CORES} cores, load {os.getloadavg()[0]:.1f}, {'drawn pictures' if not asked.data else asked.data.name}",
         )
         for name in asked.case or CASES:
             CASES[name](bench)
-            bench.say(name, f"load {os.getloadavg()[0]:.1f}, {time.perf_counter() - begun:.0f} s so far")
+            bench.say(
+                name, f"load {os.getloadavg()[0]:.1f}, {time.perf_counter() - begun:.0f} s so far"
+            )
     if asked.json:
         print(json.dumps(bench.found))
 
 
 def _peers() -> list[str]:
-    return list(dict.fromkeys(name.split("-")[0] for name, one in CONTENDERS.items() if one.install))
+    return list(
+        dict.fromkeys(name.split("-")[0] for name, one in CONTENDERS.items() if one.install)
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,11 @@ class Job:
 
     def files(self) -> list[tuple[str, int]]:
         folders = sorted(one for one in Path(self.folder).iterdir() if one.is_dir())
-        return [(str(path), label) for label, one in enumerate(folders) for path in sorted(one.iterdir())]
+        return [
+            (str(path), label)
+            for label, one in enumerate(folders)
+            for path in sorted(one.iterdir())
+        ]
 
     def rows(self) -> Any:
         return np.load(Path(self.folder) / "x.npy", mmap_mode="r")
@@ -85,7 +89,10 @@ class Contender:
 def ours(job: Job, workers: int | None = None) -> Epoch:
     import wdstrain as wt
 
-    picture = {"x": wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip"), "label": wt.label()}
+    picture = {
+        "x": wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip"),
+        "label": wt.label(),
+    }
     fields: Any = {
         "picture": picture,
         "array": {"x": wt.array("x.npy", shape=(job.side, job.side, 3), dtype="uint8")},
@@ -113,7 +120,9 @@ def alone(job: Job, *, field: bool) -> Epoch:
             done.put(128)
 
     for number in range(job.workers):
-        multiprocessing.get_context("fork").Process(target=work, args=(number,), daemon=True).start()
+        multiprocessing.get_context("fork").Process(
+            target=work, args=(number,), daemon=True
+        ).start()
     for _ in range(2 * job.workers):
         todo.put(1)
 
@@ -132,12 +141,18 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     from wdstrain.runtime.watchdog import ProgressCell
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
-    out, bits, desk = np.empty((128, job.side, job.side, 3), np.uint8), np.random.default_rng(0), ProgressCell.unwatched()
+    out, bits, desk = (
+        np.empty((128, job.side, job.side, 3), np.uint8),
+        np.random.default_rng(0),
+        ProgressCell.unwatched(),
+    )
 
     def decode(data: list[bytes]) -> None:
         draws, rows = bits.random((len(data), 27)), range(len(data))
         address = np.array([np.frombuffer(one, np.uint8).ctypes.data for one in data])
-        done = field.read_rows(Members(address, np.array(list(map(len, data)))), rows, out, draws, desk.row_address)
+        done = field.read_rows(
+            Members(address, np.array(list(map(len, data)))), rows, out, draws, desk.row_address
+        )
         for row in set(rows) - done:
             field.read("jpg", memoryview(data[row]), out[row], draws[row])
 
@@ -148,7 +163,10 @@ def _simplejpeg(job: Job) -> Callable[[list[bytes]], object]:
     simplejpeg: Any = import_module("simplejpeg")
     if job.crop:
         change = _varied(job)
-        return lambda data: [change(torch.from_numpy(simplejpeg.decode_jpeg(one, "RGB")).permute(2, 0, 1)) for one in data]
+        return lambda data: [
+            change(torch.from_numpy(simplejpeg.decode_jpeg(one, "RGB")).permute(2, 0, 1))
+            for one in data
+        ]
     out = np.empty((job.side, job.side, 3), np.uint8)
     return lambda data: [simplejpeg.decode_jpeg(one, "RGB", buffer=out) for one in data]
 
@@ -174,7 +192,9 @@ def imports(job: Job) -> Epoch:
     """As many processes as a loader has, which have imported what it imports and do nothing."""
     import_module("wdstrain")
     for _ in range(job.workers):
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+        multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(600,), daemon=True
+        ).start()
     return lambda: [0]
 
 
@@ -200,7 +220,9 @@ def _torchvision(job: Job) -> Decode:
     from torchvision.io import ImageReadMode, decode_jpeg
 
     change = _varied(job)
-    return lambda data: change(decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB))
+    return lambda data: change(
+        decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+    )
 
 
 def _loader(job: Job, data: Any, **options: Any) -> DataLoader[Any]:
@@ -219,21 +241,32 @@ def imagefolder(job: Job, decoded: Callable[[Job], Decode]) -> Epoch:
     from torchvision.datasets import ImageFolder
 
     decode = decoded(job)
-    loader = _loader(job, ImageFolder(job.folder, loader=lambda path: decode(Path(path).read_bytes())))
+    loader = _loader(
+        job, ImageFolder(job.folder, loader=lambda path: decode(Path(path).read_bytes()))
+    )
     return lambda: (batch[0] for batch in loader)
 
 
-def webdataset(job: Job, decoded: Callable[[Job], Decode] = _pil, *, processes: bool = True) -> Epoch:
+def webdataset(
+    job: Job, decoded: Callable[[Job], Decode] = _pil, *, processes: bool = True
+) -> Epoch:
     wds: Any = import_module("webdataset")
     data = wds.WebDataset(job.tars, shardshuffle=len(job.tars)).shuffle(1000)
     if job.kind == "picture":
         decode = decoded(job)
         data = data.to_tuple("jpg", "cls").map_tuple(decode, int).batched(job.batch, partial=False)
     elif job.kind == "array":
-        data = data.decode().to_tuple("x.npy").map_tuple(torch.from_numpy).batched(job.batch, partial=False)
+        data = (
+            data.decode()
+            .to_tuple("x.npy")
+            .map_tuple(torch.from_numpy)
+            .batched(job.batch, partial=False)
+        )
     else:
         data = data.to_tuple("jpg", "cls").batched(job.batch, partial=False)
-    loader = _loader(job, data, batch_size=None, shuffle=False, drop_last=False) if processes else data
+    loader = (
+        _loader(job, data, batch_size=None, shuffle=False, drop_last=False) if processes else data
+    )
     return lambda: (batch[0] for batch in loader)
 
 
@@ -261,7 +294,12 @@ _decoder = lru_cache(_torchvision)
 def litdata_prepare(job: Job) -> None:
     litdata: Any = import_module("litdata")
     litdata.optimize(
-        partial(_sample, job), _inputs(job), f"{job.out}/chunks", chunk_bytes="64MB", num_workers=job.workers, verbose=False
+        partial(_sample, job),
+        _inputs(job),
+        f"{job.out}/chunks",
+        chunk_bytes="64MB",
+        num_workers=job.workers,
+        verbose=False,
     )
 
 
@@ -287,7 +325,10 @@ def mosaic_prepare(job: Job) -> None:
         for one in _inputs(job):
             sample = _sample(job, one)
             writer.write(
-                {name: value.numpy() if name == "x" and job.kind == "array" else value for name, value in sample.items()}
+                {
+                    name: value.numpy() if name == "x" and job.kind == "array" else value
+                    for name, value in sample.items()
+                }
             )
 
 
@@ -306,7 +347,9 @@ def ffcv_prepare(job: Job) -> None:
         columns: Any = {"x": fields.NDArrayField(np.dtype("uint8"), (job.side, job.side, 3))}
     else:
         columns = {"x": fields.RGBImageField(write_mode="jpg"), "label": fields.IntField()}
-        columns["x"].encode = _as_it_is  # the same bytes as everybody's: its own would be encoded once more
+        columns[
+            "x"
+        ].encode = _as_it_is  # the same bytes as everybody's: its own would be encoded once more
 
     class Rows:
         def __init__(self) -> None:
@@ -321,10 +364,14 @@ def ffcv_prepare(job: Job) -> None:
                 return (sample["x"].numpy(),)
             return (sample["x"], *simplejpeg.decode_jpeg_header(sample["x"])[:2]), sample["label"]
 
-    writer.DatasetWriter(f"{job.out}/x.beton", columns, num_workers=job.workers).from_indexed_dataset(Rows())
+    writer.DatasetWriter(
+        f"{job.out}/x.beton", columns, num_workers=job.workers
+    ).from_indexed_dataset(Rows())
 
 
-def _as_it_is(destination: Any, picture: tuple[bytes, int, int], malloc: Callable[[int], tuple[int, Any]]) -> None:
+def _as_it_is(
+    destination: Any, picture: tuple[bytes, int, int], malloc: Callable[[int], tuple[int, Any]]
+) -> None:
     data, height, width = picture
     destination["mode"], destination["height"], destination["width"] = 0, height, width
     destination["data_ptr"], storage = malloc(len(data))
@@ -353,29 +400,45 @@ def ffcv(job: Job) -> Epoch:
 
 
 def dali(job: Job) -> Epoch:
-    nvidia, fn, types = import_module("nvidia.dali"), import_module("nvidia.dali.fn"), import_module("nvidia.dali.types")
+    nvidia, fn, types = (
+        import_module("nvidia.dali"),
+        import_module("nvidia.dali.fn"),
+        import_module("nvidia.dali.types"),
+    )
     torches = import_module("nvidia.dali.plugin.pytorch")
 
     def graph() -> tuple[Any, Any]:
-        data, label = fn.readers.file(file_root=job.folder, random_shuffle=True, initial_fill=1000, name="files")
+        data, label = fn.readers.file(
+            file_root=job.folder, random_shuffle=True, initial_fill=1000, name="files"
+        )
         if job.crop:
             area, aspect = [0.08, 1.0], [3 / 4, 4 / 3]
-            pixels = fn.decoders.image_random_crop(data, random_area=area, random_aspect_ratio=aspect, num_attempts=10)
-            pixels = fn.resize(pixels, resize_x=job.side, resize_y=job.side, interp_type=types.INTERP_LINEAR)
+            pixels = fn.decoders.image_random_crop(
+                data, random_area=area, random_aspect_ratio=aspect, num_attempts=10
+            )
+            pixels = fn.resize(
+                pixels, resize_x=job.side, resize_y=job.side, interp_type=types.INTERP_LINEAR
+            )
         else:
             pixels = fn.decoders.image(data)
         return fn.flip(pixels, horizontal=fn.random.coin_flip()), label
 
-    made = nvidia.pipeline_def(graph)(batch_size=job.batch, num_threads=job.workers, device_id=None, prefetch_queue_depth=AHEAD)
+    made = nvidia.pipeline_def(graph)(
+        batch_size=job.batch, num_threads=job.workers, device_id=None, prefetch_queue_depth=AHEAD
+    )
     policy = torches.LastBatchPolicy.DROP
-    loader = torches.DALIGenericIterator([made], ["x", "label"], reader_name="files", last_batch_policy=policy, auto_reset=True)
+    loader = torches.DALIGenericIterator(
+        [made], ["x", "label"], reader_name="files", last_batch_policy=policy, auto_reset=True
+    )
     return lambda: (batch[0]["x"] for batch in loader)
 
 
 def pytables_prepare(job: Job) -> None:
     tables, rows = import_module("tables"), job.rows()
     with tables.open_file(f"{job.out}/x.h5", "w") as file:
-        array = file.create_earray("/", "x", tables.UInt8Atom(), (0, *rows.shape[1:]), expectedrows=len(rows))
+        array = file.create_earray(
+            "/", "x", tables.UInt8Atom(), (0, *rows.shape[1:]), expectedrows=len(rows)
+        )
         for start in range(0, len(rows), CHUNK):
             array.append(rows[start : start + CHUNK])
 
@@ -411,10 +474,16 @@ CONTENDERS = {
     "readinto 128 MB": Contender(partial(readinto, size=128 << 20)),
     "imports": Contender(imports),
     "ImageFolder": Contender(partial(imagefolder, decoded=_pil), install="pip install torchvision"),
-    "ImageFolder-tv": Contender(partial(imagefolder, decoded=_torchvision), install="pip install torchvision"),
+    "ImageFolder-tv": Contender(
+        partial(imagefolder, decoded=_torchvision), install="pip install torchvision"
+    ),
     "webdataset": Contender(webdataset, install="pip install webdataset"),
-    "webdataset-tv": Contender(partial(webdataset, decoded=_torchvision), install="pip install webdataset"),
-    "webdataset-1": Contender(partial(webdataset, processes=False), install="pip install webdataset"),
+    "webdataset-tv": Contender(
+        partial(webdataset, decoded=_torchvision), install="pip install webdataset"
+    ),
+    "webdataset-1": Contender(
+        partial(webdataset, processes=False), install="pip install webdataset"
+    ),
     "LitData": Contender(litdata, litdata_prepare, "pip install litdata"),
     "MosaicML": Contender(mosaic, mosaic_prepare, "pip install mosaicml-streaming"),
     "FFCV": Contender(ffcv, ffcv_prepare, _FFCV),
@@ -480,7 +549,9 @@ class Turns:
                 ready = drain if count is None else ready - count
             begun = last = time.perf_counter()
             cpu = time.process_time()
-            while (whole or measured + last - begun < seconds) and (count := next(self._counts)) is not None:
+            while (whole or measured + last - begun < seconds) and (
+                count := next(self._counts)
+            ) is not None:
                 samples, last = samples + count, time.perf_counter()
             measured, busy = measured + last - begun, busy + time.process_time() - cpu
         return {"rate": samples / measured, "cpu": busy / measured}
@@ -505,8 +576,14 @@ def _check(batch: Any, job: Job) -> bool:
             raise TypeError(f"a batch is a list of {type(batch[0]).__name__}")
         return True
     shapes = (job.batch, job.side, job.side, 3), (job.batch, 3, job.side, job.side)
-    if not isinstance(batch, torch.Tensor) or batch.dtype != torch.uint8 or tuple(batch.shape) not in shapes:
-        raise TypeError(f"a batch is {type(batch).__name__}, {getattr(batch, 'dtype', '')}, {getattr(batch, 'shape', '')}")
+    if (
+        not isinstance(batch, torch.Tensor)
+        or batch.dtype != torch.uint8
+        or tuple(batch.shape) not in shapes
+    ):
+        raise TypeError(
+            f"a batch is {type(batch).__name__}, {getattr(batch, 'dtype', '')}, {getattr(batch, 'shape', '')}"
+        )
     return True
 
 

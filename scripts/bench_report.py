@@ -42,13 +42,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         shards = _shards(Path(place))
         cases: dict[str, tuple[Any, int]] = {
-            "JPEG 128x128 + flip, batch 32": ({"image": wt.image(size=128, augment="flip"), "label": wt.label()}, 32),
+            "JPEG 128x128 + flip, batch 32": (
+                {"image": wt.image(size=128, augment="flip"), "label": wt.label()},
+                32,
+            ),
             "label alone, batch 32": ({"label": wt.label()}, 32),
             "bytes of 7 KB, batch 64": (None, 64),
         }
         for name, (fields, size) in cases.items():
             rates = _rates(shards, fields, size)
-            spent = (min(cores(), 2) if fields else 1) / statistics.median(rates)  # seconds of processors for a sample
+            spent = (min(cores(), 2) if fields else 1) / statistics.median(
+                rates
+            )  # seconds of processors for a sample
             added = (row if fields else 0.0) + batch / size
             word = "met" if added / spent <= GOAL else "MISSED"
             print(
@@ -79,7 +84,11 @@ def _of_a_result() -> float:
     results = iter(lambda: result, None)
     seconds = {"parse_seconds": 0.0, "handoff_seconds": 0.0}
     host: Any = SimpleNamespace(
-        _seconds=seconds, _reader=SimpleNamespace(shuffle_seconds=0.0), _watch=StallWatchdog.disabled(), _waiter=0, _awaited=0
+        _seconds=seconds,
+        _reader=SimpleNamespace(shuffle_seconds=0.0),
+        _watch=StallWatchdog.disabled(),
+        _waiter=0,
+        _awaited=0,
     )
     return _each(lambda: Pipeline._result(host, results)) - _each(lambda: next(results))  # type: ignore[arg-type]
 
@@ -87,9 +96,13 @@ def _of_a_result() -> float:
 def _shards(place: Path) -> str:
     def samples() -> Any:
         for number in range(4000):
-            pixels = np.random.Generator(np.random.PCG64(number % 64)).integers(0, 255, (16, 16, 3), np.uint8)
+            pixels = np.random.Generator(np.random.PCG64(number % 64)).integers(
+                0, 255, (16, 16, 3), np.uint8
+            )
             buffer = io.BytesIO()
-            Image.fromarray(pixels).resize((128, 128), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=95)
+            Image.fromarray(pixels).resize((128, 128), Image.Resampling.BICUBIC).save(
+                buffer, "JPEG", quality=95
+            )
             yield {"__key__": f"k{number:05d}", "jpg": buffer.getvalue(), "cls": number % 10}
 
     wt.pack(samples(), str(place / "shards"))

@@ -60,7 +60,9 @@ class Case:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
-    parser.add_argument("--work", type=Path, default=Path("bench-training"), help="folder for shards and runs")
+    parser.add_argument(
+        "--work", type=Path, default=Path("bench-training"), help="folder for shards and runs"
+    )
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,10 @@ def main() -> int:
             case.convert(arguments.data / name, arguments.work)
         ours = of_ours(case, shards, arguments.work / f"{name}-run")
         theirs = of_theirs(case, arguments.data / name, arguments.work)
-        print(f"{name:14} ours   {ours[0]:8.4f}  {ours[1]:7.1f} s of training, {ours[2]:6.0f} samples/s", flush=True)
+        print(
+            f"{name:14} ours   {ours[0]:8.4f}  {ours[1]:7.1f} s of training, {ours[2]:6.0f} samples/s",
+            flush=True,
+        )
         print(
             f"{'':14} plain  {theirs[0]:8.4f}  {theirs[1]:7.1f} s of training, {theirs[2]:6.0f} samples/s; ours is {theirs[1] / ours[1]:.2f} times as fast",
             flush=True,
@@ -82,7 +87,10 @@ def main() -> int:
 def of_ours(case: Case, shards: Path, run: Path) -> tuple[float, float, float]:
     """(accuracy or squared error, seconds of training, samples per second)"""
     done = wt.train(shards, run, overwrite=True, **case.options)
-    seconds, samples = sum(one["seconds"] for one in done.epochs), sum(one["samples"] for one in done.epochs)
+    seconds, samples = (
+        sum(one["seconds"] for one in done.epochs),
+        sum(one["samples"] for one in done.epochs),
+    )
     return done.val["accuracy" if case.classes else "mse"], seconds, samples / seconds
 
 
@@ -101,10 +109,19 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     _, val = case.theirs(data, work, v2.Compose([*crop, *end]))
     torch.manual_seed(1)
     workers = os.cpu_count() or 1
-    loader = DataLoader(train, config.batch_size, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True)
+    loader = DataLoader(
+        train,
+        config.batch_size,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
+    )
     val_loader = DataLoader(val, config.batch_size, num_workers=workers)
     model = build(config.model, case.classes or 1, size)
-    scale = (0.0, 1.0) if case.classes else (float(np.mean(train.angles)), float(np.std(train.angles)))
+    scale = (
+        (0.0, 1.0) if case.classes else (float(np.mean(train.angles)), float(np.std(train.angles)))
+    )
     optimiser, rate = make_optimiser(model, config), Schedule(config, len(loader))
     step, seconds = 0, 0.0
     for _ in range(config.epochs):
@@ -114,7 +131,9 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
             set_rate(optimiser, config.lr * rate(step))
             outputs = model(normalised(pixels))
             if case.classes:
-                loss = nn.functional.cross_entropy(outputs, target, label_smoothing=config.label_smoothing)
+                loss = nn.functional.cross_entropy(
+                    outputs, target, label_smoothing=config.label_smoothing
+                )
             else:
                 loss = nn.functional.mse_loss(outputs[:, 0], (target - scale[0]) / scale[1])
             optimiser.zero_grad(set_to_none=True)
@@ -127,7 +146,11 @@ def of_theirs(case: Case, data: Path, work: Path) -> tuple[float, float, float]:
     with torch.inference_mode():
         for pixels, target in val_loader:
             outputs = model(normalised(pixels))
-            right = (outputs.argmax(1) == target) if case.classes else (outputs[:, 0] * scale[1] + scale[0] - target) ** 2
+            right = (
+                (outputs.argmax(1) == target)
+                if case.classes
+                else (outputs[:, 0] * scale[1] + scale[0] - target) ** 2
+            )
             total += float(right.double().sum())
     return total / len(val), seconds, step * config.batch_size / seconds
 
@@ -144,7 +167,13 @@ def folder(options: dict[str, Any]) -> Callable[[Path, Path], None]:
 
 def source_of(data: Path, work: Path) -> Path:
     """The class folders of a data set."""
-    return pngs(data, work) if data.name == "fashion-mnist" else data / "images" if data.name == "flowers" else data
+    return (
+        pngs(data, work)
+        if data.name == "fashion-mnist"
+        else data / "images"
+        if data.name == "flowers"
+        else data
+    )
 
 
 def pngs(data: Path, work: Path) -> Path:
@@ -154,7 +183,11 @@ def pngs(data: Path, work: Path) -> Path:
         if (out / split).exists():
             continue
         pixels, labels = (
-            np.frombuffer(gzip.decompress(next(data.glob(f"{prefix}-{kind}*")).read_bytes()), np.uint8, offset=offset)
+            np.frombuffer(
+                gzip.decompress(next(data.glob(f"{prefix}-{kind}*")).read_bytes()),
+                np.uint8,
+                offset=offset,
+            )
             for kind, offset in (("images", 16), ("labels", 8))
         )
         for digit in range(10):
@@ -166,7 +199,9 @@ def pngs(data: Path, work: Path) -> Path:
 
 def image_folders(data: Path, work: Path, transform: v2.Compose) -> tuple[Any, Any]:
     root = source_of(data, work)
-    return datasets.ImageFolder(str(root / "train"), transform), datasets.ImageFolder(str(root / "val"), transform)
+    return datasets.ImageFolder(str(root / "train"), transform), datasets.ImageFolder(
+        str(root / "val"), transform
+    )
 
 
 def split_folder(data: Path, work: Path, transform: v2.Compose) -> tuple[Any, Any]:
@@ -176,8 +211,12 @@ def split_folder(data: Path, work: Path, transform: v2.Compose) -> tuple[Any, An
     for split in ("train", "val"):
         index = wt.Loader(f"{work}/{data.name}-shards/{split}-*.tar", batch_size=1).index
         keys = {index.key(i) for i in range(len(index))}
-        names = [os.path.splitext(os.path.relpath(path, whole.root))[0] for path, _ in whole.samples]
-        parts.append(torch.utils.data.Subset(whole, [i for i, name in enumerate(names) if name in keys]))
+        names = [
+            os.path.splitext(os.path.relpath(path, whole.root))[0] for path, _ in whole.samples
+        ]
+        parts.append(
+            torch.utils.data.Subset(whole, [i for i, name in enumerate(names) if name in keys])
+        )
     assert sum(map(len, parts)) == len(whole)
     return parts[0], parts[1]
 
@@ -200,7 +239,9 @@ class Frames(Dataset[Any]):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         path, angle = self._rows[i]
-        return self._transform(Image.open(path).convert("RGB")), torch.tensor(angle, dtype=torch.float32)
+        return self._transform(Image.open(path).convert("RGB")), torch.tensor(
+            angle, dtype=torch.float32
+        )
 
 
 def convert_frames(data: Path, work: Path) -> None:
@@ -225,15 +266,30 @@ CASES = {
     "flowers": Case(
         "flowers",
         5,
-        {"model": "resnet18", "epochs": 12, "batch_size": 32, "image_size": 64, "lr": 1e-3, "augment": "rrc+flip"},
+        {
+            "model": "resnet18",
+            "epochs": 12,
+            "batch_size": 32,
+            "image_size": 64,
+            "lr": 1e-3,
+            "augment": "rrc+flip",
+        },
         folder({"split": {"train": 0.8, "val": 0.2}, "stratify": True}),
         split_folder,
     ),
-    "eurosat5": Case("eurosat5", 5, {"epochs": 3, "batch_size": 64, "image_size": 64}, folder({}), image_folders),
-    "fashion-mnist": Case(
-        "fashion-mnist", 10, {"epochs": 2, "batch_size": 128, "image_size": 28, "lr": 4e-3}, folder({}), image_folders
+    "eurosat5": Case(
+        "eurosat5", 5, {"epochs": 3, "batch_size": 64, "image_size": 64}, folder({}), image_folders
     ),
-    "driving": Case("driving", 0, {"epochs": 6, "batch_size": 32, "image_size": 64}, convert_frames, frames),
+    "fashion-mnist": Case(
+        "fashion-mnist",
+        10,
+        {"epochs": 2, "batch_size": 128, "image_size": 28, "lr": 4e-3},
+        folder({}),
+        image_folders,
+    ),
+    "driving": Case(
+        "driving", 0, {"epochs": 6, "batch_size": 32, "image_size": 64}, convert_frames, frames
+    ),
 }
 
 

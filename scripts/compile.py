@@ -26,7 +26,9 @@ except ImportError:  # run by hand
 NATIVE = Path(__file__).resolve().parent.parent / "wdstrain" / "native"
 
 
-def compile_library(source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libkernels.so") -> str:
+def compile_library(
+    source: Path = NATIVE / "kernels.c", library: Path = NATIVE / "libkernels.so"
+) -> str:
     """Compile the source to the library. Returns an empty string, or why it failed.
 
     An existing library is removed, also if the compilation fails.
@@ -44,7 +46,9 @@ def compile_library(source: Path = NATIVE / "kernels.c", library: Path = NATIVE 
             os.replace(temporary, library)
             return ""
         except subprocess.CalledProcessError as error:
-            reason = f"{compiler} failed: {(error.stderr.strip().splitlines() or ['no message'])[-1]}"
+            reason = (
+                f"{compiler} failed: {(error.stderr.strip().splitlines() or ['no message'])[-1]}"
+            )
         except (OSError, subprocess.TimeoutExpired, ValueError):
             continue
         finally:
@@ -66,7 +70,9 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg,misc,unused-
             return
         build_data["artifacts"].append("wdstrain/native/libkernels.so")
         build_data["pure_python"] = False
-        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(
+            ".", "_"
+        )
 
 
 if __name__ == "__main__":

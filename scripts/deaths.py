@@ -27,7 +27,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # before torch: a process that is to be forked has no threads
+for _name in (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+):  # before torch: a process that is to be forked has no threads
     os.environ[_name] = "1"
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -78,14 +81,18 @@ def _afterwards(work: Work, place: Path, *, rebooted: bool = False) -> None:
 
 def kill_after(work: Work, shared: Path, *, alone: bool = False) -> Trial:
     """SIGKILL at a moment drawn over all the time that the work takes. alone: of the parent, and not of those that work for it."""
-    seconds = deque[float](maxlen=5)  # that the last undisturbed runs took: a machine is faster at one time than at another
+    seconds = deque[float](
+        maxlen=5
+    )  # that the last undisturbed runs took: a machine is faster at one time than at another
     for number in range(5):
         work.lay(shared / f"timed{number}")
         begun = time.monotonic()
         inside(lambda number=number: work.run(shared / f"timed{number}")).need("done")  # type: ignore[misc]
         seconds.append(time.monotonic() - begun)
     return _killed(
-        work, lambda bits: Kill(after=bits.uniform(0, 1.1 * statistics.median(seconds)), alone=alone), seconds.append
+        work,
+        lambda bits: Kill(after=bits.uniform(0, 1.1 * statistics.median(seconds)), alone=alone),
+        seconds.append,
     )
 
 
@@ -96,7 +103,11 @@ def kill_at(work: Work, shared: Path) -> Trial:
     return _killed(work, lambda bits: Kill(at=bits.randint(1, count)))
 
 
-def _killed(work: Work, draw: Callable[[random.Random], Kill], took: Callable[[float], object] = lambda seconds: None) -> Trial:
+def _killed(
+    work: Work,
+    draw: Callable[[random.Random], Kill],
+    took: Callable[[float], object] = lambda seconds: None,
+) -> Trial:
     """took: told the seconds of a run that came to its end before it was killed."""
 
     def trial(place: Path, bits: random.Random) -> str:
@@ -104,7 +115,8 @@ def _killed(work: Work, draw: Callable[[random.Random], Kill], took: Callable[[f
             spot = place / str(missed)
             work.lay(spot)
             begun = time.monotonic()
-            if inside(lambda spot=spot: work.run(spot), draw(bits)).need("done", "killed").how == "killed":  # type: ignore[misc]
+            done = inside(partial(work.run, spot), draw(bits)).need("done", "killed")
+            if done.how == "killed":
                 break
             took(time.monotonic() - begun)
         else:
@@ -174,7 +186,9 @@ def read_only(work: Work, shared: Path) -> Trial:
             mount(place, "size=16m")
             work.lay(place / "0")
             if bits.random() < 0.7:
-                inside(lambda: work.run(place / "0"), Kill(at=bits.randint(1, 60))).need("killed", "done")
+                inside(lambda: work.run(place / "0"), Kill(at=bits.randint(1, 60))).need(
+                    "killed", "done"
+                )
             mount(place, "size=16m", again=True, read_only=True)
             ended = inside(lambda: work.run(place / "0")).need("done", "told")
             work.look(place / "0")
@@ -214,7 +228,9 @@ def all_faults(url: str, served: Path) -> dict[str, Callable[[Path], Trial]]:
     made["kill-at parent of 2 jobs"] = lambda shared: kill_at(two(shared), shared)
     for what, fault in (("power-cut", cut), ("full-disk", full), ("read-only", read_only)):
         for name, work in works.items():
-            made[f"{what} {name}"] = lambda shared, work=work, fault=fault: fault(work(shared), shared)  # type: ignore[misc]
+            made[f"{what} {name}"] = lambda shared, work=work, fault=fault: fault(
+                work(shared), shared
+            )  # type: ignore[misc]
     made["worker of a loader"] = faults.workers
     made["worker of convert"] = faults.jobs
     made["worker of train"] = faults.training_workers
@@ -230,7 +246,9 @@ def _beside(served: Path, shared: Path) -> Path:
     return shared
 
 
-def try_out(name: str, prepare: Callable[[Path], Trial], numbers: list[int], seed: int, place: Path) -> tuple[str, list[str]]:
+def try_out(
+    name: str, prepare: Callable[[Path], Trial], numbers: list[int], seed: int, place: Path
+) -> tuple[str, list[str]]:
     """A line of the table, and what was not survived."""
     begun, where, missed, failed = time.monotonic(), Counter[str](), 0, list[str]()
     shared = place / "shared"
@@ -238,11 +256,15 @@ def try_out(name: str, prepare: Callable[[Path], Trial], numbers: list[int], see
     trial = prepare(shared)
     for number in numbers:
         try:
-            became, _, late = trial(place / str(number), random.Random(f"{seed} {name} {number}")).partition("+")
+            became, _, late = trial(
+                place / str(number), random.Random(f"{seed} {name} {number}")
+            ).partition("+")
             where[became] += 1
             missed += int(late or 0)
         except Lie as lie:
-            failed.append(f"{name}, time {number}: {lie}\n    again: deaths.py '{name}' --seed {seed} --only {number}")
+            failed.append(
+                f"{name}, time {number}: {lie}\n    again: deaths.py '{name}' --seed {seed} --only {number}"
+            )
         shutil.rmtree(place / str(number), ignore_errors=True)
     shutil.rmtree(place, ignore_errors=True)
     order = ("before", "within", "after")
@@ -278,26 +300,39 @@ def serving(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults, survived or not.")
     parser.add_argument("words", nargs="*", help="parts of names of faults; all if none is given")
-    parser.add_argument("--times", type=int, default=100, help="how often each fault is tried (default 100)")
+    parser.add_argument(
+        "--times", type=int, default=100, help="how often each fault is tried (default 100)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default 0)")
     parser.add_argument("--only", type=int, help="try this time alone")
     arguments = parser.parse_args()
     numbers = list(range(arguments.times)) if arguments.only is None else [arguments.only]
     adopt_orphans()
     gc.freeze()  # what is there now is never collected, so that children need not copy it
-    begun, failed, place = time.monotonic(), list[str](), Path(tempfile.mkdtemp(prefix="wdstrain-deaths-"))
+    begun, failed, place = (
+        time.monotonic(),
+        list[str](),
+        Path(tempfile.mkdtemp(prefix="wdstrain-deaths-")),
+    )
     os.environ["XDG_CACHE_HOME"] = str(place / "home")
     try:
         inside(lambda: Filling.serve_from(place / "web")).need("done")
         url, mounts = serving(place / "web" / "served"), may_mount()
-        print(f"{'fault':<30}{'times':>5}{'survived':>9}{'s':>6}  where, or what became of it", flush=True)
+        print(
+            f"{'fault':<30}{'times':>5}{'survived':>9}{'s':>6}  where, or what became of it",
+            flush=True,
+        )
         for name, prepare in all_faults(url, place / "web" / "served").items():
             if arguments.words and not any(word in name for word in arguments.words):
                 continue
             if name.startswith(("full-disk", "read-only")) and not mounts:
                 print(f"{name:<30}    -        -     -  no disk can be mounted here", flush=True)
                 continue
-            count = [number for number in numbers if name != "200 loaders" or number < 2 or arguments.only is not None]
+            count = [
+                number
+                for number in numbers
+                if name != "200 loaders" or number < 2 or arguments.only is not None
+            ]
             line, more = try_out(name, prepare, count, arguments.seed, place / "tried")
             failed += more
             print(line, flush=True)
@@ -306,7 +341,9 @@ def main() -> int:
             os.kill(child, 9)
             os.waitpid(child, 0)
         shutil.rmtree(place, ignore_errors=True)
-    print(f"{'all' if not failed else 'not all'} survived, in {time.monotonic() - begun:.0f} s (seed {arguments.seed})")
+    print(
+        f"{'all' if not failed else 'not all'} survived, in {time.monotonic() - begun:.0f} s (seed {arguments.seed})"
+    )
     for one in failed:
         print(one)
     return 1 if failed else 0
@@ -315,4 +352,6 @@ def main() -> int:
 if __name__ == "__main__":
     ended = main()
     sys.stdout.flush()
-    os._exit(ended)  # compilers that torch brings along tell at length what they leave to the end of a process
+    os._exit(
+        ended
+    )  # compilers that torch brings along tell at length what they leave to the end of a process

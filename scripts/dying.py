@@ -35,7 +35,15 @@ from wdstrain.errors import StorageError, WdstrainError
 PATIENCE = 300.0  # seconds that any piece of work is given
 beside: set[int] = set()  # processes that go on beside all that is tried
 _SUBREAPER, _NEWNS, _NEWUSER, _RDONLY, _REMOUNT = 36, 0x20000, 0x10000000, 1, 32
-_CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "os.utime"}  # audited
+_CHANGES = {
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.truncate",
+    "os.utime",
+}  # audited
 
 
 class Lie(Exception):
@@ -52,8 +60,12 @@ class Ended(NamedTuple):
     def need(self, *ways: str) -> Ended:
         """This, or a Lie if it ended in none of these ways."""
         if self.how not in ways:
-            raise Lie(f"it was {self.how}, not {' or '.join(ways)}: {self.said.strip() or self.value}")
-        if self.how == "told" and (not self.said or "\n" in self.said.strip() or "Traceback" in self.said):
+            raise Lie(
+                f"it was {self.how}, not {' or '.join(ways)}: {self.said.strip() or self.value}"
+            )
+        if self.how == "told" and (
+            not self.said or "\n" in self.said.strip() or "Traceback" in self.said
+        ):
             raise Lie(f"what was said is no sentence: {self.said!r}")
         return self
 
@@ -70,7 +82,9 @@ class Kill:
     alone: bool = False
 
 
-def inside(work: Callable[[], Any], kill: Kill | None = None, *, patience: float = PATIENCE) -> Ended:
+def inside(
+    work: Callable[[], Any], kill: Kill | None = None, *, patience: float = PATIENCE
+) -> Ended:
     """Do work in a child process. Nothing of it is left when this returns, or it is a Lie."""
     receiving, sending = os.pipe()
     child = os.fork()
@@ -209,7 +223,11 @@ def count_operations(told: Callable[[str], None]) -> None:
     owner = os.getpid()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        opens = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        )
         if (opens or event in _CHANGES) and os.getpid() == owner:
             told(event)
 
@@ -256,7 +274,9 @@ def _killing(at: int) -> Callable[[str], None]:
 
 # --- power cuts ------------------------------------------------------------------------------------------------------
 
-Entries = dict[tuple[int, str], int]  # (folder, name) -> file or folder, by numbers of ours; the first folder is 0
+Entries = dict[
+    tuple[int, str], int
+]  # (folder, name) -> file or folder, by numbers of ours; the first folder is 0
 
 
 @dataclass
@@ -265,7 +285,9 @@ class Recording:
 
     trees: list[Entries] = field(default_factory=list)
     folders: set[int] = field(default_factory=set)
-    versions: dict[int, list[tuple[int, bytes]]] = field(default_factory=dict)  # of a file: from which state on it was what
+    versions: dict[int, list[tuple[int, bytes]]] = field(
+        default_factory=dict
+    )  # of a file: from which state on it was what
     flushed: list[tuple[int, int]] = field(default_factory=list)  # (state, file or folder)
     whats: list[str] = field(default_factory=list)
 
@@ -303,7 +325,9 @@ class Recorder:
                     todo.append((number, entry.path))
                     continue
                 stamp = (found.st_mtime_ns, found.st_ctime_ns, found.st_size)
-                if self._seen.get(number) != stamp or what.startswith("fsync"):  # the clock of a file system is coarse
+                if self._seen.get(number) != stamp or what.startswith(
+                    "fsync"
+                ):  # the clock of a file system is coarse
                     self._seen[number] = stamp
                     with open(entry.path, "rb") as file:
                         data = file.read()
@@ -349,13 +373,24 @@ def room_for(made: Recording) -> int:
 
 def cut_power(made: Recording, at: int, bits: random.Random, into: Path) -> None:
     """Lay down in a new folder what a disk may hold when the power goes after this state."""
-    changes: list[tuple[Entries, Entries]] = []  # between a state and the next: what is gone, and what came
+    changes: list[
+        tuple[Entries, Entries]
+    ] = []  # between a state and the next: what is gone, and what came
     for before, after in zip(made.trees[:at], made.trees[1 : at + 1], strict=True):
         gone = {place: number for place, number in before.items() if after.get(place) != number}
-        changes.append((gone, {place: number for place, number in after.items() if before.get(place) != number}))
+        changes.append(
+            (
+                gone,
+                {place: number for place, number in after.items() if before.get(place) != number},
+            )
+        )
     touched = [{folder for folder, _ in (*gone, *came)} for gone, came in changes]
     flushed = [(state, number) for state, number in made.flushed if state <= at]
-    kept = {i for i in range(len(changes)) if any(state > i and number in touched[i] for state, number in flushed)}
+    kept = {
+        i
+        for i in range(len(changes))
+        if any(state > i and number in touched[i] for state, number in flushed)
+    }
     share = bits.choice([0.0, 0.1, 0.5, 1.0])
     kept |= {i for i in range(len(changes)) if touched[i] and bits.random() < share}
     done = [False] * len(changes)
@@ -397,18 +432,28 @@ def _lay(
             placed[number].write_bytes(_after(made, number, at, flushed, bits))
 
 
-def _after(made: Recording, number: int, at: int, flushed: list[tuple[int, int]], bits: random.Random) -> bytes:
+def _after(
+    made: Recording, number: int, at: int, flushed: list[tuple[int, int]], bits: random.Random
+) -> bytes:
     """What a file may hold: what was flushed last, or of what came since anything."""
     safe = max([state for state, one in flushed if one == number], default=0)
     versions = made.versions[number]
     then = [data for state, data in versions if state <= safe]
-    now = next(data for state, data in reversed(versions) if state <= at) if versions[0][0] <= at else b""
+    now = (
+        next(data for state, data in reversed(versions) if state <= at)
+        if versions[0][0] <= at
+        else b""
+    )
     base = then[-1] if then else b""
     if base == now:
         return now
-    new = bytes(b if a == b else 0 for a, b in zip(base, now, strict=False))  # what was flushed and not written to since stays
+    new = bytes(
+        b if a == b else 0 for a, b in zip(base, now, strict=False)
+    )  # what was flushed and not written to since stays
     rest = len(now) - len(new)
-    return bits.choice([base, now, new + bytes(rest), (new + now[len(new) :])[: len(new) + rest // 2]])
+    return bits.choice(
+        [base, now, new + bytes(rest), (new + now[len(new) :])[: len(new) + rest // 2]]
+    )
 
 
 # --- disks -----------------------------------------------------------------------------------------------------------
@@ -419,9 +464,15 @@ def own_mounts() -> None:
     user, group = os.getuid(), os.getgid()
     _call("unshare", _NEWNS | (_NEWUSER if user else 0))
     if user:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"0 {user} 1"),
+            ("gid_map", f"0 {group} 1"),
+        ):
             Path(f"/proc/self/{name}").write_text(text)
-    _call("mount", b"none", b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None)  # private, and all below it
+    _call(
+        "mount", b"none", b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None
+    )  # private, and all below it
 
 
 def mount(place: Path, options: str, *, again: bool = False, read_only: bool = False) -> None:

@@ -51,7 +51,9 @@ def main() -> int:
     loader = wt.Loader(arguments.train, fields, batch_size=16)
     val_loader = wt.Loader(arguments.val, fields, batch_size=16, shuffle=False, tail="keep")
     classes = len(loader.index.labels[0].classes)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 64), nn.ReLU(), nn.Linear(64, classes))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 32 * 32, 64), nn.ReLU(), nn.Linear(64, classes)
+    )
     trainer = lightning.Trainer(
         max_epochs=arguments.epochs,
         use_distributed_sampler=False,
@@ -62,7 +64,9 @@ def main() -> int:
         enable_model_summary=False,
     )
     trainer.fit(Classifier(model, loader), loader, val_loader)
-    print(f"accuracy {float(trainer.callback_metrics['accuracy']):.2%}; {loader.report()['verdict']}")
+    print(
+        f"accuracy {float(trainer.callback_metrics['accuracy']):.2%}; {loader.report()['verdict']}"
+    )
     loader.close()
     val_loader.close()
     return 0

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ class Heavy:
         if self._how and self._at in found:
             if self._how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self._how == "limit":  # of the addresses that the process may have, as a container's memory is one
+            if (
+                self._how == "limit"
+            ):  # of the addresses that the process may have, as a container's memory is one
                 with open("/proc/self/statm") as file:
                     now = int(file.read().split()[0]) * resource.getpagesize()
                 resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), resource.RLIM_INFINITY))
@@ -67,14 +70,23 @@ def workers(shared: Path) -> Trial:
     wanted = inside(lambda: _read(shared, "", 0, "")).need("done").value[0]
 
     def trial(place: Path, bits: random.Random) -> str:
-        how, context = bits.choice(["killed", "killed", "limit", "raised"]), bits.choice(["fork", "forkserver"])
+        how, context = (
+            bits.choice(["killed", "killed", "limit", "raised"]),
+            bits.choice(["fork", "forkserver"]),
+        )
         count = 0 if how == "raised" and bits.random() < 0.5 else bits.choice([1, 2])
         number = b"%06d" % bits.randrange(120)
         context = "fork"
-        found, said, state = inside(lambda: _read(shared, how, count, context, number)).need("done").value
+        found, said, state = (
+            inside(lambda: _read(shared, how, count, context, number)).need("done").value
+        )
         if found != wanted[: len(found)]:
             raise Lie("other samples came before the fault")
-        words = "worker process of the loader died" if how == "killed" else "no memory|nable to allocate|cannot allocate"
+        words = (
+            "worker process of the loader died"
+            if how == "killed"
+            else "no memory|nable to allocate|cannot allocate"
+        )
         if not any(word in said for word in words.split("|")) or "\n" in said:
             raise Lie(f"{how}: what was said is {said!r}")
         rest = inside(lambda: _read(shared, "", count, context, b"", state)).need("done").value[0]
@@ -86,7 +98,12 @@ def workers(shared: Path) -> Trial:
 
 
 def _read(
-    shared: Path, how: str, count: int, context: str, number: bytes = b"", state: dict[str, Any] | None = None
+    shared: Path,
+    how: str,
+    count: int,
+    context: str,
+    number: bytes = b"",
+    state: dict[str, Any] | None = None,
 ) -> tuple[list[Any], str, dict[str, Any]]:
     """(the samples that came, what was said of the end, the state then)."""
     fields = {"bin": Heavy(number, how), "label": wt.label("cls")}
@@ -251,7 +268,10 @@ def clocks(shared: Path, url: str) -> Trial:
         os.replace(new, old)
 
         def read() -> bytes:
-            return dict((key, data) for key, data, _ in epoch(wt.Loader(place / "set", batch_size=8, shuffle=False)))["s000040"]
+            return dict(
+                (key, data)
+                for key, data, _ in epoch(wt.Loader(place / "set", batch_size=8, shuffle=False))
+            )["s000040"]
 
         if not inside(read).need("done").value.startswith(b"change"):
             raise Lie("the old bytes came")
@@ -268,15 +288,26 @@ def shards(shared: Path) -> Trial:
     foreign(shared / "others", 6, salt=b"other ")
     foreign(shared / "indexed", 6)
     inside(lambda: typed("index", str(shared / "indexed"))).need("done")
-    inside(lambda: typed("convert", "tars", str(shared / "walked"), str(shared / "packed"), "--shard-samples", "40")).need(
-        "done"
-    )
+    inside(
+        lambda: typed(
+            "convert",
+            "tars",
+            str(shared / "walked"),
+            str(shared / "packed"),
+            "--shard-samples",
+            "40",
+        )
+    ).need("done")
     rows = np.arange(240 * 2048, dtype=np.int64).reshape(240, 2048)
     np.save(shared / "rows.npy", rows)
     words = ["--field", f"bin={shared / 'rows.npy'}", "--shard-samples", "40"]
     inside(lambda: typed("convert", "arrays", str(shared / "arrays"), *words)).need("done")
+
+    def read(kind: str) -> Any:
+        return dict(_samples(str(shared / kind), kind, 0))
+
     right = {
-        kind: inside(lambda kind=kind: dict(_samples(str(shared / kind), kind, 0))).need("done").value  # type: ignore[misc]
+        kind: inside(partial(read, kind)).need("done").value
         for kind in ("walked", "indexed", "packed", "arrays")
     }
 
@@ -284,7 +315,17 @@ def shards(shared: Path) -> Trial:
         kind, far = bits.choice(["walked", "indexed", "packed", "arrays"]), bits.random() < 0.3
         # of a server's shards that are indexed and have no checksums, nothing is known until the first byte is asked for
         far = far and kind != "indexed"
-        how = bits.choice(["same size", "other size", "kept time", "deleted", "cut", "written over", "another shard"])
+        how = bits.choice(
+            [
+                "same size",
+                "other size",
+                "kept time",
+                "deleted",
+                "cut",
+                "written over",
+                "another shard",
+            ]
+        )
         workers_, replace = bits.choice([0, 0, 2]), bits.random() < 0.3
         place.mkdir(parents=True)
         shutil.copytree(shared / kind, place / "set")
@@ -294,7 +335,11 @@ def shards(shared: Path) -> Trial:
         def read() -> tuple[list[Any], str]:
             found: list[Any] = []
             with Server(place / "set") as server:
-                names = "part-{000..005}.tar" if kind in ("walked", "indexed") else "train-{000000..000005}.tar"
+                names = (
+                    "part-{000..005}.tar"
+                    if kind in ("walked", "indexed")
+                    else "train-{000000..000005}.tar"
+                )
                 try:
                     for one in _samples(
                         server.url + names if far else str(place / "set"),
@@ -329,9 +374,17 @@ def shards(shared: Path) -> Trial:
 
 
 def _samples(
-    address: str, kind: str, workers_: int, replace: bool = False, at: Callable[[int], None] = lambda step: None
+    address: str,
+    kind: str,
+    workers_: int,
+    replace: bool = False,
+    at: Callable[[int], None] = lambda step: None,
 ) -> Iterator[tuple[str, bytes]]:
-    fields = {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")} if kind == "arrays" else {"bin": _Bytes()}
+    fields = (
+        {"bin": wt.array("bin.npy", shape=(2048,), dtype="int64")}
+        if kind == "arrays"
+        else {"bin": _Bytes()}
+    )
     # little is read ahead, so that what happens does so in time
     read_blocks.READ_SAMPLES, pipeline._AHEAD_BYTES, prefetch.RANGE = 8, 1 << 14, 1 << 13
     loader = wt.Loader(
@@ -346,7 +399,10 @@ def _samples(
     with closing(loader):
         for step, batch in enumerate(loader):
             at(step)
-            values = [value.numpy().tobytes() if isinstance(value, torch.Tensor) else value for value in batch["bin"]]
+            values = [
+                value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+                for value in batch["bin"]
+            ]
             yield from zip(batch["__key__"], values, strict=True)
 
 
@@ -369,7 +425,9 @@ def _change(victim: Path, how: str, bits: random.Random) -> None:
             file.write(other)
     else:
         if how == "another shard":
-            other = next(path for path in sorted(victim.parent.glob("*.tar")) if path != victim).read_bytes()
+            other = next(
+                path for path in sorted(victim.parent.glob("*.tar")) if path != victim
+            ).read_bytes()
         new = victim.with_name(".new")
         new.write_bytes(other + bytes(1024) if how == "other size" else other)
         if how == "kept time":  # as cp -p and rsync -t do
@@ -409,9 +467,9 @@ def together(shared: Path, url: str) -> Trial:
                     words = "done"
                     try:
                         if how and kind != "over":
-                            typed("convert", *work._words, str(place / "out"), "--resume") if isinstance(
-                                work, Converting
-                            ) else work.again(place)
+                            typed(
+                                "convert", *work._words, str(place / "out"), "--resume"
+                            ) if isinstance(work, Converting) else work.again(place)
                         else:
                             work.run(place)
                     except WdstrainError as error:
@@ -429,7 +487,11 @@ def together(shared: Path, url: str) -> Trial:
         said = inside(both).need("done").value
         wrong = [words for words in said if words.startswith("wrong") or not words or "\n" in words]
         refused = ("another", "holds", "lies there", "was not finished")
-        wrong += [words for words in said if words != "done" and not any(word in words for word in refused)]
+        wrong += [
+            words
+            for words in said
+            if words != "done" and not any(word in words for word in refused)
+        ]
         if wrong:
             raise Lie(f"{kind}: {wrong}")
         if "done" not in said:
@@ -450,7 +512,12 @@ def many(shared: Path) -> Trial:
 
     def opened_and_closed(count: int, workers_: int, bits: random.Random) -> None:
         for number in range(count):
-            loader = wt.Loader(shared / "set", {"bin": _Bytes(), "label": wt.label("cls")}, batch_size=8, num_workers=workers_)
+            loader = wt.Loader(
+                shared / "set",
+                {"bin": _Bytes(), "label": wt.label("cls")},
+                batch_size=8,
+                num_workers=workers_,
+            )
             stop = bits.choice([1, 3, len(loader) + 1])
             for step, _ in enumerate(loader):
                 if step + 1 == stop:
@@ -461,15 +528,27 @@ def many(shared: Path) -> Trial:
     def counted() -> Counter[str]:
         gc.collect()
         end = time.monotonic() + 5
-        while (multiprocessing.active_children() or len(os.listdir("/proc/self/task")) > 1) and time.monotonic() < end:
-            time.sleep(0.01)  # threads of loaders that were forgotten end by themselves, but not at once
+        while (
+            multiprocessing.active_children() or len(os.listdir("/proc/self/task")) > 1
+        ) and time.monotonic() < end:
+            time.sleep(
+                0.01
+            )  # threads of loaders that were forgotten end by themselves, but not at once
         with open("/proc/self/status") as file:
-            memory = next(int(line.split()[1]) // 1024 for line in file if line.startswith("RssAnon"))
+            memory = next(
+                int(line.split()[1]) // 1024 for line in file if line.startswith("RssAnon")
+            )
         return Counter(
             descriptors=len(os.listdir("/proc/self/fd")),
             threads=len(os.listdir("/proc/self/task")),
             processes=len(multiprocessing.active_children()),
-            named=len([name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem."))]),
+            named=len(
+                [
+                    name
+                    for name in os.listdir("/dev/shm")
+                    if name.startswith(("torch_", "psm_", "sem."))
+                ]
+            ),
             memory=memory,
         )
 
@@ -483,7 +562,9 @@ def many(shared: Path) -> Trial:
             return [before, counted()]
 
         before, after = inside(watched).need("done").value
-        if after["memory"] > before["memory"] + 24 or any(after[name] > before[name] for name in before if name != "memory"):
+        if after["memory"] > before["memory"] + 24 or any(
+            after[name] > before[name] for name in before if name != "memory"
+        ):
             raise Lie(f"before {dict(before)}, after {dict(after)}")
         return f"{workers_} workers"
 

@@ -20,9 +20,13 @@ from random import Random
 
 import atheris
 
-_NUMBERS = ["wdstrain.verifying.search"]  # whose comparisons of arrays atheris 3.0 keeps in memory for ever, 28 KB a run
+_NUMBERS = [
+    "wdstrain.verifying.search"
+]  # whose comparisons of arrays atheris 3.0 keeps in memory for ever, 28 KB a run
 
-with atheris.instrument_imports(include=["wdstrain"], exclude=_NUMBERS, enable_loader_override=False):
+with atheris.instrument_imports(
+    include=["wdstrain"], exclude=_NUMBERS, enable_loader_override=False
+):
     from fuzz_targets import TARGETS
 
 
@@ -40,7 +44,11 @@ def main() -> None:
                 known.add(kind)
                 with open(os.path.join(finds, f"{name}-{kind}"), "wb") as file:
                     file.write(data)
-                print(f"FIND {kind}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+                print(
+                    f"FIND {kind}: {type(error).__name__}: {str(error)[:300]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def mutate(data: bytes, most: int, number: int) -> bytes:
         random = Random(number)
@@ -63,16 +71,24 @@ def main() -> None:
     ]
     if target.words:
         given.append(f"-dict={_dictionary(corpus, target.words)}")
-    atheris.Setup([sys.argv[0], *given, f"-artifact_prefix={finds}/{name}-", *words, corpus], run, **options)
+    atheris.Setup(
+        [sys.argv[0], *given, f"-artifact_prefix={finds}/{name}-", *words, corpus], run, **options
+    )
     atheris.Fuzz()
 
 
 def kind_of(error: BaseException) -> str:
     """What was raised, and where: the last place of ours, or the promise that is broken."""
     frames = [
-        one for one in traceback.extract_tb(error.__traceback__) if "wdstrain" in one.filename and "fuzz_" not in one.filename
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if "wdstrain" in one.filename and "fuzz_" not in one.filename
     ]
-    where = f"{os.path.basename(frames[-1].filename)}-{frames[-1].name}" if frames else str(error).partition(":")[0]
+    where = (
+        f"{os.path.basename(frames[-1].filename)}-{frames[-1].name}"
+        if frames
+        else str(error).partition(":")[0]
+    )
     text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {where}").strip("-")
     return f"{text[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
@@ -80,7 +96,11 @@ def kind_of(error: BaseException) -> str:
 def _dictionary(corpus: str, words: tuple[bytes, ...]) -> str:
     path = corpus.rstrip("/") + ".dict"
     with open(path, "w") as file:
-        file.writelines('"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n' for word in words if len(word) <= 64)
+        file.writelines(
+            '"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n'
+            for word in words
+            if len(word) <= 64
+        )
     return path
 
 

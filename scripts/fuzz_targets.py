@@ -53,7 +53,18 @@ from wdstrain.serving.places import Places
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
 from wdstrain.shards.resolve import make_index, open_index, recall
-from wdstrain.shards.tar import ASIDE, BLOCK, END, NO_KEY, Walk, header, is_aside, padding, samples, split_name
+from wdstrain.shards.tar import (
+    ASIDE,
+    BLOCK,
+    END,
+    NO_KEY,
+    Walk,
+    header,
+    is_aside,
+    padding,
+    samples,
+    split_name,
+)
 from wdstrain.storage import http, outages
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import rescue
@@ -97,7 +108,9 @@ _SAMPLES: list[tuple[str, dict[str, bytes]]] = [
 def tar_of(found: list[tuple[str, dict[str, bytes]]]) -> bytes:
     """A shard of these samples, by our own headers."""
     parts = [
-        header(f"{key}.{name}", len(data)) + data + bytes(padding(len(data))) for key, of in found for name, data in of.items()
+        header(f"{key}.{name}", len(data)) + data + bytes(padding(len(data)))
+        for key, of in found
+        for name, data in of.items()
     ]
     return b"".join(parts) + END
 
@@ -107,7 +120,9 @@ def _tar_seeds() -> list[bytes]:
     found = [tar_of(_SAMPLES), tar_of(_SAMPLES[:1]), tar_of([]) + bytes(20 * BLOCK - 2 * BLOCK)]
     for style in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=style, pax_headers={"comment": "all"}) as tar:
+        with tarfile.open(
+            fileobj=buffer, mode="w", format=style, pax_headers={"comment": "all"}
+        ) as tar:
             for kind, name in ((tarfile.DIRTYPE, "a"), (tarfile.SYMTYPE, "a/link.txt")):
                 info = tarfile.TarInfo(name)
                 info.type = kind
@@ -141,13 +156,25 @@ def run_tar(data: bytes) -> None:
         return
     at = 0
     for sample in found:
-        _must(at <= sample.start < sample.stop <= len(data), "samples lie apart, in order and inside", sample)
+        _must(
+            at <= sample.start < sample.stop <= len(data),
+            "samples lie apart, in order and inside",
+            sample,
+        )
         at = sample.start
         for _, offset, size in sample.fields:
-            _must(at < offset and size >= 0 and offset + size <= sample.stop, "members lie apart, in order and inside", sample)
+            _must(
+                at < offset and size >= 0 and offset + size <= sample.stop,
+                "members lie apart, in order and inside",
+                sample,
+            )
             at = offset + size
         at = sample.stop
-        _must(len({name for name, *_ in sample.fields}) == len(sample.fields), "fields have one name each", sample)
+        _must(
+            len({name for name, *_ in sample.fields}) == len(sample.fields),
+            "fields have one name each",
+            sample,
+        )
     _must(len({sample.key for sample in found}) == len(found), "keys come once", found)
     _compare_with_tarfile(data, [one for sample in found for one in _members_of(sample)], walk)
 
@@ -166,20 +193,40 @@ def _compare_with_tarfile(data: bytes, ours: list[tuple[str, int, int]], walk: W
                 theirs.append((info.name, info.offset_data, info.size))
         if not any(data[tar.offset :]):
             aside = walk.ignored.get(NO_KEY, 0) + walk.ignored.get(ASIDE, 0)
-            slashed = walk.ignored.get("a directory", 0)  # a regular file to tarfile, where its type says so
-            _must(aside <= len(theirs) - len(ours) <= aside + slashed, "tarfile finds as many", (ours, theirs))
+            slashed = walk.ignored.get(
+                "a directory", 0
+            )  # a regular file to tarfile, where its type says so
+            _must(
+                aside <= len(theirs) - len(ours) <= aside + slashed,
+                "tarfile finds as many",
+                (ours, theirs),
+            )
     places = {(offset, size): name for name, offset, size in ours}
     for name, offset, size in theirs:
         mine = places.pop((offset, size), None)
         parts = split_name(name)
-        plain = data[offset - BLOCK + 257 : offset - BLOCK + 263] == b"ustar\0" or not any(data[offset - 167 : offset - 12])
-        if mine is not None:  # tarfile takes what stands where ustar has a prefix for one in any header
-            _must((parts is not None and ".".join(parts) == mine) or not plain, "tarfile reads the same name", (mine, name))
+        plain = data[offset - BLOCK + 257 : offset - BLOCK + 263] == b"ustar\0" or not any(
+            data[offset - 167 : offset - 12]
+        )
+        if (
+            mine is not None
+        ):  # tarfile takes what stands where ustar has a prefix for one in any header
+            _must(
+                (parts is not None and ".".join(parts) == mine) or not plain,
+                "tarfile reads the same name",
+                (mine, name),
+            )
         else:
             _must(
-                parts is None or is_aside(name) or name.endswith("/") or not plain, "no member is passed over", (name, offset)
+                parts is None or is_aside(name) or name.endswith("/") or not plain,
+                "no member is passed over",
+                (name, offset),
             )
-    _must(not theirs or all(offset > theirs[-1][1] for offset, _ in places), "tarfile finds the same", places)
+    _must(
+        not theirs or all(offset > theirs[-1][1] for offset, _ in places),
+        "tarfile finds the same",
+        places,
+    )
 
 
 def run_written(data: bytes) -> None:
@@ -189,19 +236,41 @@ def run_written(data: bytes) -> None:
         name, _, body = line.partition(b"=")
         if name and b"\0" not in name:
             given[name.decode("utf-8", "surrogateescape")] = body
-    made = b"".join(header(name, len(body)) + body + bytes(padding(len(body))) for name, body in given.items()) + END
+    made = (
+        b"".join(
+            header(name, len(body)) + body + bytes(padding(len(body)))
+            for name, body in given.items()
+        )
+        + END
+    )
     with tarfile.open(fileobj=io.BytesIO(made), mode="r:", errors="surrogateescape") as tar:
-        theirs = [(info.name, made[info.offset_data : info.offset_data + info.size]) for info in tar if info.isreg()]
+        theirs = [
+            (info.name, made[info.offset_data : info.offset_data + info.size])
+            for info in tar
+            if info.isreg()
+        ]
     _must([one for _, one in theirs] == list(given.values()), "tarfile reads the data back", theirs)
     for (read, _), meant in zip(theirs, given, strict=True):
         _must(read.rstrip("/") == meant.rstrip("/"), "tarfile reads the names back", (read, meant))
-    wanted = {name: body for name, body in given.items() if split_name(name) and not is_aside(name) and not name.endswith("/")}
+    wanted = {
+        name: body
+        for name, body in given.items()
+        if split_name(name) and not is_aside(name) and not name.endswith("/")
+    }
     try:
         found = list(samples(_reading(made), len(made), "it"))
     except ShardError as error:
         keys = [split_name(name) for name in wanted]
-        runs = [key for i, (key, _) in enumerate(filter(None, keys)) if i == 0 or keys[i - 1] is None or key != keys[i - 1][0]]  # type: ignore[index]
-        _must(len(set(runs)) < len(runs) or len(set(keys)) < len(keys), "what is written can be read", error)
+        runs = [
+            key
+            for i, (key, _) in enumerate(filter(None, keys))
+            if i == 0 or (before := keys[i - 1]) is None or key != before[0]
+        ]
+        _must(
+            len(set(runs)) < len(runs) or len(set(keys)) < len(keys),
+            "what is written can be read",
+            error,
+        )
         return
     ours = [made[offset : offset + size] for sample in found for _, offset, size in sample.fields]
     _must(ours == list(wanted.values()), "the data comes back", found)
@@ -212,18 +281,30 @@ def run_written(data: bytes) -> None:
 def run_salvage(data: bytes) -> None:
     """The walk past damage: never raises, forward and apart; finds no damage exactly where the reader finds none."""
     read = _reading(data)
-    pieces = list(salvage(read, len(data), lambda key, name, offset, size: (crc32(read(offset, size)), 0), Walk()))
+    pieces = list(
+        salvage(
+            read, len(data), lambda key, name, offset, size: (crc32(read(offset, size)), 0), Walk()
+        )
+    )
     found = sorted((one for one in pieces if isinstance(one, Found)), key=lambda one: one.start)
     at = 0
     for one in found:
         _must(at <= one.start < one.stop <= len(data), "samples lie apart and inside", one)
         at = one.stop
         for (_, offset, size), crc in zip(one.fields, one.crcs, strict=True):
-            _must(one.start < offset and offset + size <= one.stop, "members lie in their sample", one)
-            _must(crc == crc32(data[offset : offset + size]), "a checksum is that of its member", one)
+            _must(
+                one.start < offset and offset + size <= one.stop, "members lie in their sample", one
+            )
+            _must(
+                crc == crc32(data[offset : offset + size]), "a checksum is that of its member", one
+            )
     damages = [one for one in pieces if isinstance(one, Damage)]
     for damage in damages:
-        _must(0 <= damage.start <= damage.stop <= len(data) and bool(damage.reason), "damages lie inside", damage)
+        _must(
+            0 <= damage.start <= damage.stop <= len(data) and bool(damage.reason),
+            "damages lie inside",
+            damage,
+        )
     for damage, after in pairwise(damages):
         _must(damage.stop <= after.start, "damages lie apart", damage)
     try:
@@ -231,11 +312,21 @@ def run_salvage(data: bytes) -> None:
     except ShardError as error:
         keys = [one.key for one in found]
         _must(
-            bool(damages or any(one.twice for one in found)) or len(set(keys)) < len(keys), "what we refuse is damaged", error
+            bool(damages or any(one.twice for one in found)) or len(set(keys)) < len(keys),
+            "what we refuse is damaged",
+            error,
         )
         return
-    _must(not damages and not any(one.doubtful or one.twice for one in found), "what we read is whole", pieces)
-    _must([(one.key, one.start, one.stop, one.fields) for one in found] == list(map(tuple, whole)), "both walks agree", pieces)
+    _must(
+        not damages and not any(one.doubtful or one.twice for one in found),
+        "what we read is whole",
+        pieces,
+    )
+    _must(
+        [(one.key, one.start, one.stop, one.fields) for one in found] == list(map(tuple, whole)),
+        "both walks agree",
+        pieces,
+    )
 
 
 def run_rescue(data: bytes) -> None:
@@ -253,11 +344,23 @@ def run_rescue(data: bytes) -> None:
         for one in whole:
             for name, offset, size, crc in one.members:
                 _must(offset >= 0 and offset + size <= len(data), "members lie inside", one)
-                _must(crc32(data[offset : offset + size]) == crc, "a checksum is that of its member", one)
+                _must(
+                    crc32(data[offset : offset + size]) == crc,
+                    "a checksum is that of its member",
+                    one,
+                )
                 if promised is not None:
-                    _must(data[offset : offset + size] == known[one.key, name], "what is copied is what was packed", one)
+                    _must(
+                        data[offset : offset + size] == known[one.key, name],
+                        "what is copied is what was packed",
+                        one,
+                    )
         if promised is not None:
-            _must(saved.count + len(saved.lost) == len(index), "each sample is saved or told of", saved.lost)
+            _must(
+                saved.count + len(saved.lost) == len(index),
+                "each sample is saved or told of",
+                saved.lost,
+            )
         elif len(whole) < len(index):
             told = saved.lost or saved.gaps
             _must(bool(told) or _is_well_formed(data), "what is missing is told", saved)
@@ -282,7 +385,9 @@ def _indexed() -> Index:
     index = scan([path])
     crcs = [crc32(body) for _, of in _SAMPLES for body in of.values()]
     labels = (Label("cls", "class", "cls", None, ("no", "yes")), Label("n", "number", "json", "n"))
-    return replace(index, table=replace(index.table, member_crc=np.array(crcs, np.uint32)), labels=labels)
+    return replace(
+        index, table=replace(index.table, member_crc=np.array(crcs, np.uint32)), labels=labels
+    )
 
 
 def _index_seeds() -> list[bytes]:
@@ -293,7 +398,9 @@ def _index_seeds() -> list[bytes]:
     for name in ("index.json", "index.bin"):
         with open(os.path.join(folder, name), "rb") as file:
             found.append(file.read())
-    empty = json.dumps({"shardlist": [{"url": "it.tar", "nsamples": 5}], "wids_version": 1}).encode()
+    empty = json.dumps(
+        {"shardlist": [{"url": "it.tar", "nsamples": 5}], "wids_version": 1}
+    ).encode()
     return [SPLIT.join(found), SPLIT.join([empty, b""])]
 
 
@@ -317,7 +424,11 @@ def run_index(data: bytes) -> None:
     with suppress(WdstrainError):
         made = make_index([shard])
         _check_index(made, folder)
-        _must(made.keys(np.arange(len(made))) == [key for key, _ in _SAMPLES], "an index that is made anew is right", made)
+        _must(
+            made.keys(np.arange(len(made))) == [key for key, _ in _SAMPLES],
+            "an index that is made anew is right",
+            made,
+        )
         _check_index(open_index([os.path.join(folder, "index.json")]), folder)
 
 
@@ -338,30 +449,83 @@ def _part_seeds() -> list[bytes]:
 def _check_index(index: Index, folder: str) -> None:
     """Nothing that an index says can lead outside of its shards, or fail when it is used."""
     table, count = index.table, len(index)
-    _must(sum(shard.samples for shard in index.shards) == count, "the shards hold the samples", index)
-    sizes = np.repeat([shard.bytes for shard in index.shards], [shard.samples for shard in index.shards])
+    _must(
+        sum(shard.samples for shard in index.shards) == count, "the shards hold the samples", index
+    )
+    sizes = np.repeat(
+        [shard.bytes for shard in index.shards], [shard.samples for shard in index.shards]
+    )
     for shard in index.shards:
-        _must(os.path.dirname(shard.path) == folder and os.path.basename(shard.path) == shard.name, "shards lie beside", shard)
+        _must(
+            os.path.dirname(shard.path) == folder and os.path.basename(shard.path) == shard.name,
+            "shards lie beside",
+            shard,
+        )
         os.path.exists(shard.path)
-        _must(isinstance(shard.split, str) and isinstance(shard.sha256, str), "what is said of a shard has its kind", shard)
+        _must(
+            isinstance(shard.split, str) and isinstance(shard.sha256, str),
+            "what is said of a shard has its kind",
+            shard,
+        )
     for i in range(count):
         members = index.members(i)
         _must(isinstance(index.key(i), str), "a key is text", i)
         _must(0 <= table.start[i] < table.stop[i] <= sizes[i], "a sample lies in its shard", i)
         for name, offset, size in members:
             _must(isinstance(name, str), "a field is text", name)
-            _must(table.start[i] <= offset <= offset + size <= table.stop[i] and size >= 0, "a member lies in its sample", i)
+            _must(
+                table.start[i] <= offset <= offset + size <= table.stop[i] and size >= 0,
+                "a member lies in its sample",
+                i,
+            )
     _must(len(set(index.fields)) == len(index.fields), "fields have one name each", index.fields)
     for label in index.labels:
-        words = (label.name, label.field, *label.classes, *([] if label.column is None else [label.column]))
+        words = (
+            label.name,
+            label.field,
+            *label.classes,
+            *([] if label.column is None else [label.column]),
+        )
         _must(all(isinstance(word, str) for word in words), "labels are words", label)
         _must(label.kind in ("class", "number", "multi"), "labels are of a kind", label)
     _must(isinstance(index.fingerprint, str) and bool(repr(index)), "an index can be shown", index)
 
 
 _ODD: tuple[Any, ...] = (
-    *(None, True, -1, 0, 1, 2, 1 << 31, 1 << 61, (1 << 62) - 1, 1 << 63, 10**30, 0.5, 1e308, float("inf"), float("nan")),
-    *("", "a", "..", "../it.tar", "/it.tar", "a\0b", "\ud800", "it.tar", "x" * 5000, [], {}, [[]], [None], {"a": {}}, ["cls"]),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        2,
+        1 << 31,
+        1 << 61,
+        (1 << 62) - 1,
+        1 << 63,
+        10**30,
+        0.5,
+        1e308,
+        float("inf"),
+        float("nan"),
+    ),
+    *(
+        "",
+        "a",
+        "..",
+        "../it.tar",
+        "/it.tar",
+        "a\0b",
+        "\ud800",
+        "it.tar",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": {}},
+        ["cls"],
+    ),
 )
 
 
@@ -379,7 +543,11 @@ def _mutated_part(data: bytes, random: Random) -> bytes:
     data = _mutated_arrays(data, random)
     end = data.find(b"\n", 17)
     digest = blake2b(data[end + 1 :], digest_size=8).hexdigest().encode()
-    return data if random.random() < 0.2 else re.sub(rb'"id": "[^"]*"', b'"id": "%b"' % digest, data, count=1)
+    return (
+        data
+        if random.random() < 0.2
+        else re.sub(rb'"id": "[^"]*"', b'"id": "%b"' % digest, data, count=1)
+    )
 
 
 def _mutated_arrays(data: bytes, random: Random) -> bytes:
@@ -394,7 +562,21 @@ def _mutated_arrays(data: bytes, random: Random) -> bytes:
     for _ in range(random.choice([1, 1, 2, 4])):
         if len(body) >= 8:
             at = random.randrange(len(body) // 8) * 8
-            odd = random.choice([-1, 0, 1, 2, 512, 4096, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63), random.randrange(8192)])
+            odd = random.choice(
+                [
+                    -1,
+                    0,
+                    1,
+                    2,
+                    512,
+                    4096,
+                    1 << 31,
+                    1 << 62,
+                    (1 << 63) - 1,
+                    -(1 << 63),
+                    random.randrange(8192),
+                ]
+            )
             body[at : at + 8] = struct.pack("<q", odd)
     return data[: end + 1] + bytes(body)
 
@@ -416,7 +598,9 @@ def _with_odd(value: Any, random: Random) -> Any:
 
 # --- HTTP ------------------------------------------------------------------------------------------------------------
 
-_OBJECT = b"".join(crc32(struct.pack("<I", i)).to_bytes(4, "little") for i in range(512))  # each place has bytes of its own
+_OBJECT = b"".join(
+    crc32(struct.pack("<I", i)).to_bytes(4, "little") for i in range(512)
+)  # each place has bytes of its own
 _ADDRESS = "http://server/a.tar"
 
 
@@ -451,14 +635,20 @@ def run_http(data: bytes) -> None:
             with suppress(WdstrainError), http.HttpFile(_ADDRESS, size) as source:
                 for offset, length in ((0, 700), (700, 300), (1500, 100), (10, 20)):
                     found = source.read(offset, length)
-                    _must(len(found) <= length, "no more comes than was asked for", (offset, len(found)))
+                    _must(
+                        len(found) <= length,
+                        "no more comes than was asked for",
+                        (offset, len(found)),
+                    )
                     _must(
                         found == _OBJECT[offset : offset + len(found)],
                         "bytes are those of the object",
                         (size, offset, found[:40]),
                     )
                     _must(
-                        len(found) == min(length, max(0, source.size - offset)), "all comes that is there", (offset, len(found))
+                        len(found) == min(length, max(0, source.size - offset)),
+                        "all comes that is there",
+                        (offset, len(found)),
                     )
             pool.clear()
         _Script.answers = iter(parts)
@@ -478,13 +668,20 @@ def _made(head: bytes, how: bytes) -> bytes:
     start = int(span[1]) if span and part else 0
     body = _OBJECT[start : start + count]
     length = re.findall(rb"(?im)^content-length:[ \t]*([^\n]*?)[ \t]*$", head)
-    is_plain = len(length) == 1 and length[0].isdigit() and len(length[0]) < 9 and not re.search(rb"\n[ \t]", head)
+    is_plain = (
+        len(length) == 1
+        and length[0].isdigit()
+        and len(length[0]) < 9
+        and not re.search(rb"\n[ \t]", head)
+    )
     chunked = re.search(rb"(?im)^transfer-encoding:[ \t]*chunked[ \t]*$", head)
     head = head.replace(b"\n", b"\r\n") + b"\r\n\r\n"
     if chunked:
         step = max(1, chunk % 2000)
         pieces = [body[at : at + step] for at in range(0, len(body), step)]
-        body = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces) + (b"0\r\n\r\n" if junk % 3 else b"")
+        body = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in pieces) + (
+            b"0\r\n\r\n" if junk % 3 else b""
+        )
     elif is_plain and int(length[0]) <= len(body):
         body = body[: int(length[0])] + b"\xee" * (junk % 1000 if junk < 60_000 else 0)
     return head + body
@@ -493,16 +690,28 @@ def _made(head: bytes, how: bytes) -> bytes:
 def _http_seeds() -> list[bytes]:
     size = len(_OBJECT)
     whole = b"HTTP/1.1 200 OK\nContent-Length: %d" % size
-    part = b'HTTP/1.1 206 Partial Content\nContent-Length: %d\nContent-Range: bytes 0-%d/%d\nETag: "a"'
-    first, later = part % (size, size - 1, size), b"HTTP/1.1 206 Partial\nContent-Length: %d\nContent-Range: bytes %d-%d/%d"
+    part = (
+        b'HTTP/1.1 206 Partial Content\nContent-Length: %d\nContent-Range: bytes 0-%d/%d\nETag: "a"'
+    )
+    first, later = (
+        part % (size, size - 1, size),
+        b"HTTP/1.1 206 Partial\nContent-Length: %d\nContent-Range: bytes %d-%d/%d",
+    )
     busy = b"HTTP/1.1 503 Busy\nRetry-After: 1\nContent-Length: 0"
     dated = b"HTTP/1.1 429 Later\nRetry-After: Mon, 01 Jan 2024 00:00:00 GMT\nContent-Length: 0"
     moved = b"HTTP/1.1 302 Found\nLocation: http://server/b.tar\nContent-Length: 0"
     chunked = b"HTTP/1.1 200 OK\nTransfer-Encoding: chunked"
     page = b"HTTP/1.1 200 OK\nContent-Type: text/html\nContent-Length: 9"
     gzip = b"HTTP/1.1 200 OK\nContent-Encoding: gzip\nContent-Length: 9"
-    cut = SPLIT.join([first + b"\n\n" + struct.pack("<H", 300), later % (size - 300, 300, size - 1, size)])
-    return [whole, first, cut, *(SPLIT.join([one, first]) for one in (busy, dated, moved, chunked, page, gzip))]
+    cut = SPLIT.join(
+        [first + b"\n\n" + struct.pack("<H", 300), later % (size - 300, 300, size - 1, size)]
+    )
+    return [
+        whole,
+        first,
+        cut,
+        *(SPLIT.join([one, first]) for one in (busy, dated, moved, chunked, page, gzip)),
+    ]
 
 
 _HTTP_WORDS = (
@@ -579,7 +788,11 @@ def run_request(data: bytes) -> None:
         _must(bool(blank) and status is not None, "an answer has a head", head[:200])
         assert status is not None
         for line in head.split(b"\r\n")[1:]:
-            _must(re.fullmatch(rb"[A-Za-z-]+: [\x20-\x7e]*", line) is not None, "headers are words", line)
+            _must(
+                re.fullmatch(rb"[A-Za-z-]+: [\x20-\x7e]*", line) is not None,
+                "headers are words",
+                line,
+            )
         length = re.search(rb"(?m)^Content-Length: (\d+)\r?$", head)
         many = int(length[1]) if length else 0
         if any(line.startswith(b"HEAD") for line in heads) or b"HEAD" in data:
@@ -592,7 +805,11 @@ def run_request(data: bytes) -> None:
             assert span is not None
             first, last, size = map(int, span.groups())
             whole = {600: _OBJECT[:600], 2: b"{}"}.get(size, b"")
-            _must(body == whole[first : last + 1] and len(body) == last + 1 - first, "a part is that part", head)
+            _must(
+                body == whole[first : last + 1] and len(body) == last + 1 - first,
+                "a part is that part",
+                head,
+            )
         elif status[1] == b"200" and b"application/x-tar" in head:
             _must(body in (_OBJECT[:600], b""), "a file is that file", head)
 
@@ -609,10 +826,16 @@ def _request_seeds() -> list[bytes]:
         b"Content-Length: 5",
     ]
     found = [
-        b"GET %b HTTP/1.1" % name + end for name in (b"/a.tar", b"/", b"/below", b"/below/", b"/%2e%2e/secret.tar", b"/out.tar")
+        b"GET %b HTTP/1.1" % name + end
+        for name in (b"/a.tar", b"/", b"/below", b"/below/", b"/%2e%2e/secret.tar", b"/out.tar")
     ]
     found += [b"GET /a.tar HTTP/1.1\r\n%b" % line + end for line in lines]
-    return [*found, b"".join(found[:4]), b"HEAD /a.tar HTTP/1.0\r\n\r\n", b"POST / HTTP/1.1" + end + b"body"]
+    return [
+        *found,
+        b"".join(found[:4]),
+        b"HEAD /a.tar HTTP/1.0\r\n\r\n",
+        b"POST / HTTP/1.1" + end + b"body",
+    ]
 
 
 _REQUEST_WORDS = (
@@ -626,7 +849,12 @@ _REQUEST_WORDS = (
 # --- fields ----------------------------------------------------------------------------------------------------------
 
 _CLASSES = ("cat", "dog", "7", "1_0")
-_LABELS: list[tuple[str | None, tuple[str, ...]]] = [(None, ()), (None, _CLASSES), ("n", ()), ("n", _CLASSES)]
+_LABELS: list[tuple[str | None, tuple[str, ...]]] = [
+    (None, ()),
+    (None, _CLASSES),
+    ("n", ()),
+    ("n", _CLASSES),
+]
 
 
 def run_label(data: bytes) -> None:
@@ -635,26 +863,39 @@ def run_label(data: bytes) -> None:
         one = np.full((), -1, np.int64)
         if _read(label_fields.label("cls", column=column, classes=classes), data, one):
             value = int(one)
-            _must(value >= 0 and (not classes or value < len(classes)), "a class is one of them", value)
+            _must(
+                value >= 0 and (not classes or value < len(classes)),
+                "a class is one of them",
+                value,
+            )
             if column is None and data[:6] != b"\x93NUMPY":
                 said = data.decode("utf-8-sig").strip()
                 named = classes.index(said) if said in classes else None
                 _must(
-                    named == value or (re.fullmatch(r"[+-]?\d+", said) is not None and int(said) == value),
+                    named == value
+                    or (re.fullmatch(r"[+-]?\d+", said) is not None and int(said) == value),
                     "a class is what it says",
                     value,
                 )
         many = np.full((len(_CLASSES),), -1, np.float32)
-        if column is not None and _read(label_fields.label("cls", column=column, classes=_CLASSES, multi=True), data, many):
+        if column is not None and _read(
+            label_fields.label("cls", column=column, classes=_CLASSES, multi=True), data, many
+        ):
             _must(set(many.tolist()) <= {0.0, 1.0}, "several classes are ones and zeros", many)
         real = np.full((), -7, np.float32)
-        if _read(label_fields.number("n", column=column), data, real) and column is None and data[:6] != b"\x93NUMPY":
+        if (
+            _read(label_fields.number("n", column=column), data, real)
+            and column is None
+            and data[:6] != b"\x93NUMPY"
+        ):
             said = data.decode("utf-8-sig").strip()
             wanted = float(said)
             _must("_" not in said, "a number is written as numbers are", said)
             _must(np.isinf(wanted) or not np.isinf(real), "a number does not become infinite", said)
             _must(
-                bool(np.isnan(wanted)) or bool(np.isinf(wanted)) or abs(float(real) - wanted) <= 1e-6 * abs(wanted) + 1e-44,
+                bool(np.isnan(wanted))
+                or bool(np.isinf(wanted))
+                or abs(float(real) - wanted) <= 1e-6 * abs(wanted) + 1e-44,
                 "a number is that number",
                 said,
             )
@@ -666,7 +907,11 @@ def run_document(data: bytes) -> None:
         with suppress(ValueError, RecursionError):
             value = field.read(field.names[0], memoryview(data), None, _DRAWS)
             if isinstance(value, str) and isinstance(field, fields.Text):
-                _must(value.encode() in (data, data.removeprefix(b"\xef\xbb\xbf")), "a text is its bytes", value)
+                _must(
+                    value.encode() in (data, data.removeprefix(b"\xef\xbb\xbf")),
+                    "a text is its bytes",
+                    value,
+                )
 
 
 def run_array(data: bytes) -> None:
@@ -682,10 +927,22 @@ def run_array(data: bytes) -> None:
             continue
         value = value if out is None else out
         assert value is not None
-        _must(not value.dtype.hasobject and value.nbytes <= len(data), "an array has no more bytes than its file", value.dtype)
+        _must(
+            not value.dtype.hasobject and value.nbytes <= len(data),
+            "an array has no more bytes than its file",
+            value.dtype,
+        )
         wanted = np.load(io.BytesIO(data), allow_pickle=False)
-        same = wanted.dtype == value.dtype and wanted.shape == value.shape and wanted.tobytes() == value.tobytes()
-        _must(same, "an array is what numpy says", (wanted.dtype, wanted.shape, value.dtype, value.shape))
+        same = (
+            wanted.dtype == value.dtype
+            and wanted.shape == value.shape
+            and wanted.tobytes() == value.tobytes()
+        )
+        _must(
+            same,
+            "an array is what numpy says",
+            (wanted.dtype, wanted.shape, value.dtype, value.shape),
+        )
     end = int.from_bytes(data[8:10], "little") + 10
     if shaped.lies_as(data[:end]) and len(data) - end >= 24:
         with warnings.catch_warnings():
@@ -725,13 +982,26 @@ def _label_seeds() -> list[bytes]:
         b"9" * 30,
     ]
     rows = [
-        b'{"n": %b}' % value for value in (b"3", b'"dog"', b"[]", b'["cat", "7"]', b"1.0", b"1e400", b"null", b"true", b"{}")
+        b'{"n": %b}' % value
+        for value in (
+            b"3",
+            b'"dog"',
+            b"[]",
+            b'["cat", "7"]',
+            b"1.0",
+            b"1e400",
+            b"null",
+            b"true",
+            b"{}",
+        )
     ]
     return texts + rows + [_npy(np.array(3)), _npy(np.array([1.5]))]
 
 
 def _array_seeds() -> list[bytes]:
-    found = [_npy(np.arange(6).astype(kind).reshape(2, 3)) for kind in ("f4", ">i2", "c16", "?", "u1")]
+    found = [
+        _npy(np.arange(6).astype(kind).reshape(2, 3)) for kind in ("f4", ">i2", "c16", "?", "u1")
+    ]
     found += [
         _npy(np.asfortranarray(np.ones((2, 3), "f4"))),
         _npy(np.array(["a", "bc"])),
@@ -769,12 +1039,19 @@ def run_image(data: bytes) -> None:
         whole = _decoded(data)
         if whole is not None:
             _must(
-                whole.dtype == np.uint8 and whole.ndim == 3 and whole.shape[2] == 3 and 0 < whole.size <= 3 * MOST_PIXELS,
+                whole.dtype == np.uint8
+                and whole.ndim == 3
+                and whole.shape[2] == 3
+                and 0 < whole.size <= 3 * MOST_PIXELS,
                 "pixels",
                 whole.shape,
             )
             blue = _decoded(data, blue_first=True)
-            _must(blue is not None and np.array_equal(blue[:, :, ::-1], whole), "blue first is the same picture", whole.shape)
+            _must(
+                blue is not None and np.array_equal(blue[:, :, ::-1], whole),
+                "blue first is the same picture",
+                whole.shape,
+            )
         draws = uniform(np.array([zlib.crc32(data)]), 27, "fuzz")[0]
         asked: list[tuple[int, int, int, int]] = []
 
@@ -786,21 +1063,39 @@ def run_image(data: bytes) -> None:
         part = _decoded(data, box_of)
         if whole is None and data[:2] == b"\xff\xd8":  # its damage may lie below the part
             return
-        _must((part is None) == (whole is None), "a part is there exactly where the whole is", (whole is None, part is None))
+        _must(
+            (part is None) == (whole is None),
+            "a part is there exactly where the whole is",
+            (whole is None, part is None),
+        )
         if part is not None and whole is not None:
             top, left, h, w = asked[-1]
-            _must(np.array_equal(part, whole[top : top + h, left : left + w]), "a part is that of the whole", asked)
+            _must(
+                np.array_equal(part, whole[top : top + h, left : left + w]),
+                "a part is that of the whole",
+                asked,
+            )
         field, desk = fields.image(size=(8, 6), augment="rrc+flip"), ProgressCell.unwatched()
         for one in (field, fields.image(size=16)):
             assert one.size is not None
-            out, of_batch, value = np.zeros((*one.size, 3), np.uint8), np.zeros((1, *one.size, 3), np.uint8), False
+            out, of_batch, value = (
+                np.zeros((*one.size, 3), np.uint8),
+                np.zeros((1, *one.size, 3), np.uint8),
+                False,
+            )
             with suppress(SampleError):
                 one.read("jpg", memoryview(data), out, draws)
                 _must(whole is not None, "what is no picture makes no value", one)
                 value = True
-            lies = Members(np.array([np.frombuffer(data, np.uint8).ctypes.data]), np.array([len(data)]))
+            lies = Members(
+                np.array([np.frombuffer(data, np.uint8).ctypes.data]), np.array([len(data)])
+            )
             if one.read_rows(lies, [0], of_batch, draws[None], desk.row_address):
-                _must(value and np.array_equal(out, of_batch[0]), "a picture of a batch is the same picture", one)
+                _must(
+                    value and np.array_equal(out, of_batch[0]),
+                    "a picture of a batch is the same picture",
+                    one,
+                )
 
 
 def _decoded(data: bytes, box_of: Any = None, *, blue_first: bool = False) -> Any:
@@ -811,7 +1106,9 @@ def _decoded(data: bytes, box_of: Any = None, *, blue_first: bool = False) -> An
 
 
 def _image_seeds() -> list[bytes]:
-    pixels = (np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) * 37 % 256).astype(np.uint8)
+    pixels = (np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) * 37 % 256).astype(
+        np.uint8
+    )
     picture = Image.fromarray(pixels)
     found = []
     kinds: list[tuple[str, str, dict[str, Any]]] = [
@@ -824,7 +1121,10 @@ def _image_seeds() -> list[bytes]:
         ("GIF", "L", {"save_all": True, "append_images": [picture.convert("L")]}),
         ("WEBP", "RGB", {}),
         ("WEBP", "RGBA", {"lossless": True}),
-        *(("TIFF", "RGB", {"compression": way}) for way in ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits")),
+        *(
+            ("TIFF", "RGB", {"compression": way})
+            for way in ("raw", "tiff_lzw", "tiff_adobe_deflate", "packbits")
+        ),
         ("TIFF", "F", {}),
         ("BMP", "RGB", {}),
         ("PPM", "RGB", {}),
@@ -870,7 +1170,9 @@ def _reading(data: bytes) -> Callable[[int, int], bytes]:
 @cache
 def _folder() -> str:
     """A folder of this process, in memory where that can be."""
-    place = tempfile.TemporaryDirectory(prefix="fuzzing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    place = tempfile.TemporaryDirectory(
+        prefix="fuzzing-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    )
     _FOLDERS.append(place)
     os.environ["XDG_CACHE_HOME"] = os.path.join(place.name, "cache")
     return place.name

@@ -80,7 +80,14 @@ def fuzz(target: Target, folder: Path, *, seed: int, limits: Iterable[str]) -> O
     inside = str(Path(fuzz_targets.__file__).with_name("fuzz_inside.py"))
     begun = time.perf_counter()
     words = [sys.executable, inside, target.name, str(corpus), str(finds), str(seed), *limits]
-    done = subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    done = subprocess.run(
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     executions = re.search(r"stat::number_of_executed_units: (\d+)", done.stderr)
     if executions is None:
         raise RuntimeError(f"the fuzzer of {target.name} did not run:\n{done.stderr[-2000:]}")
@@ -143,7 +150,9 @@ def lines_of(names: Iterable[str]) -> set[tuple[str, int]]:
 def _functions(code: CodeType, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], CodeType]]:
     for one in code.co_consts:
         if isinstance(one, CodeType):
-            if one.co_flags & CO_OPTIMIZED:  # not the body of a class, which runs when it is imported
+            if (
+                one.co_flags & CO_OPTIMIZED
+            ):  # not the body of a class, which runs when it is imported
                 yield (*path, one.co_name), one
             yield from _functions(one, (*path, one.co_name))
 
@@ -162,21 +171,38 @@ def row(one: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; default all")
+    parser.add_argument(
+        "targets", nargs="*", metavar="target", help=f"of {', '.join(TARGETS)}; default all"
+    )
     parser.add_argument("--seconds", type=int, default=60, help="of each target")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/fuzzing"), help="for what is found and what leads there")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/fuzzing"),
+        help="for what is found and what leads there",
+    )
     asked = parser.parse_args()
     unknown = [name for name in asked.targets if name not in TARGETS]
     if unknown:
         parser.error(f"{unknown[0]!r} is no target. They are {', '.join(TARGETS)}.")
     if find_spec("atheris") is None:
-        print("atheris is not installed, which has wheels for Linux on x86-64: pip install atheris", file=sys.stderr)
+        print(
+            "atheris is not installed, which has wheels for Linux on x86-64: pip install atheris",
+            file=sys.stderr,
+        )
         return 2
     print(HEAD)
     outcomes = []
     for name in asked.targets or TARGETS:
-        outcomes.append(fuzz(TARGETS[name], asked.folder, seed=asked.seed, limits=[f"-max_total_time={asked.seconds}"]))
+        outcomes.append(
+            fuzz(
+                TARGETS[name],
+                asked.folder,
+                seed=asked.seed,
+                limits=[f"-max_total_time={asked.seconds}"],
+            )
+        )
         print(row(outcomes[-1]), flush=True)
     finds = [(one.target, path) for one in outcomes for path in one.finds]
     for target, path in finds:

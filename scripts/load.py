@@ -118,14 +118,22 @@ SHARDS, OF_SHARD, VALUES = 8, 500, 8192  # 43 MB in shards of 5.4 MB, which are 
 BATCH, WINDOW = 50, 1000
 WAYS = ("killed", "breaks off", "steady")
 FLAT = 0.10  # most that it may grow from the first third to the last: of all readers, of the server, of one tree
-MAPS = 100 * SHARDS  # bytes that the cache has beyond its limit, at most: which blocks of a shard are there
-TICK, MEASURED = 0.1, 300  # seconds between two looks at the readers; measurements, at most one a second
+MAPS = (
+    100 * SHARDS
+)  # bytes that the cache has beyond its limit, at most: which blocks of a shard are there
+TICK, MEASURED = (
+    0.1,
+    300,
+)  # seconds between two looks at the readers; measurements, at most one a second
 WHAT = ("memory", "files", "threads")
 ENOUGH, MANY = (
     5,
     30,
 )  # measurements in a third, below which nothing is said of a tree, and below which it is shown and not judged
-STARTED, ENDED = 240.0, 90.0  # seconds that all readers have to begin and to end, on a machine that is busy
+STARTED, ENDED = (
+    240.0,
+    90.0,
+)  # seconds that all readers have to begin and to end, on a machine that is busy
 COSTS = ("samples", "retries", "reread", "bad", "fetched", "cached")  # of a pass's report
 AGAIN = 2  # epochs of each reader that are read once more from the disk
 
@@ -133,7 +141,9 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--workers", type=int, default=4)
@@ -179,10 +189,15 @@ class Reader:
         return Path(self.place, f"reader-{self.number}.json")
 
     def loader(self, urls: str, workers: int, **options: Any) -> wt.Loader:
-        fields: dict[str, Field] = {"x": wt.array("x.npy", shape=(VALUES,), dtype="uint8"), "txt": wt.text("txt")}
+        fields: dict[str, Field] = {
+            "x": wt.array("x.npy", shape=(VALUES,), dtype="uint8"),
+            "txt": wt.text("txt"),
+        }
         return wt.Loader(
             urls,
-            fields if self.number % 2 else None,  # half of the readers get tensors in reused memory,
+            fields
+            if self.number % 2
+            else None,  # half of the readers get tensors in reused memory,
             None if self.number % 2 else example,  # the others what torch collates
             batch_size=BATCH,
             num_workers=workers,
@@ -195,8 +210,12 @@ class Reader:
 def read(reader: Reader) -> None:
     """Read until the file `stop` is there. What is found goes into the log, a line for each pass."""
     child_process.set_up_worker()
-    multiprocessing.set_start_method(None, force=True)  # workers begin as they do on this system, not as this process did
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are meant here
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # workers begin as they do on this system, not as this process did
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create"
+    )  # more workers than cores are meant here
     with open(reader.log, "a", buffering=1) as log, open(reader.said, "a") as said:
         os.dup2(said.fileno(), 2)
 
@@ -214,10 +233,15 @@ def read(reader: Reader) -> None:
 
 
 def _read(reader: Reader, tell: Callable[..., None]) -> None:
-    truth, rng = [bytes.fromhex(one) for one in json.loads(Path(reader.place, "truth.json").read_text())], random.Random()
+    truth, rng = (
+        [bytes.fromhex(one) for one in json.loads(Path(reader.place, "truth.json").read_text())],
+        random.Random(),
+    )
 
     def new() -> wt.Loader:
-        return reader.loader(reader.url, reader.workers, cache_dir=f"{reader.place}/cache", cache_limit=reader.limit)
+        return reader.loader(
+            reader.url, reader.workers, cache_dir=f"{reader.place}/cache", cache_limit=reader.limit
+        )
 
     loader, over = new(), Path(reader.place, "stop")
     saved = json.loads(reader.saved.read_text()) if reader.saved.exists() else None
@@ -234,11 +258,15 @@ def _read(reader: Reader, tell: Callable[..., None]) -> None:
                 tell(wrong=f"epoch {epoch}, step {step}: {batch['__key__']}")
             chain, step = hashlib.blake2b(chain + b"".join(found)).digest(), step + 1
             if step % 5 == 0 and step < len(loader):
-                write(reader.saved, json.dumps({"state": loader.state_dict(), "chain": chain.hex()}))
+                write(
+                    reader.saved, json.dumps({"state": loader.state_dict(), "chain": chain.hex()})
+                )
             if step > leave or over.exists():
                 break
         whole, costs = step == len(loader), {name: loader.report()[name] for name in COSTS}
-        tell(epoch=epoch, steps=[begun, step], chain=chain.hex() if whole else None, **costs)  # before its end is written down
+        tell(
+            epoch=epoch, steps=[begun, step], chain=chain.hex() if whole else None, **costs
+        )  # before its end is written down
         write(reader.saved, json.dumps({"state": loader.state_dict(), "chain": chain.hex()}))
         saved = json.loads(reader.saved.read_text())
         if not whole and rng.random() < 0.5:
@@ -301,8 +329,15 @@ class Place:
 class Load:
     """Server, readers and what is measured. All processes have ended when it is left."""
 
-    def __init__(self, place: Path, seconds: float, processes: int, workers: int, seed: int) -> None:
-        self.place, self.seconds, self.workers, self.rng = place, seconds, workers, random.Random(seed)
+    def __init__(
+        self, place: Path, seconds: float, processes: int, workers: int, seed: int
+    ) -> None:
+        self.place, self.seconds, self.workers, self.rng = (
+            place,
+            seconds,
+            workers,
+            random.Random(seed),
+        )
         self.wrong: list[str] = []
         self.cache_most = 0
         self.server_measured: list[Measured] = []
@@ -313,13 +348,18 @@ class Load:
         (place / "cache").mkdir()
         ours, theirs = _SPAWN.Pipe()
         longest = seconds + 3 * STARTED + 2 * ENDED
-        self.server = _SPAWN.Process(target=serve, args=(str(place / "shards"), seed, longest, theirs))
+        self.server = _SPAWN.Process(
+            target=serve, args=(str(place / "shards"), seed, longest, theirs)
+        )
         self.server.start()
         if not ours.poll(60):
             raise TimeoutError("the server did not begin")
         self.url = f"http://127.0.0.1:{ours.recv()}"
         ways = [(number, WAYS[number % len(WAYS)]) for number in range(processes)]
-        self.places = [Place(Reader(number, way, self.url, str(place), workers, seed, self.limit)) for number, way in ways]
+        self.places = [
+            Place(Reader(number, way, self.url, str(place), workers, seed, self.limit))
+            for number, way in ways
+        ]
 
     def __enter__(self) -> Load:
         return self
@@ -340,7 +380,9 @@ class Load:
         self._wait(STARTED, "come to the end of an epoch", self._is_warm)
         self.begun, measured = time.monotonic(), 0.0
         end = self.begun + self.seconds
-        while not self.wrong and ((now := time.monotonic()) < end or (now < end + STARTED and not self._is_tried())):
+        while not self.wrong and (
+            (now := time.monotonic()) < end or (now < end + STARTED and not self._is_tried())
+        ):
             for one in self.places:
                 self._look_after(one)
             if now >= measured + max(1.0, self.seconds / MEASURED):
@@ -351,7 +393,11 @@ class Load:
         self._end()
 
     def _start(self, one: Place) -> None:
-        one.started, one.began, one.process = time.time(), False, _SPAWN.Process(target=read, args=(one.reader,))
+        one.started, one.began, one.process = (
+            time.time(),
+            False,
+            _SPAWN.Process(target=read, args=(one.reader,)),
+        )
         one.process.start()
 
     def _has_begun(self, one: Place) -> bool:
@@ -363,7 +409,9 @@ class Load:
 
     def _is_tried(self) -> bool:
         """Whether every reader has come to the end of an epoch, and those to be killed were; on a busy machine that may take longer."""
-        return self._is_warm() and all(one.kills for one in self.places if one.reader.way == "killed")
+        return self._is_warm() and all(
+            one.kills for one in self.places if one.reader.way == "killed"
+        )
 
     def _is_warm(self) -> bool:
         """Whether every reader has come to the end of an epoch."""
@@ -372,7 +420,9 @@ class Load:
     def _look_after(self, one: Place) -> None:
         assert one.process is not None
         if not one.process.is_alive():
-            self.wrong.append(f"reader {one.reader.number} ended by itself, with status {one.process.exitcode}")
+            self.wrong.append(
+                f"reader {one.reader.number} ended by itself, with status {one.process.exitcode}"
+            )
         elif self._has_begun(one) and one.reader.way == "killed" and one.due < time.monotonic():
             pids = tree(one.process.pid)
             one.process.kill()
@@ -385,11 +435,16 @@ class Load:
         (self.place / "stop").touch()
         running = [one.process for one in self.places if one.process is not None]
         pids = [pid for process in running for pid in tree(process.pid)]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/.counts", timeout=60) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{self.url}/.counts", timeout=60) as answer,
+        ):
             self.counts = ast.literal_eval(answer.read().decode())
         self._wait(ENDED, "end", lambda: not any(process.is_alive() for process in running))
         self._wait(10, "end with their readers", lambda: not any(map(alive, pids)))
-        self.wrong += [f"reader ended with status {one.exitcode}" for one in running if one.exitcode]
+        self.wrong += [
+            f"reader ended with status {one.exitcode}" for one in running if one.exitcode
+        ]
         self.wrong += leftovers(self.place, self.shards)
         for one in self.places:
             self.wrong += checked_again(one.reader)
@@ -413,7 +468,9 @@ class Load:
         self.server_measured += [found] if found else []
         self.cache_most = max(self.cache_most, bytes_in(self.place / "cache"))
         if sys.stderr.isatty():
-            epochs = sum(bool(line.get("chain")) for one in self.places for line in lines(one.reader))
+            epochs = sum(
+                bool(line.get("chain")) for one in self.places for line in lines(one.reader)
+            )
             sys.stderr.write(f"\r{time.monotonic() - self.begun:.0f} s: {epochs} epochs ")
 
 
@@ -421,7 +478,11 @@ def make(place: Path, seed: int) -> list[Path]:
     """The shards, packed as people pack them, and what is in them according to tarfile."""
     rng = np.random.default_rng(seed)
     samples = (
-        {"__key__": f"s{i:06d}", "x.npy": rng.integers(0, 256, VALUES, np.uint8), "txt": "word " * int(rng.integers(400))}
+        {
+            "__key__": f"s{i:06d}",
+            "x.npy": rng.integers(0, 256, VALUES, np.uint8),
+            "txt": "word " * int(rng.integers(400)),
+        }
         for i in range(SHARDS * OF_SHARD)
     )
     index = wt.pack(samples, str(place / "shards"), shard_samples=OF_SHARD, seed=seed)
@@ -433,7 +494,10 @@ def make(place: Path, seed: int) -> list[Path]:
                 key, _, name = member.name.partition(".")
                 file = tar.extractfile(member)
                 fields.setdefault(key, {})[name] = file.read() if file is not None else b""
-        truth += [digest(key, found["x.npy"][-VALUES:], found["txt"]).hex() for key, found in fields.items()]
+        truth += [
+            digest(key, found["x.npy"][-VALUES:], found["txt"]).hex()
+            for key, found in fields.items()
+        ]
     (place / "truth.json").write_text(json.dumps(truth))
     return paths
 
@@ -456,7 +520,10 @@ def tree(pid: int | None) -> list[int]:
     for one in pids:
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{one}/task"):
-                pids += [int(word) for word in Path(f"/proc/{one}/task/{task}/children").read_text().split()]
+                pids += [
+                    int(word)
+                    for word in Path(f"/proc/{one}/task/{task}/children").read_text().split()
+                ]
     return pids
 
 
@@ -473,7 +540,11 @@ def measured(pids: list[int]) -> Measured | None:
     try:
         for pid in pids:
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                memory += int(line.split()[1]) * 1024 if line.startswith(("Pss_Anon:", "Pss_Shmem:")) else 0
+                memory += (
+                    int(line.split()[1]) * 1024
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+                    else 0
+                )
             files += len(os.listdir(f"/proc/{pid}/fd"))
             threads += len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -502,7 +573,9 @@ def leftovers(place: Path, shards: Sequence[Path]) -> Iterator[str]:
     for path in (place / "cache").glob("*/*"):
         if path.suffix == ".tar" and hashlib.sha256(path.read_bytes()).digest() not in sums:
             yield f"{path.name} in the cache is not one of the shards"
-        elif path.name not in (".lock", "CACHEDIR.TAG") and not path.name.endswith((".tar", ".tar.part")):
+        elif path.name not in (".lock", "CACHEDIR.TAG") and not path.name.endswith(
+            (".tar", ".tar.part")
+        ):
             yield f"{path.name} was left in the cache"
 
 
@@ -538,40 +611,73 @@ def report(load: Load) -> int:
     """Print what was found; 1 if anything is not as it should be."""
     told = [line for one in load.places for line in lines(one.reader)]
     passes, wrong = [line for line in told if "steps" in line], load.wrong
-    wrong += [str(line[word]).strip().splitlines()[-1] for line in told for word in ("wrong", "error") if word in line]
+    wrong += [
+        str(line[word]).strip().splitlines()[-1]
+        for line in told
+        for word in ("wrong", "error")
+        if word in line
+    ]
     total = Counter[str]()
     for line in passes:
         total.update({name: line[name] for name in COSTS})
-    resumed, epochs = sum(line["steps"][0] > 0 for line in passes), sum(bool(line["chain"]) for line in passes)
-    kills, faults = sum(one.kills for one in load.places), {name: load.counts.get(name, 0) for name in FAULTS + RARE}
-    print(f"{len(load.places)} readers x {load.workers} workers, {(load.ended - load.begun) / 60:.1f} minutes")
+    resumed, epochs = (
+        sum(line["steps"][0] > 0 for line in passes),
+        sum(bool(line["chain"]) for line in passes),
+    )
+    kills, faults = (
+        sum(one.kills for one in load.places),
+        {name: load.counts.get(name, 0) for name in FAULTS + RARE},
+    )
+    print(
+        f"{len(load.places)} readers x {load.workers} workers, {(load.ended - load.begun) / 60:.1f} minutes"
+    )
     _row("epochs from their first batch to their last", epochs)
     _row("samples told, and those of killed passes beside them", total["samples"])
     _row("passes that began within an epoch", resumed)
     _row("readers killed and started again", kills)
     _row("wrong epochs", len(wrong))
     _row("requests", load.counts.get("requests", 0))
-    _row("MB served, MB from the cache", f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}")
+    _row(
+        "MB served, MB from the cache",
+        f"{load.counts.get('bytes', 0) / 1e6:.0f}, {total['cached'] / 1e6:.0f}",
+    )
     _row("faults", sum(faults.values()))
     for name, count in sorted(faults.items(), key=lambda one: -one[1]):
         _row(f"    {name}", count)
-    _row("retries told by the readers, samples read again", f"{total['retries']}, {total['reread']}")
-    warned = Counter(re.sub(r"\S*\d\S*", "...", line["warned"].splitlines()[0]) for line in told if "warned" in line)
+    _row(
+        "retries told by the readers, samples read again", f"{total['retries']}, {total['reread']}"
+    )
+    warned = Counter(
+        re.sub(r"\S*\d\S*", "...", line["warned"].splitlines()[0])
+        for line in told
+        if "warned" in line
+    )
     _row("warnings of the readers", warned.total())
     most, limit = load.cache_most, load.limit
     _row("most bytes in the cache, its limit", f"{most}, {limit}")
-    wrong += [f"the cache held {most} bytes, {most - limit} above its limit"] if most > limit + MAPS else []
+    wrong += (
+        [f"the cache held {most} bytes, {most - limit} above its limit"]
+        if most > limit + MAPS
+        else []
+    )
     wrong += [f"{total['bad']} samples were replaced"] if total["bad"] else []
     wrong += [] if epochs and sum(faults.values()) else ["nothing was put to the test"]
-    print(f"\n{'first and last third':<26}{'epochs':>7}{'kills':>6}{'memory, MB':>15}{'descriptors':>13}{'threads':>11}")
+    print(
+        f"\n{'first and last third':<26}{'epochs':>7}{'kills':>6}{'memory, MB':>15}{'descriptors':>13}{'threads':>11}"
+    )
     first, last = [0.0] * 3, [0.0] * 3
     for one in load.places:
         if one.reader.way != "killed" and (said := one.reader.said.read_text().strip()):
-            wrong.append(f"reader {one.reader.number}, {one.reader.way}, says on stderr: {said[-3000:]}")
+            wrong.append(
+                f"reader {one.reader.number}, {one.reader.way}, says on stderr: {said[-3000:]}"
+            )
         mine = [line for line in lines(one.reader) if line.get("chain")]
         name = f"reader {one.reader.number}, {one.reader.way}"
         before, after, bad = _flat(name, one.measured, f"{len(mine):>7}{one.kills:>6}")
-        first, last = [a + b for a, b in zip(first, before, strict=True)], [a + b for a, b in zip(last, after, strict=True)]
+        first, last = (
+            [a + b for a, b in zip(first, before, strict=True)],
+            [a + b for a, b in zip(last, after, strict=True)],
+        )
         wrong += bad
     wrong += _compared("all readers", f"{epochs:>7}{kills:>6}", first, last)
     wrong += _flat("server", load.server_measured, "")[2]
@@ -588,14 +694,19 @@ def _row(name: str, value: object) -> None:
     print(f"{name:<54}{value:>24}")
 
 
-def _flat(name: str, found: list[Measured], counts: str) -> tuple[list[float], list[float], list[str]]:
+def _flat(
+    name: str, found: list[Measured], counts: str
+) -> tuple[list[float], list[float], list[str]]:
     """A line of the table: memory, descriptors and threads at first and at last, and what of it is not flat."""
     third = len(found) // 3
     if third < ENOUGH:
         print(f"{name:<26}{counts:<13}{'too few measurements':>39}")
         return [0.0] * 3, [0.0] * 3, []
     before, after = (
-        [float(statistics.quantiles((getattr(one, what) for one in part), n=10)[-1]) for what in WHAT]
+        [
+            float(statistics.quantiles((getattr(one, what) for one in part), n=10)[-1])
+            for what in WHAT
+        ]
         for part in (found[:third], found[-third:])
     )
     grown = _compared(name, counts, before, after)
@@ -603,10 +714,17 @@ def _flat(name: str, found: list[Measured], counts: str) -> tuple[list[float], l
 
 
 def _compared(name: str, counts: str, before: list[float], after: list[float]) -> list[str]:
-    pairs = [f"{a / unit:.0f} {b / unit:.0f}" for a, b, unit in zip(before, after, (1e6, 1, 1), strict=True)]
+    pairs = [
+        f"{a / unit:.0f} {b / unit:.0f}"
+        for a, b, unit in zip(before, after, (1e6, 1, 1), strict=True)
+    ]
     print(f"{name:<26}{counts:<13}{pairs[0]:>15}{pairs[1]:>13}{pairs[2]:>11}")
     grown = [b > (1 + FLAT) * a + 2 for a, b in zip(before, after, strict=True)]
-    return [f"{name}: {what} {pair}, that is not flat" for what, pair, bad in zip(WHAT, pairs, grown, strict=True) if bad]
+    return [
+        f"{name}: {what} {pair}, that is not flat"
+        for what, pair, bad in zip(WHAT, pairs, grown, strict=True)
+        if bad
+    ]
 
 
 if __name__ == "__main__":

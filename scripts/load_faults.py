@@ -76,8 +76,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._send(404, {}, b"not here")
             return
         self.counts.count("requests")
-        with contextlib.suppress(_Gone), open(path, "rb") as file:  # mapped: what each thread reads, malloc keeps for it
-            self._give(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), path.endswith(".tar"))
+        with (
+            contextlib.suppress(_Gone),
+            open(path, "rb") as file,
+        ):  # mapped: what each thread reads, malloc keeps for it
+            self._give(
+                memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)),
+                path.endswith(".tar"),
+            )
 
     def _give(self, data: memoryview, shard: bool) -> None:
         fault, size = self._fault(shard), len(data)
@@ -97,7 +103,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _fault(self, shard: bool) -> str:
         with self.counts.lock:
             draw = self.rng.random()
-            fault = self.rng.choice(RARE) if draw < SELDOM else self.rng.choice(FAULTS) if draw < SELDOM + OFTEN else ""
+            fault = (
+                self.rng.choice(RARE)
+                if draw < SELDOM
+                else self.rng.choice(FAULTS)
+                if draw < SELDOM + OFTEN
+                else ""
+            )
         return fault if shard or fault not in _OF_SHARDS else ""
 
     def _spoil(self, fault: str, status: int, headers: dict[str, str], data: memoryview) -> None:
@@ -120,7 +132,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self._body(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
             self._body(b"0\r\n\r\n")
         elif fault in ("length too long", "length too short"):
-            self.wfile.write(self._head(status, headers, len(data) + (1 + at if fault.endswith("long") else -at)))
+            self.wfile.write(
+                self._head(status, headers, len(data) + (1 + at if fault.endswith("long") else -at))
+            )
             self._body(data)
             self._end(reset=False)
         else:
@@ -150,8 +164,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self._head(status, headers, len(body)) + body)
 
     def _head(self, status: int, headers: dict[str, str], length: int | None) -> bytes:
-        lines = [f"HTTP/1.1 {status} {self.responses[status][0]}", *(f"{name}: {value}" for name, value in headers.items())]
-        lines += ["Content-Type: application/octet-stream"] + [f"Content-Length: {length}"] * (length is not None)
+        lines = [
+            f"HTTP/1.1 {status} {self.responses[status][0]}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        lines += ["Content-Type: application/octet-stream"] + [f"Content-Length: {length}"] * (
+            length is not None
+        )
         return "\r\n".join([*lines, "", ""]).encode()
 
     def _body(self, data: bytes | memoryview) -> None:

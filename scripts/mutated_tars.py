@@ -74,7 +74,12 @@ Read = Callable[[str], list[Sample]]
 
 READERS = ("ours", "indexed", "tarfile", "stream", "webdataset")
 PROMISED = {"ours": (WdstrainError,), "indexed": (WdstrainError,)}
-_THEIRS = (tarfile.TarError, OSError, EOFError, ValueError)  # what readers of others may well raise; the rest is counted
+_THEIRS = (
+    tarfile.TarError,
+    OSError,
+    EOFError,
+    ValueError,
+)  # what readers of others may well raise; the rest is counted
 
 
 def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
@@ -83,7 +88,13 @@ def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
     for name in ("ours", "webdataset", "pax", "gnu"):
         far = "a folder with a long name/" * 6 if name in ("pax", "gnu") else "folder/"
         given: list[Sample] = [
-            (f"{far}sample{i:04d}", {"cls": b"%d" % i, "jpg": random.randbytes(random.choice([0, 100, 512, 700, 1500]))})
+            (
+                f"{far}sample{i:04d}",
+                {
+                    "cls": b"%d" % i,
+                    "jpg": random.randbytes(random.choice([0, 100, 512, 700, 1500])),
+                },
+            )
             for i in range(7)
         ]
         for _, of in given[::3]:
@@ -92,7 +103,9 @@ def shards_of(random: Random) -> dict[str, tuple[bytes, list[Sample]]]:
         if name == "ours":
             for key, of in given:
                 for part, data in of.items():
-                    buffer.write(header(f"{key}.{part}", len(data)) + data + bytes(padding(len(data))))
+                    buffer.write(
+                        header(f"{key}.{part}", len(data)) + data + bytes(padding(len(data)))
+                    )
             buffer.write(END)
         elif name == "webdataset":
             with webdataset.TarWriter(buffer, encoder=False, mtime=0) as writer:
@@ -128,7 +141,9 @@ def _loaded(source: str | Index) -> list[Sample]:
         for batch in loader.epoch(0):
             for row, key in enumerate(batch["__key__"]):
                 fields = {name: values[row] for name, values in batch.items() if name != "__key__"}
-                found.append((key, {name: data for name, data in fields.items() if data is not None}))
+                found.append(
+                    (key, {name: data for name, data in fields.items() if data is not None})
+                )
         return found
     finally:
         loader.close()
@@ -146,7 +161,10 @@ def read_stream(path: str) -> list[Sample]:
 
 def read_webdataset(path: str) -> list[Sample]:
     return [
-        (sample["__key__"], {name: data for name, data in sample.items() if not name.startswith("__")})
+        (
+            sample["__key__"],
+            {name: data for name, data in sample.items() if not name.startswith("__")},
+        )
         for sample in webdataset.WebDataset(path, shardshuffle=False)
     ]
 
@@ -245,7 +263,9 @@ def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> C
         for reader, read in READ.items():
             outcome, error = look(read, str(place / "it.tar"), given)
             if outcome != "whole":
-                raise AssertionError(f"{reader} does not read the sound shard of {name}: {outcome} {error}")
+                raise AssertionError(
+                    f"{reader} does not read the sound shard of {name}: {outcome} {error}"
+                )
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         name = random.choice(sorted(shards))
@@ -260,9 +280,15 @@ def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> C
             counts.outcomes[reader, known, outcome, kind.__name__] += 1
             if error is not None and not issubclass(error, PROMISED.get(reader, _THEIRS)):
                 counts.strange[reader, error.__name__] += 1
-            lost = outcome == "silent" and (reader == "indexed" or (reader == "ours" and known != "another"))
-            if lost or (reader in PROMISED and error is not None and not issubclass(error, WdstrainError)):
-                counts.broken.append(f"{reader} {name} {kind.__name__} number {number} ({known}): {outcome} {error}")
+            lost = outcome == "silent" and (
+                reader == "indexed" or (reader == "ours" and known != "another")
+            )
+            if lost or (
+                reader in PROMISED and error is not None and not issubclass(error, WdstrainError)
+            ):
+                counts.broken.append(
+                    f"{reader} {name} {kind.__name__} number {number} ({known}): {outcome} {error}"
+                )
                 if keep is not None:
                     keep.mkdir(parents=True, exist_ok=True)
                     (keep / f"{number}-{kind.__name__}.tar").write_bytes(damaged)
@@ -280,15 +306,26 @@ def table(counts: Counts) -> str:
     ]
     for kind in [one.__name__ for one in KINDS] + [""]:
         cases = sum(count for (name, _), count in counts.cases.items() if kind in (name, ""))
-        tell = sum(count for (name, known), count in counts.cases.items() if kind in (name, "") and known == "tells")
+        tell = sum(
+            count
+            for (name, known), count in counts.cases.items()
+            if kind in (name, "") and known == "tells"
+        )
         silent = [counts.of(reader, "", "silent", kind) for reader in READERS]
-        lines.append(f"{kind.replace('_', ' ') or 'in all':26} {cases:6} {tell:5}" + "".join(f"{one:8}" for one in silent))
+        lines.append(
+            f"{kind.replace('_', ' ') or 'in all':26} {cases:6} {tell:5}"
+            + "".join(f"{one:8}" for one in silent)
+        )
     lines += [
         "",
         f"{'by what can be known':26} {'tars':>6} {'':>5}"
         + "".join(f"{one:>8}" for one in ("ours", "indexed", "tarfile", "stream", "webd.")),
     ]
-    for known, said in (("tells", "the tar tells"), ("another", "another well-formed tar"), ("harmless", "harmless")):
+    for known, said in (
+        ("tells", "the tar tells"),
+        ("another", "another well-formed tar"),
+        ("harmless", "harmless"),
+    ):
         cases = sum(count for (_, what), count in counts.cases.items() if what == known)
         for outcome, word in (
             ("silent", "silent losses"),
@@ -299,7 +336,9 @@ def table(counts: Counts) -> str:
             row = "".join(f"{counts.of(reader, known, outcome):8}" for reader in READERS)
             first = f"{said:26} {cases:6} {'':5}\n" if outcome == "silent" else ""
             lines.append(f"{first}  {word:31} {'':5}{row}")
-    strange = ", ".join(f"{reader} {name} {count}" for (reader, name), count in sorted(counts.strange.items()))
+    strange = ", ".join(
+        f"{reader} {name} {count}" for (reader, name), count in sorted(counts.strange.items())
+    )
     return "\n".join([*lines, "", f"exceptions nobody promised: {strange or 'none'}"])
 
 
@@ -307,7 +346,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=10_000, help="tars")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="folder for those on which a promise of ours is broken")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for those on which a promise of ours is broken"
+    )
     asked = parser.parse_args()
     logging.disable()
     begun = time.perf_counter()

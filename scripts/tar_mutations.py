@@ -22,7 +22,9 @@ def headers_in(data: bytes) -> list[int]:
     found, offset = [], 0
     while offset + BLOCK <= len(data) and data[offset : offset + BLOCK].strip(b"\0"):
         try:
-            size = tarfile.TarInfo.frombuf(data[offset : offset + BLOCK], "utf-8", "surrogateescape").size
+            size = tarfile.TarInfo.frombuf(
+                data[offset : offset + BLOCK], "utf-8", "surrogateescape"
+            ).size
         except tarfile.HeaderError:
             break
         found.append(offset)
@@ -39,7 +41,9 @@ def summed(block: bytes) -> bytes:
 def with_sums(data: bytes) -> bytes:
     """The same bytes, each block that says it is a header with the checksum that it should have."""
     blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
-    return b"".join(summed(one) if len(one) == BLOCK and one[257:262] == b"ustar" else one for one in blocks)
+    return b"".join(
+        summed(one) if len(one) == BLOCK and one[257:262] == b"ustar" else one for one in blocks
+    )
 
 
 # --- bits and runs ---------------------------------------------------------------------------------------------------
@@ -162,7 +166,11 @@ def spliced(data: bytes, random: Random) -> bytes:
 
 def two_tars(data: bytes, random: Random) -> bytes:
     """One after another, as `cat` makes of them; zeros between them as they were, or the end marker alone."""
-    first = data if random.random() < 0.5 else data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % BLOCK + 2 * BLOCK)
+    first = (
+        data
+        if random.random() < 0.5
+        else data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % BLOCK + 2 * BLOCK)
+    )
     return first + data
 
 
@@ -190,11 +198,21 @@ def name_changed(data: bytes, random: Random) -> bytes:
 
 
 def name_changed_and_summed(data: bytes, random: Random) -> bytes:
-    return _told(data, random, random.randrange(8), bytes([random.choice(b"az09./_\0\xff")]), sums=True)
+    return _told(
+        data, random, random.randrange(8), bytes([random.choice(b"az09./_\0\xff")]), sums=True
+    )
 
 
 def checksum_changed(data: bytes, random: Random) -> bytes:
-    wrong = random.choice([b"%06o\0 " % random.randrange(1 << 17), b"        ", bytes(8), b"-0012345", random.randbytes(8)])
+    wrong = random.choice(
+        [
+            b"%06o\0 " % random.randrange(1 << 17),
+            b"        ",
+            bytes(8),
+            b"-0012345",
+            random.randbytes(8),
+        ]
+    )
     return _told(data, random, 148, wrong)
 
 
@@ -248,14 +266,21 @@ def _told(data: bytes, random: Random, place: int, value: bytes, *, sums: bool =
 def _size(random: Random) -> bytes:
     small = b"%011o\0" % random.choice([0, 1, 511, 512, 513, 1024, random.randrange(5000)])
     large = random.choice(
-        [b"%011o\0" % (8**11 - 1), b"\x80" + random.randbytes(11), b"\x80" + bytes(9) + b"\x02\x00", b"-0000000012\0"]
+        [
+            b"%011o\0" % (8**11 - 1),
+            b"\x80" + random.randbytes(11),
+            b"\x80" + bytes(9) + b"\x02\x00",
+            b"-0000000012\0",
+        ]
     )
     return small if random.random() < 0.7 else large
 
 
 def _member(data: bytes, random: Random) -> tuple[int, int]:
     """[start, stop) of a member, with the extension headers before it."""
-    places = [at for at in headers_in(data) if data[at + 156 : at + 157] not in (b"x", b"g", b"L", b"K")]
+    places = [
+        at for at in headers_in(data) if data[at + 156 : at + 157] not in (b"x", b"g", b"L", b"K")
+    ]
     number = random.randrange(len(places))
     stops = [_stop(data, at) for at in places]
     return (stops[number - 1] if number else 0), stops[number]
@@ -263,7 +288,9 @@ def _member(data: bytes, random: Random) -> tuple[int, int]:
 
 def _body(data: bytes, random: Random) -> tuple[int, int]:
     """[start, stop) of the data of a member or an extension header that has some."""
-    bodies = [(at + BLOCK, at + BLOCK + size) for at in headers_in(data) if (size := _size_at(data, at))]
+    bodies = [
+        (at + BLOCK, at + BLOCK + size) for at in headers_in(data) if (size := _size_at(data, at))
+    ]
     return random.choice(bodies)
 
 

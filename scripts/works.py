@@ -72,7 +72,9 @@ class Work:
 class Converting(Work):
     """A conversion by the command line."""
 
-    def __init__(self, shared: Path, kind: str = "folder", jobs: int = 1, *, over: bool = False) -> None:
+    def __init__(
+        self, shared: Path, kind: str = "folder", jobs: int = 1, *, over: bool = False
+    ) -> None:
         super().__init__(shared)
         self.title = f"convert {kind}" + f", {jobs} jobs" * (jobs > 1) + " over another set" * over
         self._kind, self._jobs, self._over = kind, jobs, over
@@ -82,7 +84,13 @@ class Converting(Work):
         self.old: dict[str, bytes] = {}
         if over:
             np.save(shared / "old.npy", np.arange(50 * 100).reshape(50, 100))
-            self._old_words = ["arrays", "--field", f"x={shared / 'old.npy'}", "--shard-samples", "7"]
+            self._old_words = [
+                "arrays",
+                "--field",
+                f"x={shared / 'old.npy'}",
+                "--shard-samples",
+                "7",
+            ]
             self.old = self._made(shared / "old", self._old_words)
 
     @property
@@ -92,7 +100,12 @@ class Converting(Work):
             if self._kind == "arrays"
             else ["folder", str(self.shared / "in")]
         )
-        return [*words, *(["--resize", "8"] if self._kind == "resized" else []), "--shard-samples", "12"]
+        return [
+            *words,
+            *(["--resize", "8"] if self._kind == "resized" else []),
+            "--shard-samples",
+            "12",
+        ]
 
     @staticmethod
     def _made(out: Path, words: list[str]) -> dict[str, bytes]:
@@ -116,9 +129,13 @@ class Converting(Work):
                 raise Lie(f"{name} is neither that of the old set nor that of the new one")
         for address in (str(out), f"{out}/*.tar"):
             if opened(address) is not None and found not in (self.old, self.new):
-                raise Lie(f"{address} can be opened, and is neither the old set nor the new one: {sorted(found)}")
+                raise Lie(
+                    f"{address} can be opened, and is neither the old set nor the new one: {sorted(found)}"
+                )
         if self._over and not (out / ".swapping").exists() and opened(str(out)) is None:
-            raise Lie("the set that was there before cannot be opened, and nothing is being put in its place")
+            raise Lie(
+                "the set that was there before cannot be opened, and nothing is being put in its place"
+            )
 
     def again(self, place: Path) -> None:
         out = place / "out"
@@ -126,9 +143,7 @@ class Converting(Work):
         words = ["convert", *self._words, str(out), "--jobs", "1"]
         try:
             typed(*words, "--resume" if begun or not self._over else "--overwrite")
-        except (
-            WdstrainError
-        ) as error:  # it was killed before it had begun, and the old set is there: the sentence says what to add
+        except WdstrainError as error:  # it was killed before it had begun, and the old set is there: the sentence says what to add
             if "add --overwrite to replace it" not in str(error) or not self._over:
                 raise
             typed(*words, "--overwrite")
@@ -144,7 +159,9 @@ class Converting(Work):
         out = place / "out"
         if not out.exists() or (visible(out) == self.old and not (out / ".unfinished").exists()):
             return "before"
-        return "after" if visible(out) == self.new and not (out / ".swapping").exists() else "within"
+        return (
+            "after" if visible(out) == self.new and not (out / ".swapping").exists() else "within"
+        )
 
 
 # --- indexes ---------------------------------------------------------------------------------------------------------
@@ -158,9 +175,16 @@ class Indexing(Work):
     def __init__(self, shared: Path) -> None:
         super().__init__(shared)
         pictures(shared / "in", 60)
-        inside(lambda: typed("convert", "folder", str(shared / "in"), str(shared / "set"), "--shard-samples", "12")).need(
-            "done"
-        )
+        inside(
+            lambda: typed(
+                "convert",
+                "folder",
+                str(shared / "in"),
+                str(shared / "set"),
+                "--shard-samples",
+                "12",
+            )
+        ).need("done")
         self.lay(shared / "undisturbed")
         inside(lambda: self.run(shared / "undisturbed")).need("done")
         self._old, self._new = visible(shared / "set"), visible(shared / "undisturbed" / "set")
@@ -242,21 +266,30 @@ class Filling(Work):
         self.url = url
         self.shards = {path.read_bytes() for path in (shared / "served").glob("*.tar")}
         self.order = (
-            inside(lambda: epoch(wt.Loader(str(shared / "served"), batch_size=16, shuffle_buffer=40))).need("done").value
+            inside(
+                lambda: epoch(wt.Loader(str(shared / "served"), batch_size=16, shuffle_buffer=40))
+            )
+            .need("done")
+            .value
         )
 
     @staticmethod
     def serve_from(shared: Path) -> Path:
         """The folder that is to be served."""
         bits = random.Random(0)
-        rows = ({"__key__": f"k{n:03d}", "bin": bits.randbytes(1500 + n), "cls": n % 3} for n in range(160))
+        rows = (
+            {"__key__": f"k{n:03d}", "bin": bits.randbytes(1500 + n), "cls": n % 3}
+            for n in range(160)
+        )
         wt.pack(rows, str(shared / "served"), shard_samples=40)
         return shared / "served"
 
     def run(self, place: Path) -> None:
         prefetch.RANGE = shard_cache.BLOCK = BLOCK
         outages._FIRST_PAUSE = 0.001
-        with closing(wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")) as loader:
+        with closing(
+            wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")
+        ) as loader:
             if epoch(loader) != self.order:
                 raise Lie("other samples came")
 
@@ -268,12 +301,20 @@ class Filling(Work):
     def end(self, place: Path) -> None:
         self.look(place)
         found = sorted(path.name for path in (place / "cache").rglob("*"))
-        if len([name for name in found if name.endswith(".tar")]) != len(self.shards) or any(".part" in name for name in found):
+        if len([name for name in found if name.endswith(".tar")]) != len(self.shards) or any(
+            ".part" in name for name in found
+        ):
             raise Lie(f"the cache holds {found}")
 
     def reach(self, place: Path) -> str:
         whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
-        return "after" if whole == len(self.shards) else "within" if (place / "cache").exists() else "before"
+        return (
+            "after"
+            if whole == len(self.shards)
+            else "within"
+            if (place / "cache").exists()
+            else "before"
+        )
 
     def reboot(self) -> None:
         boot = os.urandom(16)
@@ -306,23 +347,35 @@ class Saving(Work):
 
     @staticmethod
     def _state(step: int) -> dict[str, Any]:
-        model = {"weight": torch.full((64, 64), float(step)), "bias": torch.full((64,), float(step))}
+        model = {
+            "weight": torch.full((64, 64), float(step)),
+            "bias": torch.full((64,), float(step)),
+        }
         return {"format": 1, "model": model, "config": {}, "task": {}, "position": step}
 
     def look(self, place: Path) -> None:
         folder = place / "c"
         found = (
-            {name: read_checkpoint(str(folder / name)) for name in os.listdir(folder) if name.endswith(".pt")}
+            {
+                name: read_checkpoint(str(folder / name))
+                for name in os.listdir(folder)
+                if name.endswith(".pt")
+            }
             if folder.exists()
             else {}
         )
         for name, state in found.items():
             step = state["position"]
-            if any(not torch.equal(value, torch.full_like(value, step)) for value in state["model"].values()):
+            if any(
+                not torch.equal(value, torch.full_like(value, step))
+                for value in state["model"].values()
+            ):
                 raise Lie(f"{name} is mixed of several steps")
             if name.startswith("step-") and name != f"step-{step:08d}.pt":
                 raise Lie(f"{name} is of step {step}")
-        if BEST in found and (found[BEST]["position"] % 2 or (LAST not in found and len(found) < 2)):
+        if BEST in found and (
+            found[BEST]["position"] % 2 or (LAST not in found and len(found) < 2)
+        ):
             raise Lie(f"best.pt is of step {found[BEST]['position']}")
         if LAST in found and found[LAST]["position"] >= 2 and BEST not in found:
             raise Lie("the best is behind last.pt and has no name")
@@ -330,15 +383,24 @@ class Saving(Work):
     def end(self, place: Path) -> None:
         self.look(place)
         folder = str(place / "c")
-        kept = {name: read_checkpoint(f"{folder}/{name}")["position"] for name in (LAST, BEST, *names(folder))}
-        wanted = {LAST: self.steps, BEST: self.steps, **{f"step-{step:08d}.pt": step for step in (self.steps - 1, self.steps)}}
+        kept = {
+            name: read_checkpoint(f"{folder}/{name}")["position"]
+            for name in (LAST, BEST, *names(folder))
+        }
+        wanted = {
+            LAST: self.steps,
+            BEST: self.steps,
+            **{f"step-{step:08d}.pt": step for step in (self.steps - 1, self.steps)},
+        }
         kept.pop(f"step-{self.steps - 2:08d}.pt", None)  # the next save would have taken it away
         if kept != wanted or any(name.startswith(".") for name in os.listdir(folder)):
             raise Lie(f"left are {kept} and {sorted(os.listdir(folder))}")
 
     def reach(self, place: Path) -> str:
         found = os.listdir(place / "c") if (place / "c").exists() else []
-        done = f"step-{self.steps:08d}.pt" in found and not any(name.endswith(".tmp") for name in found)
+        done = f"step-{self.steps:08d}.pt" in found and not any(
+            name.endswith(".tmp") for name in found
+        )
         return "after" if done else "within" if found else "before"
 
 
@@ -361,7 +423,9 @@ class Training(Work):
         super().__init__(shared)
         pictures(shared / "in", 60)
         words = ["--split", "train=0.6,val=0.4", "--stratify"]
-        inside(lambda: typed("convert", "folder", str(shared / "in"), str(shared / "set"), *words)).need("done")
+        inside(
+            lambda: typed("convert", "folder", str(shared / "in"), str(shared / "set"), *words)
+        ).need("done")
         inside(lambda: self.run(shared / "undisturbed")).need("done")
         self._wanted = inside(lambda: self._came_to(shared / "undisturbed")).need("done").value
 
@@ -378,17 +442,33 @@ class Training(Work):
                 read_checkpoint(str(folder / name))
 
     def _came_to(self, place: Path) -> Any:
-        state = {name: read_checkpoint(str(place / "run" / "checkpoints" / name)) for name in (LAST, BEST)}
-        weights = {f"{of}/{name}": value.numpy().tobytes() for of in state for name, value in state[of]["model"].items()}
+        state = {
+            name: read_checkpoint(str(place / "run" / "checkpoints" / name))
+            for name in (LAST, BEST)
+        }
+        weights = {
+            f"{of}/{name}": value.numpy().tobytes()
+            for of in state
+            for name, value in state[of]["model"].items()
+        }
         history = [
-            {name: value for name, value in line.items() if not name.endswith(_TIMED)} for line in state[LAST]["history"]
+            {name: value for name, value in line.items() if not name.endswith(_TIMED)}
+            for line in state[LAST]["history"]
         ]
-        return weights, repr(history), len((place / "run" / "metrics.jsonl").read_text().splitlines())
+        return (
+            weights,
+            repr(history),
+            len((place / "run" / "metrics.jsonl").read_text().splitlines()),
+        )
 
     def end(self, place: Path) -> None:
-        for what, found, wanted in zip(("weights", "metrics", "lines"), self._came_to(place), self._wanted, strict=True):
+        for what, found, wanted in zip(
+            ("weights", "metrics", "lines"), self._came_to(place), self._wanted, strict=True
+        ):
             if found != wanted:
-                raise Lie(f"it came to other {what}" + f": {found}, not {wanted}" * (what != "weights"))
+                raise Lie(
+                    f"it came to other {what}" + f": {found}, not {wanted}" * (what != "weights")
+                )
         left = [path.name for path in (place / "run").rglob("*.tmp")]
         if left:
             raise Lie(f"left behind: {left}")
@@ -396,7 +476,11 @@ class Training(Work):
     def reach(self, place: Path) -> str:
         if not (place / "run" / "config.toml").exists():
             return "before"
-        return "after" if (place / "run" / "report.html").exists() and self._is_over(place) else "within"
+        return (
+            "after"
+            if (place / "run" / "report.html").exists() and self._is_over(place)
+            else "within"
+        )
 
     def _is_over(self, place: Path) -> bool:
         lines = place / "run" / "metrics.jsonl"
@@ -429,7 +513,11 @@ def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"")
             for _ in range(samples):
                 text = b"%06d" % number
                 for name, data in (("bin", salt + text * 100), ("cls", b"%d" % (number % 7))):
-                    file.write(header(f"s{text.decode()}.{name}", len(data)) + data + bytes(padding(len(data))))
+                    file.write(
+                        header(f"s{text.decode()}.{name}", len(data))
+                        + data
+                        + bytes(padding(len(data)))
+                    )
                 number += 1
             file.write(END)
 
@@ -450,7 +538,11 @@ class closing:
 def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:
     """All that an epoch delivers, in order."""
     with closing(loader):
-        return [one for batch in loader.epoch(number) for one in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)]
+        return [
+            one
+            for batch in loader.epoch(number)
+            for one in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)
+        ]
 
 
 def opened(address: str) -> Index | None:
@@ -479,9 +571,13 @@ def true_of(index: Index) -> None:
 def visible(folder: Path) -> dict[str, bytes]:
     """The files of a folder by name, but for hidden ones."""
     return {
-        path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".")
     }
 
 
 def differing(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
-    return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    return sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )

@@ -41,7 +41,9 @@ def alike() -> tuple[bytes, bytes]:
     random = np.random.default_rng(0)
     while True:
         buffer = io.BytesIO()
-        Image.fromarray(random.integers(0, 256, (8, 8), np.uint8)).save(buffer, "png", compress_level=0)
+        Image.fromarray(random.integers(0, 256, (8, 8), np.uint8)).save(
+            buffer, "png", compress_level=0
+        )
         data = buffer.getvalue()
         other = seen.setdefault((len(data), zlib.crc32(data)), data)
         if other != data:
@@ -78,7 +80,9 @@ def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png")
     for name, count in classes.items():
         (folder / name).mkdir(parents=True)
         for _ in range(count):
-            (folder / name / f"{number:03d}.{kind}").write_bytes(picture(number, kind="JPEG" if kind == "jpg" else "PNG"))
+            (folder / name / f"{number:03d}.{kind}").write_bytes(
+                picture(number, kind="JPEG" if kind == "jpg" else "PNG")
+            )
             number += 1
     return folder
 
@@ -126,7 +130,9 @@ def no_leftovers() -> Iterator[None]:
 
 def ours() -> list[str]:
     """Threads of ours and child processes that are alive."""
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain")]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain")
+    ]
     return threads + [str(child) for child in multiprocessing.active_children()]
 
 
@@ -135,7 +141,10 @@ def read_with_webdataset(paths: list[Path]) -> list[Sample]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         found = [
-            (sample["__key__"], {name: data for name, data in sample.items() if not name.startswith("__")})
+            (
+                sample["__key__"],
+                {name: data for name, data in sample.items() if not name.startswith("__")},
+            )
             for path in paths
             for sample in webdataset.WebDataset(str(path), shardshuffle=False)
         ]

@@ -25,7 +25,11 @@ from typing import Any
 import wdstrain as wt
 
 PATIENCE = 60.0  # seconds until a loop that does not end is given up
-SWALLOWED = ("<genexpr>", "__del__", "_remove")  # where Python prints and drops whatever is raised: no place of ours
+SWALLOWED = (
+    "<genexpr>",
+    "__del__",
+    "_remove",
+)  # where Python prints and drops whatever is raised: no place of ours
 
 
 class Moments:
@@ -114,9 +118,15 @@ def main() -> None:
     for number in range(count):
         loader = made()
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        ended += interrupted(turn, rng.randrange(1, moments.count), rng.uniform(0, 0.002) if twice else None)
-        assert [batch["__key__"] for batch in loader.epoch(0)] == promised, f"after interrupt {number}"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, f"after interrupt {number}"
+        ended += interrupted(
+            turn, rng.randrange(1, moments.count), rng.uniform(0, 0.002) if twice else None
+        )
+        assert [batch["__key__"] for batch in loader.epoch(0)] == promised, (
+            f"after interrupt {number}"
+        )
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
+            f"after interrupt {number}"
+        )
         loader = None
         if alive():  # a traceback goes with the collector
             gc.collect()

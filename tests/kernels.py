@@ -38,7 +38,12 @@ class Kernel:
         self._manager, self._client = manager, client
 
     def run(
-        self, code: str, *, fails: bool = False, seconds: float = 60, on_text: Callable[[str], None] | None = None
+        self,
+        code: str,
+        *,
+        fails: bool = False,
+        seconds: float = 60,
+        on_text: Callable[[str], None] | None = None,
     ) -> Shown:
         """Run a cell. fails: it ends with an error. on_text: called with what it printed so far, whenever that grew."""
         shown = Shown()

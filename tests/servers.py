@@ -66,13 +66,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
         size = path.stat().st_size
         tag = f'"{hashlib.sha1(f"{path.stat().st_mtime_ns}-{size}".encode()).hexdigest()[:12]}"'
         modified = self.date_time_string(int(path.stat().st_mtime))
-        says = {"strong": {"ETag": tag}, "weak": {"ETag": f"W/{tag}"}, "modified": {"Last-Modified": modified}, "nothing": {}}
+        says = {
+            "strong": {"ETag": tag},
+            "weak": {"ETag": f"W/{tag}"},
+            "modified": {"Last-Modified": modified},
+            "nothing": {},
+        }
         version = says[served.says]
         if self.headers.get("If-Match") not in (None, version.get("ETag")):
             self.answer(412, b"", version)
             return
-        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "") if served.ranges else None
-        start, stop = (int(found[1]), min(size, int(found[2] or size - 1) + 1)) if found else (0, size)
+        found = (
+            re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            if served.ranges
+            else None
+        )
+        start, stop = (
+            (int(found[1]), min(size, int(found[2] or size - 1) + 1)) if found else (0, size)
+        )
         fault = served.next_fault() if path.suffix == ".tar" else None
         if fault is not None and fault(self, path, start, stop):
             return
@@ -82,7 +93,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self.answer(206 if found else 200, data, headers)
 
-    def answer(self, status: int, body: bytes, headers: dict[str, str], *, length: int | None = None) -> None:
+    def answer(
+        self, status: int, body: bytes, headers: dict[str, str], *, length: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -168,7 +181,9 @@ def status(code: int, **headers: str) -> Fault:
     """An answer with this status."""
 
     def fault(handler: Handler, path: Path, start: int, stop: int) -> bool:
-        handler.answer(code, b"busy", {name.replace("_", "-"): value for name, value in headers.items()})
+        handler.answer(
+            code, b"busy", {name.replace("_", "-"): value for name, value in headers.items()}
+        )
         return True
 
     return fault
@@ -226,13 +241,17 @@ def fine() -> Fault:
 
 
 @contextmanager
-def serving(root: Path, *, tls: ssl.SSLContext | None = None, port: int = 0, **options: object) -> Iterator[Served]:
+def serving(
+    root: Path, *, tls: ssl.SSLContext | None = None, port: int = 0, **options: object
+) -> Iterator[Served]:
     served = Served(root, **options)  # type: ignore[arg-type]
     handler = type("OneHandler", (Handler,), {"served": served})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
     server.handle_error = lambda *_: None  # type: ignore[method-assign]  # whoever reads us may leave
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)

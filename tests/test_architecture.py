@@ -52,12 +52,20 @@ def imported(path: Path) -> set[str]:
     """Modules of the package that a file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "wdstrain":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "wdstrain"
+        ):
             base = node.module.removeprefix("wdstrain").lstrip(".")
             below = [f"{base}.{one.name}".lstrip(".") for one in node.names]
             names |= {one if one in modules() else base for one in below}
         elif isinstance(node, ast.Import):
-            names |= {one.name.removeprefix("wdstrain.") for one in node.names if one.name.startswith("wdstrain.")}
+            names |= {
+                one.name.removeprefix("wdstrain.")
+                for one in node.names
+                if one.name.startswith("wdstrain.")
+            }
     return names
 
 
@@ -69,12 +77,17 @@ def test_a_layer_imports_only_from_layers_below() -> None:
             below = other.partition(".")[0]
             if below == layer or (name, other) == ("cli.main", ""):  # it prints the version
                 continue
-            assert level[below] < level[layer], f"{name} imports {other}, which is not in a layer below"
+            assert level[below] < level[layer], (
+                f"{name} imports {other}, which is not in a layer below"
+            )
 
 
 def test_no_imports_go_in_a_circle() -> None:
     version = {("cli.main", "")}
-    graph = {name: {one for one in imported(path) if (name, one) not in version} for name, path in modules().items()}
+    graph = {
+        name: {one for one in imported(path) if (name, one) not in version}
+        for name, path in modules().items()
+    }
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -86,7 +99,9 @@ def test_every_module_begins_with_why_it_is() -> None:
 def test_public_names_are_exactly_those_that_are_listed() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     imports = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdstrain.")
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wdstrain.")
     ]
     bound = {one.asname or one.name for node in imports for one in node.names} - {"doors"}
     assert bound == set(wdstrain.__all__)
@@ -105,9 +120,13 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 def test_importing_starts_nothing_and_brings_no_trainer() -> None:
     code = "import sys, threading, wdstrain; print(threading.active_count(), *[m for m in sys.modules if 'wdstrain.' in m])"
-    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    words = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert words[0] == "1"
-    assert not [name for name in words[1:] if "training" in name or "cli" in name or "packing" in name]
+    assert not [
+        name for name in words[1:] if "training" in name or "cli" in name or "packing" in name
+    ]
 
 
 def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
@@ -120,7 +139,9 @@ def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
         ["convert", "tars", shards, tmp_path / "out"],
     ):
         code = "import sys; from wdstrain.cli.main import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True
+        )
         assert done.stdout.splitlines()[-1] == "False", done
 
 
@@ -140,12 +161,41 @@ def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path
     assert ("wdstrain/native/libkernels.so" in names) == (kernels.library is not None)
     site, place = tmp_path / "site", tmp_path / "elsewhere"
     place.mkdir()
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    code = "from wdstrain.native import kernels; print(kernels.library is not None, kernels.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{kernels.library is not None} {site / 'wdstrain' / 'native' / 'kernels.py'}\n"
+    code = (
+        "from wdstrain.native import kernels; print(kernels.library is not None, kernels.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        done.stdout
+        == f"{kernels.library is not None} {site / 'wdstrain' / 'native' / 'kernels.py'}\n"
+    )
     for command in ([sys.executable, "-m", "wdstrain"], [str(site / "bin" / "wdstrain")]):
-        done = subprocess.run([*command, "--version"], cwd=place, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*command, "--version"],
+            cwd=place,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout == f"wdstrain {wdstrain.__version__}\n"

@@ -65,12 +65,16 @@ class Attacked:
 
     def serves(self) -> bool:
         """Whether somebody else gets what he asks for."""
-        return self.say(asked("/a.tar", "Range: bytes=3-6", "Connection: close")).endswith(b"\r\n\r\n3456")
+        return self.say(asked("/a.tar", "Range: bytes=3-6", "Connection: close")).endswith(
+            b"\r\n\r\n3456"
+        )
 
     @property
     def memory(self) -> int:
         """Bytes that are its own."""
-        found = re.search(r"Pss_Anon: +(\d+) kB", Path(f"/proc/{self.pid}/smaps_rollup").read_text())
+        found = re.search(
+            r"Pss_Anon: +(\d+) kB", Path(f"/proc/{self.pid}/smaps_rollup").read_text()
+        )
         assert found
         return int(found[1]) << 10
 
@@ -86,7 +90,13 @@ class Attacked:
 def asked(target: str | bytes, *headers: str, method: str = "GET") -> bytes:
     name = target if isinstance(target, bytes) else target.encode()
     return b"\r\n".join(
-        [method.encode() + b" " + name + b" HTTP/1.1", b"Host: x", *(one.encode() for one in headers), b"", b""]
+        [
+            method.encode() + b" " + name + b" HTTP/1.1",
+            b"Host: x",
+            *(one.encode() for one in headers),
+            b"",
+            b"",
+        ]
     )
 
 
@@ -117,7 +127,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shards = root / "shards"
     (shards / "sub").mkdir(parents=True)
     (shards / ".git").mkdir()
-    for place in (root / "secret.tar", shards / ".secret.tar", shards / ".git" / "secret.tar", shards / "inner.tar"):
+    for place in (
+        root / "secret.tar",
+        shards / ".secret.tar",
+        shards / ".git" / "secret.tar",
+        shards / "inner.tar",
+    ):
         place.write_bytes(SECRET)
     (shards / "a.tar").write_bytes(b"0123456789" * 100)
     (shards / "sub" / "b.tar").write_bytes(b"b")
@@ -152,7 +167,9 @@ def serving(folder: Path, files: int | None = None) -> Iterator[Attacked]:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
     command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit
+    ) as process:
         try:
             assert process.stderr is not None
             found = re.search(r":(\d+)/ ", process.stderr.readline())
@@ -186,7 +203,16 @@ def climbs() -> list[bytes]:
         b"%uff0e%uff0e",
         b"\xef\xbc\x8e\xef\xbc\x8e",
     ]
-    dots += [b"..%00", b"%00..", b"..;", b"...", b"%2e%2e%20", b"..%09", b".%0a.", b"%%32%65%%32%65"]
+    dots += [
+        b"..%00",
+        b"%00..",
+        b"..;",
+        b"...",
+        b"%2e%2e%20",
+        b"..%09",
+        b".%0a.",
+        b"%%32%65%%32%65",
+    ]
     between = [
         b"/",
         b"%2f",
@@ -203,10 +229,24 @@ def climbs() -> list[bytes]:
         b"%u2215",
     ]
     ends = [b"secret.tar", b"etc/passwd", b"proc/self/environ"]
-    begins = [b"/", b"//", b"/sub/", b"/self/", b"/up/", b"/%2f", b"/C:", b"file:///", b"http://x/", b"\\", b""]
+    begins = [
+        b"/",
+        b"//",
+        b"/sub/",
+        b"/self/",
+        b"/up/",
+        b"/%2f",
+        b"/C:",
+        b"file:///",
+        b"http://x/",
+        b"\\",
+        b"",
+    ]
     found = [
         begin + between_.join([*[dot] * depth, end.replace(b"/", between_)])
-        for begin, dot, between_, depth, end in itertools.product(begins, dots, between, (1, 2, 12), ends)
+        for begin, dot, between_, depth, end in itertools.product(
+            begins, dots, between, (1, 2, 12), ends
+        )
     ]
     odd = [
         b"/.git/secret.tar",
@@ -241,7 +281,11 @@ def test_no_spelling_of_a_name_leads_out_of_the_folder(server: Attacked) -> None
     assert len(targets) > 20_000
     for at in range(0, len(targets), 2000):
         part = targets[at : at + 2000]
-        found = server.say(b"".join(asked(one, "If-None-Match: *", method="GET") for one in part if len(one) < 50_000))
+        found = server.say(
+            b"".join(
+                asked(one, "If-None-Match: *", method="GET") for one in part if len(one) < 50_000
+            )
+        )
         assert set(answers(found)) <= {400, 404}
         assert SECRET not in found
         assert b"root:" not in found
@@ -256,7 +300,9 @@ def test_a_way_through_links_within_the_folder_has_an_end(server: Attacked) -> N
     assert answers(server.say(asked("/" + "self/" * 3000 + "a.tar"))) == [404]
 
 
-def test_a_link_that_changes_while_it_is_asked_for_gives_nothing_from_outside(folder: Path, server: Attacked) -> None:
+def test_a_link_that_changes_while_it_is_asked_for_gives_nothing_from_outside(
+    folder: Path, server: Attacked
+) -> None:
     over = threading.Event()
     (folder / "race").mkdir()
 
@@ -305,7 +351,11 @@ def test_names_of_files_are_only_names_in_pages_and_heads(server: Attacked) -> N
     page = Links(body)
     assert page.tags <= {"title", "h1", "ul", "li", "a"}
     assert all(one.startswith(("./", "../")) for one in page.links)
-    strange = [one for one in page.links if server.say(asked("/" + one.removeprefix("./"))).endswith(b"\r\n\r\nstrange")]
+    strange = [
+        one
+        for one in page.links
+        if server.say(asked("/" + one.removeprefix("./"))).endswith(b"\r\n\r\nstrange")
+    ]
     assert len(strange) == len(STRANGE)
     moved = server.say(asked("/d%0D%0AX%3A%20y", "Connection: close"))
     assert b"\r\nLocation: /d%0D%0AX%3A%20y/\r\n" in moved
@@ -320,15 +370,27 @@ INNER = asked("/inner.tar")
 @pytest.mark.parametrize(
     "head",
     [
-        *("Content-Length: 0\r\nContent-Length: {n}", "Content-Length: {n}\r\nContent-Length: 0", "Content-Length: {n}, 0"),
-        *("Content-Length: {n}\r\nTransfer-Encoding: chunked", "Transfer-Encoding: chunked\r\nContent-Length: 0"),
+        *(
+            "Content-Length: 0\r\nContent-Length: {n}",
+            "Content-Length: {n}\r\nContent-Length: 0",
+            "Content-Length: {n}, 0",
+        ),
+        *(
+            "Content-Length: {n}\r\nTransfer-Encoding: chunked",
+            "Transfer-Encoding: chunked\r\nContent-Length: 0",
+        ),
         *(
             "Transfer-Encoding: identity",
             "Transfer-Encoding: xchunked",
             "transfer-encoding:\tCHUNKED",
             "TRANSFER-ENCODING:chunked",
         ),
-        *("Transfer-Encoding : chunked", "Content-Length : {n}", "Content-Length\t: {n}", " Content-Length: {n}"),
+        *(
+            "Transfer-Encoding : chunked",
+            "Content-Length : {n}",
+            "Content-Length\t: {n}",
+            " Content-Length: {n}",
+        ),
         *(
             "X: y\r\n\tz\r\nContent-Length: {n}",
             "Transfer-Encoding:\r\n chunked",
@@ -369,7 +431,9 @@ INNER = asked("/inner.tar")
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
-def test_no_request_is_taken_out_of_the_body_of_another(server: Attacked, method: str, head: str) -> None:
+def test_no_request_is_taken_out_of_the_body_of_another(
+    server: Attacked, method: str, head: str
+) -> None:
     head = head.replace("{n}", str(len(INNER)))
     words = f"{method} /a.tar HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode("latin-1")
     for body in (INNER, b"0\r\n\r\n" + INNER, b"%x\r\n" % len(INNER) + INNER + b"\r\n0\r\n\r\n"):
@@ -404,7 +468,14 @@ def test_no_request_is_taken_out_of_the_body_of_another(server: Attacked, method
             "bytes=" + ",".join(["0-"] * 10_000),
             "bytes=" + ",".join(f"{n}-" for n in range(5000)),
         ),
-        *("bytes=" + "0" * 60_000 + "-", "bytes=1-" + "9" * 60_000, "lines=1-2", "bytes=", "bytes", "="),
+        *(
+            "bytes=" + "0" * 60_000 + "-",
+            "bytes=1-" + "9" * 60_000,
+            "lines=1-2",
+            "bytes=",
+            "bytes",
+            "=",
+        ),
     ],
 )
 def test_no_range_gives_more_than_the_file(server: Attacked, text: str) -> None:
@@ -416,7 +487,9 @@ def test_no_range_gives_more_than_the_file(server: Attacked, text: str) -> None:
 def test_ten_thousand_requests_at_once_are_answered_in_turn(server: Attacked) -> None:
     with server.plug() as plugged:
         count = 10_000
-        sending = threading.Thread(target=plugged.sendall, args=(asked("/a.tar", "Range: bytes=7-7") * count,))
+        sending = threading.Thread(
+            target=plugged.sendall, args=(asked("/a.tar", "Range: bytes=7-7") * count,)
+        )
         sending.start()
         found = 0
         while found < count:
@@ -468,7 +541,11 @@ def test_any_nonsense_is_answered_or_refused_and_nothing_is_said_of_it(server: A
     ]
     for _ in range(1500):
         begin = rng.choice([b"", b"GET /a.tar HTTP/1.1\r\nHost: x\r\n"])
-        words = begin + b"".join(rng.choice([*parts, rng.randbytes(5)]) for _ in range(rng.randrange(1, 30))) + b"\r\n\r\n"
+        words = (
+            begin
+            + b"".join(rng.choice([*parts, rng.randbytes(5)]) for _ in range(rng.randrange(1, 30)))
+            + b"\r\n\r\n"
+        )
         found = server.say(words)
         assert not found or answers(found)
         assert SECRET not in found
@@ -499,11 +576,18 @@ def send_all(plugged: socket.socket, pieces: Iterator[bytes]) -> int:
     "pieces",
     [
         lambda: itertools.chain([b"GET /"], itertools.repeat(b"x" * MB, 1024)),
-        lambda: itertools.chain([b"GET /a.tar HTTP/1.1\r\nHost: x\r\nX: "], itertools.repeat(b"y" * MB, 1024)),
-        lambda: itertools.chain([b"GET /a.tar HTTP/1.1\r\nHost: x\r\n"], itertools.repeat(b"X: y\r\n" * 100_000, 1024)),
-        lambda: itertools.chain([b"GET /a.tar HTTP/1.1\r\nHost: x\r\nX: "], itertools.repeat(b"y\r\n " * 100_000, 1024)),
         lambda: itertools.chain(
-            [b"PUT /a.tar HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"], itertools.repeat(bytes(MB), 1024)
+            [b"GET /a.tar HTTP/1.1\r\nHost: x\r\nX: "], itertools.repeat(b"y" * MB, 1024)
+        ),
+        lambda: itertools.chain(
+            [b"GET /a.tar HTTP/1.1\r\nHost: x\r\n"], itertools.repeat(b"X: y\r\n" * 100_000, 1024)
+        ),
+        lambda: itertools.chain(
+            [b"GET /a.tar HTTP/1.1\r\nHost: x\r\nX: "], itertools.repeat(b"y\r\n " * 100_000, 1024)
+        ),
+        lambda: itertools.chain(
+            [b"PUT /a.tar HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"],
+            itertools.repeat(bytes(MB), 1024),
         ),
     ],
     ids=["a path", "a header", "headers", "a header in lines", "a body"],
@@ -524,7 +608,9 @@ def test_a_gigabyte_of_words_is_refused_in_a_moment_and_takes_no_memory(
 
 
 @contextmanager
-def crowd(server: Attacked, count: int, words: bytes, *, room: int | None = None) -> Iterator[list[socket.socket]]:
+def crowd(
+    server: Attacked, count: int, words: bytes, *, room: int | None = None
+) -> Iterator[list[socket.socket]]:
     """So many clients that say this and nothing more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
@@ -538,7 +624,9 @@ def crowd(server: Attacked, count: int, words: bytes, *, room: int | None = None
 
 
 def test_headers_of_many_megabytes_are_not_kept(server: Attacked) -> None:
-    words = b"GET /a.tar HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: " % n + b"y" * 60_000 + b"\r\n" for n in range(95))
+    words = b"GET /a.tar HTTP/1.1\r\nHost: x\r\n" + b"".join(
+        b"X-%d: " % n + b"y" * 60_000 + b"\r\n" for n in range(95)
+    )
     server.serves()
     before, refused = server.memory, 0
     with ExitStack() as stack:
@@ -552,7 +640,9 @@ def test_headers_of_many_megabytes_are_not_kept(server: Attacked) -> None:
     assert refused > 0
 
 
-HALF = b"GET /a.tar HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%03d: " % n + b"y" * 600 + b"\r\n" for n in range(95))
+HALF = b"GET /a.tar HTTP/1.1\r\nHost: x\r\n" + b"".join(
+    b"X-%03d: " % n + b"y" * 600 + b"\r\n" for n in range(95)
+)
 
 
 @pytest.mark.slow
@@ -567,9 +657,18 @@ HALF = b"GET /a.tar HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%03d: " % n + b"y" *
         (asked("/large.tar") * 500, 4096),
         (asked("/") * 500, 4096),
     ],
-    ids=["silent", "half a head", "57 KB of a head", "never reads", "pipelines and never reads", "lists and never reads"],
+    ids=[
+        "silent",
+        "half a head",
+        "57 KB of a head",
+        "never reads",
+        "pipelines and never reads",
+        "lists and never reads",
+    ],
 )
-def test_a_thousand_clients_that_hold_their_places_are_put_out_for_others(folder: Path, words: bytes, room: int | None) -> None:
+def test_a_thousand_clients_that_hold_their_places_are_put_out_for_others(
+    folder: Path, words: bytes, room: int | None
+) -> None:
     with serving(folder) as server:
         assert server.serves()
         before = server.memory

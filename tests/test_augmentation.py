@@ -26,7 +26,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards with 23 pictures of ten classes."""
     folder = tmp_path_factory.mktemp("pictures")
     for shard, numbers in enumerate([range(13), range(13, 23)]):
-        samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n), "cls": b"%d" % (n % 10)}) for n in numbers]
+        samples: list[Sample] = [
+            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % (n % 10)}) for n in numbers
+        ]
         write_tar(folder / f"p-{shard}.tar", samples)
     return folder
 
@@ -45,14 +47,18 @@ def _draws(count: int) -> Any:
 def _distance(one: Any, other: Any) -> float:
     """Of two samples: the most by which their distribution functions differ (Kolmogorov and Smirnov)."""
     ends = np.sort(np.concatenate([one, other]))
-    below = [np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in (one, other)]
+    below = [
+        np.searchsorted(np.sort(part), ends, side="right") / len(part) for part in (one, other)
+    ]
     return float(np.abs(below[0] - below[1]).max())
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 375), (60, 600), (8, 8)])
 def test_crops_of_a_batch_are_those_of_each_picture(height: int, width: int) -> None:
     draws = _draws(500)
-    assert random_crops(height, width, draws).tolist() == [list(random_crop(height, width, row)) for row in draws]
+    assert random_crops(height, width, draws).tolist() == [
+        list(random_crop(height, width, row)) for row in draws
+    ]
 
 
 def test_a_crop_is_resized_and_turned_as_torchvision_does_it() -> None:
@@ -61,7 +67,9 @@ def test_a_crop_is_resized_and_turned_as_torchvision_does_it() -> None:
     assert made.shape == (40, 3, 24, 20)
     assert made.is_contiguous(memory_format=torch.channels_last)
     for row, (top, left, height, width) in enumerate(random_crops(40, 56, draws).tolist()):
-        theirs = functional.resized_crop(pictures[row].float() / 255, top, left, height, width, [24, 20], antialias=True)
+        theirs = functional.resized_crop(
+            pictures[row].float() / 255, top, left, height, width, [24, 20], antialias=True
+        )
         theirs = functional.horizontal_flip(theirs) if draws[row, 22] < 0.5 else theirs
         assert torch.allclose(made[row], theirs, atol=1e-4)
 
@@ -79,7 +87,9 @@ def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_or
     from itertools import permutations
 
     pictures, draws = _pictures(60), _draws(60)
-    made = wt.Augmentation(brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)({"image": pictures}, draws)["image"]
+    made = wt.Augmentation(brightness=0.4, contrast=0.6, saturation=0.8, hue=0.3)(
+        {"image": pictures}, draws
+    )["image"]
     changes: list[Callable[..., torch.Tensor]] = [
         functional.adjust_brightness,
         functional.adjust_contrast,
@@ -88,7 +98,10 @@ def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_or
     ]
     seen = set()
     for row in range(60):
-        theirs, order = pictures[row].float() / 255, list(permutations(range(4)))[int(draws[row, _ORDER] * 24)]
+        theirs, order = (
+            pictures[row].float() / 255,
+            list(permutations(range(4)))[int(draws[row, _ORDER] * 24)],
+        )
         seen.add(order)
         for which in order:
             low, high = [(0.6, 1.4), (0.4, 1.6), (0.2, 1.8), (-0.3, 0.3)][which]
@@ -99,8 +112,12 @@ def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_or
 
 def test_values_are_normalised_in_the_asked_precision() -> None:
     pictures = _pictures(4)
-    made = wt.Augmentation(normalise="imagenet", dtype=torch.bfloat16)({"image": pictures}, _draws(4))["image"]
-    theirs = functional.normalize(pictures.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    made = wt.Augmentation(normalise="imagenet", dtype=torch.bfloat16)(
+        {"image": pictures}, _draws(4)
+    )["image"]
+    theirs = functional.normalize(
+        pictures.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    )
     assert made.dtype == torch.bfloat16
     assert torch.allclose(made.float(), theirs, atol=0.02)
 
@@ -113,9 +130,13 @@ def test_crops_and_colours_are_distributed_as_torchvisions() -> None:
     for column, name in enumerate(("top", "left", "height", "width")):
         assert _distance(ours[:, column], np.array([one[name] for one in theirs])) < 0.04, name
     jitter = v2.ColorJitter(brightness=0.4, hue=0.1)
-    factors = np.array([float(jitter.make_params([picture])["brightness_factor"]) for _ in range(count)])
+    factors = np.array(
+        [float(jitter.make_params([picture])["brightness_factor"]) for _ in range(count)]
+    )
     white = torch.full((count, 3, 2, 2), 150, dtype=torch.uint8)
-    made = wt.Augmentation(brightness=0.4)({"image": white}, _draws(count))["image"][:, 0, 0, 0] / (150 / 255)
+    made = wt.Augmentation(brightness=0.4)({"image": white}, _draws(count))["image"][:, 0, 0, 0] / (
+        150 / 255
+    )
     assert _distance(made.numpy(), factors) < 0.04
 
 
@@ -124,21 +145,32 @@ def test_shares_of_a_mixture_are_of_the_beta_distribution() -> None:
     assert np.allclose(np.interp(at, *beta_quantiles(1.0)), at, atol=1e-6)
     assert np.allclose(np.interp(at, *beta_quantiles(0.5)), np.sin(np.pi * at / 2) ** 2, atol=1e-4)
     sampled = torch.distributions.Beta(0.2, 0.2).sample((20_000,)).numpy()
-    assert _distance(np.interp(np.random.default_rng(0).random(20_000), *beta_quantiles(0.2)), sampled) < 0.02
+    assert (
+        _distance(np.interp(np.random.default_rng(0).random(20_000), *beta_quantiles(0.2)), sampled)
+        < 0.02
+    )
 
 
 def test_mixup_mixes_pictures_and_labels_by_the_same_share() -> None:
     pictures, draws, label = _pictures(16), _draws(16), torch.arange(16) % 5
     made = wt.Augmentation(mixup=1.0, classes=5)({"image": pictures, "label": label}, draws)
-    share = torch.from_numpy(draws[:, _SHARE]).float()  # of beta (1, 1) the quantile is the number itself
+    share = torch.from_numpy(
+        draws[:, _SHARE]
+    ).float()  # of beta (1, 1) the quantile is the number itself
     plain, hot = pictures.float() / 255, torch.nn.functional.one_hot(label, 5).float()
     weight = share.view(-1, 1, 1, 1)
-    assert torch.allclose(made["image"], weight * plain + (1 - weight) * plain.roll(1, 0), atol=1e-4)
-    assert torch.allclose(made["label"], share[:, None] * hot + (1 - share[:, None]) * hot.roll(1, 0), atol=1e-4)
+    assert torch.allclose(
+        made["image"], weight * plain + (1 - weight) * plain.roll(1, 0), atol=1e-4
+    )
+    assert torch.allclose(
+        made["label"], share[:, None] * hot + (1 - share[:, None]) * hot.roll(1, 0), atol=1e-4
+    )
 
 
 def test_cutmix_puts_in_a_piece_and_labels_by_its_area() -> None:
-    pictures = torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1).expand(12, 3, 40, 56).contiguous()
+    pictures = (
+        torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1).expand(12, 3, 40, 56).contiguous()
+    )
     label = torch.arange(12)
     made = wt.Augmentation(cutmix=1.0, classes=12)({"image": pictures, "label": label}, _draws(12))
     kept = (torch.round(made["image"][:, 0] * 255) == label.view(-1, 1, 1)).float().mean((1, 2))
@@ -148,12 +180,20 @@ def test_cutmix_puts_in_a_piece_and_labels_by_its_area() -> None:
 
 
 def test_with_both_half_are_mixed_and_half_get_a_piece() -> None:
-    pictures = (torch.arange(400) % 200).to(torch.uint8).view(-1, 1, 1, 1).expand(400, 3, 8, 8).contiguous()
+    pictures = (
+        (torch.arange(400) % 200)
+        .to(torch.uint8)
+        .view(-1, 1, 1, 1)
+        .expand(400, 3, 8, 8)
+        .contiguous()
+    )
     batch = {"image": pictures, "label": torch.arange(400) % 7}
     made = wt.Augmentation(mixup=1.0, cutmix=1.0, classes=7)(batch, _draws(400))["image"][:, 0]
     flat = made.flatten(1)
     pieces = (flat.amax(1) - flat.amin(1) > 1e-3).sum()
-    assert 120 < int(pieces) < 200  # of about 200, those whose piece is empty or all of it look like a mixture
+    assert (
+        120 < int(pieces) < 200
+    )  # of about 200, those whose piece is empty or all of it look like a mixture
 
 
 def test_the_same_pixels_for_any_workers_and_after_a_resume(tmp_path: Path, pictures: Path) -> None:
@@ -161,7 +201,9 @@ def test_the_same_pixels_for_any_workers_and_after_a_resume(tmp_path: Path, pict
 
     def epoch(workers: int, start: int = 0) -> list[torch.Tensor]:
         loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=workers, seed=3)
-        found = [batch["image"] for batch in wt.to_device(loader.epoch(1, start=start), "cpu", varied)]
+        found = [
+            batch["image"] for batch in wt.to_device(loader.epoch(1, start=start), "cpu", varied)
+        ]
         loader.close()
         return found
 
@@ -186,7 +228,9 @@ def test_what_cannot_be_varied_is_a_sentence(pictures: Path) -> None:
         with pytest.raises(wt.UsageError, match=words):
             wt.Augmentation(**options)
     varied = wt.Augmentation(mixup=0.2, classes=10)
-    with pytest.raises(wt.UsageError, match="own random numbers, which a Loader has and list has not"):
+    with pytest.raises(
+        wt.UsageError, match="own random numbers, which a Loader has and list has not"
+    ):
         wt.to_device([], "cpu", varied)
     with pytest.raises(wt.UsageError, match=r"batch\['image'\] is missing"):
         varied({}, _draws(1))
@@ -198,6 +242,8 @@ def test_what_cannot_be_varied_is_a_sentence(pictures: Path) -> None:
 
 def test_an_empty_batch_is_of_the_kind_of_the_others() -> None:
     varied = wt.Augmentation("rrc", size=(24, 20), mixup=0.2, classes=5, dtype=torch.bfloat16)
-    made = varied({"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}, _draws(4)[:0])
+    made = varied(
+        {"image": _pictures(4)[:0], "label": torch.zeros(0, dtype=torch.int64)}, _draws(4)[:0]
+    )
     assert (made["image"].shape, made["image"].dtype) == ((0, 3, 24, 20), torch.bfloat16)
     assert (made["label"].shape, made["label"].dtype) == ((0, 5), torch.float32)

@@ -29,7 +29,14 @@ from PIL import Image
 import wdstrain as wt
 from tests.conftest import write_shards, write_tar
 from wdstrain.decode.codecs import decode_image
-from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError, WdstrainError
+from wdstrain.errors import (
+    SampleError,
+    ShardError,
+    SourceError,
+    StorageError,
+    UsageError,
+    WdstrainError,
+)
 from wdstrain.shards.tar import END, header
 
 BESIDE = 16 << 20  # bytes for what is done beside
@@ -68,7 +75,9 @@ def probed(cases: list[tuple[Path, str]]) -> dict[tuple[str, str], tuple[int, st
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system does not tell the peak of a process's memory")
     words = json.dumps([(str(path), name) for path, name in cases])
-    done = subprocess.run([sys.executable, "-c", PROBE], input=words, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], input=words, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     return {(path.name, name): tuple(found[f"{path} {name}"]) for path, name in cases}
@@ -87,7 +96,10 @@ def head(name: str = "a.txt", size: bytes = b"00000000000\0", kind: bytes = b"0"
 
 def pax(records: bytes, claimed: int | None = None) -> bytes:
     padded = records + bytes(-len(records) % 512)
-    return head("././@PaxHeader", b"%011o\0" % (len(records) if claimed is None else claimed), b"x") + padded
+    return (
+        head("././@PaxHeader", b"%011o\0" % (len(records) if claimed is None else claimed), b"x")
+        + padded
+    )
 
 
 def octal(number: int) -> bytes:
@@ -109,26 +121,36 @@ def base256(number: int) -> bytes:
         (head(size=b"0x7fffffff\0"), "must be an octal number"),
         (head(size=b"99999999999\0"), "must be an octal number"),
         (pax(b"30 size=99999999999999999999\n") + head(), "claims a size|malformed PAX"),
-        (pax(b"29 size=18446744073709551615\n") + head(), "ends inside 'a.txt': 18446744073709551615 bytes"),
+        (
+            pax(b"29 size=18446744073709551615\n") + head(),
+            "ends inside 'a.txt': 18446744073709551615 bytes",
+        ),
         (pax(b"11 size=-1\n") + head(), "claims a size of b'-1' at offset 0"),
         (pax(b"99999999999 path=x\n") + head(), "malformed PAX header at offset 0"),
         (pax(b"0 path=x\n") + head(), "malformed PAX header"),
         (pax(b"-5 path=x\n") + head(), "malformed PAX header"),
         (pax(b"x" * 512) + head(), "malformed PAX header"),
-        (pax(b"", 1 << 30) + head(), "claims an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit"),
+        (
+            pax(b"", 1 << 30) + head(),
+            "claims an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit",
+        ),
         (head(kind=b"S"), "holds the sparse file 'a.txt' at offset 0"),
         (pax(b"22 GNU.sparse.major=1\n") + head(), "holds the sparse file|malformed PAX"),
     ],
     ids=range(17),
 )
-def test_headers_that_cannot_be_are_refused_with_their_offset(tmp_path: Path, begin: bytes, words: str) -> None:
+def test_headers_that_cannot_be_are_refused_with_their_offset(
+    tmp_path: Path, begin: bytes, words: str
+) -> None:
     (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
     with pytest.raises(ShardError, match=words):
         wt.Loader(tmp_path / "a.tar")
 
 
 def test_links_devices_and_folders_are_passed_over_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, 7)) + head("k.txt") + END)
+    (tmp_path / "a.tar").write_bytes(
+        b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, 7)) + head("k.txt") + END
+    )
     index = wt.Loader(tmp_path / "a.tar", batch_size=1).index
     assert [index.key(i) for i in range(len(index))] == ["k"]
     assert sum(index.info["ignored"].values()) == 6
@@ -150,11 +172,20 @@ def test_compressed_tars_are_refused_with_a_sentence(tmp_path: Path, kind: str) 
         "zst": b"\x28\xb5\x2f\xfd",
         "lz4": b"\x04\x22\x4d\x18",
     }
-    data = gzip.compress(bytes(10_000)) if kind[-2:] == "gz" else begins[kind.rpartition(".")[2]].ljust(4096, b"x")
+    data = (
+        gzip.compress(bytes(10_000))
+        if kind[-2:] == "gz"
+        else begins[kind.rpartition(".")[2]].ljust(4096, b"x")
+    )
     (tmp_path / f"a.{kind}").write_bytes(data)
-    with pytest.raises(ShardError, match=f"a.{kind} is a .* file, not a plain tar; .* Unpack it first"):
+    with pytest.raises(
+        ShardError, match=f"a.{kind} is a .* file, not a plain tar; .* Unpack it first"
+    ):
         wt.Loader(tmp_path / f"a.{kind}")
-    with pytest.raises(UsageError, match=f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar"):
+    with pytest.raises(
+        UsageError,
+        match=f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar",
+    ):
         wt.Loader(tmp_path)
     (tmp_path / "b.tar").write_bytes(data)  # whatever it is called
     with pytest.raises(ShardError, match="b.tar is a .* file, not a plain tar"):
@@ -162,19 +193,27 @@ def test_compressed_tars_are_refused_with_a_sentence(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 43])
-def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(tmp_path: Path, size: int) -> None:
+def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
+    tmp_path: Path, size: int
+) -> None:
     path = tmp_path / "a.tar"
     with open(path, "wb") as file:  # a file with holes: some KB of disk
         file.write(head("k.bin", base256(size)))
         file.seek(512 + size)
         file.write(END)
-    with pytest.raises(ShardError, match=f"a.tar: 'k' at offset 0 has {size + 512} bytes, and a sample is held as a whole"):
+    with pytest.raises(
+        ShardError,
+        match=f"a.tar: 'k' at offset 0 has {size + 512} bytes, and a sample is held as a whole",
+    ):
         next(iter(wt.Loader(path, batch_size=1)))
 
 
 def test_batches_larger_than_memory_are_refused_in_words(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k", {"png": b"x"})])
-    with pytest.raises(WdstrainError, match="bytes of memory cannot be reserved .* Lower shuffle_buffer or batch_size"):
+    with pytest.raises(
+        WdstrainError,
+        match="bytes of memory cannot be reserved .* Lower shuffle_buffer or batch_size",
+    ):
         next(iter(wt.Loader(tmp_path, {"image": wt.image(size=50_000_000)}, batch_size=1)))
 
 
@@ -194,7 +233,9 @@ def test_names_that_are_no_text_come_back_as_they_were(tmp_path: Path) -> None:
         (batch,) = wt.Loader(tmp_path, batch_size=1)
         assert batch == {"__key__": ["k\udcff"], "a\udcfe": [b"x"], "b": [b"y"]}
     wt.index(tmp_path)
-    assert json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["wdstrain"]["fields"] == ["a\udcfe", "b"]
+    assert json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["wdstrain"][
+        "fields"
+    ] == ["a\udcfe", "b"]
     (batch,) = wt.Loader(tmp_path, batch_size=1, num_workers=1)
     assert batch["a\udcfe"] == [b"x"]
 
@@ -205,10 +246,16 @@ def test_names_that_are_no_text_come_back_as_they_were(tmp_path: Path) -> None:
 def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
     """Shards whose headers are all that is in them."""
     folder.mkdir(exist_ok=True)
-    (folder / "keys.tar").write_bytes(b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END)
-    (folder / "fields.tar").write_bytes(b"".join(header(f"k.{i % 60_000:07d}", 0) for i in range(min(members, 60_000))) + END)
+    (folder / "keys.tar").write_bytes(
+        b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END
+    )
+    (folder / "fields.tar").write_bytes(
+        b"".join(header(f"k.{i % 60_000:07d}", 0) for i in range(min(members, 60_000))) + END
+    )
     (folder / "links.tar").write_bytes(head(kind=b"2") * members + header("k.a", 0) + END)
-    (folder / "headers.tar").write_bytes(pax(b"20 comment=aaaaaaaa\n") * (members // 2) + header("k.a", 0) + END)
+    (folder / "headers.tar").write_bytes(
+        pax(b"20 comment=aaaaaaaa\n") * (members // 2) + header("k.a", 0) + END
+    )
     name = b"1048576 path=" + b"a/" * 524_280 + b"k.a"
     long = pax(b"%b\n" % name.ljust(1_048_575, b"a"))
     (folder / "names.tar").write_bytes((long + head()) * (members // 10_000) + END)
@@ -240,10 +287,15 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def png_claiming(width: int, height: int) -> bytes:
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        return (
+            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        )
 
     size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    ihdr, idat = chunk(b"IHDR", size + b"\x08\x02\0\0\0"), chunk(b"IDAT", zlib.compress(bytes(1000)))
+    ihdr, idat = (
+        chunk(b"IHDR", size + b"\x08\x02\0\0\0"),
+        chunk(b"IDAT", zlib.compress(bytes(1000))),
+    )
     return b"\x89PNG\r\n\x1a\n" + ihdr + idat + chunk(b"IEND", b"")
 
 
@@ -257,21 +309,32 @@ def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[274] = 6
     made: dict[str, Callable[[], bytes]] = {
-        f"png-{mode.replace(';', '')}": lambda mode=mode: encoded(Image.new(mode, (SIDE, SIDE)), "PNG")  # type: ignore[misc]
+        f"png-{mode.replace(';', '')}": lambda mode=mode: encoded(
+            Image.new(mode, (SIDE, SIDE)), "PNG"
+        )  # type: ignore[misc]
         for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
     }
     rgb = Image.new("RGB", (SIDE, SIDE))
     made |= {
         "jpeg": lambda: encoded(rgb, "JPEG"),
         "jpeg-progressive": lambda: encoded(rgb, "JPEG", progressive=True),
-        "jpeg-progressive-444": lambda: encoded(rgb, "JPEG", progressive=True, subsampling=0, exif=exif),
-        "jpeg-progressive-cmyk": lambda: encoded(Image.new("CMYK", (SIDE, SIDE)), "JPEG", progressive=True, subsampling=0),
-        "tiff-deep": lambda: encoded(Image.new("I;16", (SIDE, SIDE)), "TIFF", compression="tiff_adobe_deflate"),
+        "jpeg-progressive-444": lambda: encoded(
+            rgb, "JPEG", progressive=True, subsampling=0, exif=exif
+        ),
+        "jpeg-progressive-cmyk": lambda: encoded(
+            Image.new("CMYK", (SIDE, SIDE)), "JPEG", progressive=True, subsampling=0
+        ),
+        "tiff-deep": lambda: encoded(
+            Image.new("I;16", (SIDE, SIDE)), "TIFF", compression="tiff_adobe_deflate"
+        ),
         "jpeg-turned": lambda: encoded(rgb, "JPEG", exif=exif),
         "jpeg-cmyk": lambda: encoded(Image.new("CMYK", (SIDE, SIDE)), "JPEG"),
         "gif": lambda: encoded(rgb, "GIF"),
         "gif-many": lambda: encoded(
-            rgb, "GIF", save_all=True, append_images=[Image.new("RGB", (SIDE, SIDE), i) for i in range(3)]
+            rgb,
+            "GIF",
+            save_all=True,
+            append_images=[Image.new("RGB", (SIDE, SIDE), i) for i in range(3)],
         ),
         "bmp": lambda: encoded(rgb, "BMP"),
         "tiff": lambda: encoded(rgb, "TIFF", compression="tiff_lzw"),
@@ -288,17 +351,26 @@ def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
         assert peak < each * SIDE * SIDE + 6 * data + BESIDE, (name, peak)
 
 
-def test_what_claims_to_be_a_huge_picture_takes_no_memory(tmp_path: Path, data: Callable[[str], Path]) -> None:
+def test_what_claims_to_be_a_huge_picture_takes_no_memory(
+    tmp_path: Path, data: Callable[[str], Path]
+) -> None:
     claims = {
         "png": png_claiming(65535, 65535),
         "png-max": png_claiming((1 << 31) - 1, (1 << 31) - 1),
         "ppm": b"P6 65535 65535 255\n" + bytes(1000),
-        "bmp": encoded(Image.new("RGB", (8, 8)), "BMP")[:18] + (65535).to_bytes(4, "little") * 2 + bytes(1000),
-        "tiff": encoded(Image.new("L", (60000, 8)), "TIFF").replace((8).to_bytes(2, "little"), (65535).to_bytes(2, "little")),
+        "bmp": encoded(Image.new("RGB", (8, 8)), "BMP")[:18]
+        + (65535).to_bytes(4, "little") * 2
+        + bytes(1000),
+        "tiff": encoded(Image.new("L", (60000, 8)), "TIFF").replace(
+            (8).to_bytes(2, "little"), (65535).to_bytes(2, "little")
+        ),
     }
     for name in ("max_size.jpg", "decompression_bomb.gif", "png_decompression_dos.png"):
         claims[name] = (data("difficult") / name).read_bytes()
-    cases = [(write_tar(tmp_path / f"{name}.tar", [("k", {"img": raw})]), "image") for name, raw in claims.items()]
+    cases = [
+        (write_tar(tmp_path / f"{name}.tar", [("k", {"img": raw})]), "image")
+        for name, raw in claims.items()
+    ]
     for (name, _), (peak, said) in probed(cases).items():
         assert said.startswith("SampleError: "), (name, said)
         assert f"{name}: 'k', field 'img' at offset 512: " in said
@@ -312,7 +384,10 @@ def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_
     data = whole[:last] + whole[last:-2] * 1000 + whole[-2:]
     assert len(data) < 100_000
     write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
-    with pytest.raises(SampleError, match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels: more work than"):
+    with pytest.raises(
+        SampleError,
+        match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels: more work than",
+    ):
         list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
     with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
         wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
@@ -330,9 +405,27 @@ def test_tiles_larger_than_their_picture_are_refused() -> None:
 
     def tiled(width: int, height: int) -> bytes:
         tile = zlib.compress(bytes(width * height))
-        entries = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height, 324: 8, 325: len(tile)}
+        entries = {
+            256: 16,
+            257: 16,
+            258: 8,
+            259: 8,
+            262: 1,
+            277: 1,
+            322: width,
+            323: height,
+            324: 8,
+            325: len(tile),
+        }
         rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries.items())
-        return b"II*\0" + struct.pack("<I", 8 + len(tile)) + tile + struct.pack("<H", len(entries)) + rows + bytes(4)
+        return (
+            b"II*\0"
+            + struct.pack("<I", 8 + len(tile))
+            + tile
+            + struct.pack("<H", len(entries))
+            + rows
+            + bytes(4)
+        )
 
     assert decode_image(tiled(16, 16)).shape == decode_image(tiled(256, 256)).shape == (16, 16, 3)
     with pytest.raises(SampleError, match="tiles of 4096 x 2048 pixels for a picture of 16 x 16"):
@@ -341,7 +434,13 @@ def test_tiles_larger_than_their_picture_are_refused() -> None:
 
 def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
     text = head_.encode().ljust(117) + b"\n"
-    return b"\x93NUMPY" + version + len(text).to_bytes(2 if version[0] == 1 else 4, "little") + text + bytes(64)
+    return (
+        b"\x93NUMPY"
+        + version
+        + len(text).to_bytes(2 if version[0] == 1 else 4, "little")
+        + text
+        + bytes(64)
+    )
 
 
 @pytest.mark.slow
@@ -381,7 +480,9 @@ def test_values_that_unfold_stay_within_a_multiple_of_their_size(tmp_path: Path)
 def answering(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # who asked has heard enough
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # who asked has heard enough
                 answer(self)
 
         def log_message(self, *_: Any) -> None:
@@ -416,7 +517,9 @@ def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("answer", [_without_end, _unfolding])
-def test_an_index_without_an_end_is_refused(answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_without_an_end_is_refused(
+    answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a machine of 256 MB, so that the test is quick."""
     monkeypatch.setattr("wdstrain.storage.http.memory", lambda: 256 << 20)
     with (
@@ -426,7 +529,9 @@ def test_an_index_without_an_end_is_refused(answer: Callable[..., None], monkeyp
         wt.Loader(f"{address}/index.json")
 
 
-def test_an_index_is_taken_apart_only_if_memory_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_taken_apart_only_if_memory_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_shards(tmp_path / "set", [8])
     wt.index(folder)
     monkeypatch.setattr("wdstrain.shards.index_io.memory", lambda: 128 * 200)
@@ -445,7 +550,9 @@ def test_an_index_may_not_claim_a_shard_that_no_disk_holds(tmp_path: Path) -> No
     (folder / "index.json").write_text(json.dumps(document))
     with serving(folder) as server:
         loader = wt.Loader(server.url, batch_size=4, cache_dir=tmp_path / "cache")
-        with pytest.raises(ShardError, match=r"its index says 4611686018427387903: it was cut or changed"):
+        with pytest.raises(
+            ShardError, match=r"its index says 4611686018427387903: it was cut or changed"
+        ):
             next(iter(loader))
         loader.close()
     assert not list((tmp_path / "cache").rglob("*.tar*"))

@@ -25,14 +25,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "bytes": {},
     "fields": {"fields": {"text": wt.text("id")}},
     "transform": {"transform": double},
-    "arrays": {"fields": {"x": wt.array("x.npy", shape=(40, 40), dtype="float32"), "text": wt.text("id")}},
+    "arrays": {
+        "fields": {"x": wt.array("x.npy", shape=(40, 40), dtype="float32"), "text": wt.text("id")}
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
-    rows = ({"__key__": f"k{i:04d}", "id": str(i), "x.npy": np.full((40, 40), i, np.float32)} for i in range(COUNT))
+    rows = (
+        {"__key__": f"k{i:04d}", "id": str(i), "x.npy": np.full((40, 40), i, np.float32)}
+        for i in range(COUNT)
+    )
     wt.pack(rows, str(folder), shard_samples=60, shuffle=False)
     return folder
 
@@ -77,14 +82,22 @@ def cases(count: int, seed: int) -> list[Any]:
             "lanes": lanes,
             "seed": number,
         }
-        kind, cut, start = list(KINDS)[number // 3 % 4], bits.randrange(COUNT), bits.choice([0, 0, 1, 3])
+        kind, cut, start = (
+            list(KINDS)[number // 3 % 4],
+            bits.randrange(COUNT),
+            bits.choice([0, 0, 1, 3]),
+        )
         found.append(pytest.param(kind, options, cut, start, id=f"{number}-{kind}-{cut}"))
     return found
 
 
 def check(packed: Path, kind: str, options: dict[str, Any], cut: int, start: int) -> None:
     whole = wt.Loader(packed, **options)
-    epochs = [batch["__key__"] for number, step in ((0, start), (1, 0)) for batch in whole.epoch(number, start=step)]
+    epochs = [
+        batch["__key__"]
+        for number, step in ((0, start), (1, 0))
+        for batch in whole.epoch(number, start=step)
+    ]
     whole.close()
     loader, given, error = wt.Loader(packed, **options, **KINDS[kind]), list[list[str]](), ""
     with Cut(loader.index, cut) as damage:
@@ -124,12 +137,23 @@ def test_every_batch_before_a_read_error_is_delivered_in_many_cases(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_mixture_delivers_every_batch_before_a_read_error(packed: Path, tmp_path: Path, num_workers: int) -> None:
-    rows = ({"__key__": f"o{i:04d}", "id": str(i), "x.npy": np.zeros((40, 40), np.float32)} for i in range(100))
+def test_a_mixture_delivers_every_batch_before_a_read_error(
+    packed: Path, tmp_path: Path, num_workers: int
+) -> None:
+    rows = (
+        {"__key__": f"o{i:04d}", "id": str(i), "x.npy": np.zeros((40, 40), np.float32)}
+        for i in range(100)
+    )
     wt.pack(rows, str(tmp_path / "other"))
-    sets, options = {"a": packed, "b": tmp_path / "other"}, {"batch_size": 7, "shuffle_buffer": 50, "weights": {"a": 2, "b": 1}}
+    sets, options = (
+        {"a": packed, "b": tmp_path / "other"},
+        {"batch_size": 7, "shuffle_buffer": 50, "weights": {"a": 2, "b": 1}},
+    )
     epoch = [batch["__key__"] for batch in wt.mix(sets, **options)]
-    loader, given = wt.mix(sets, {"text": wt.text("id")}, num_workers=num_workers, **options), list[list[str]]()
+    loader, given = (
+        wt.mix(sets, {"text": wt.text("id")}, num_workers=num_workers, **options),
+        list[list[str]](),
+    )
     with Cut(loader.index, 150) as damage:
         with pytest.raises(wt.ShardError, match="ends at offset"):
             taken(iter(loader), given)

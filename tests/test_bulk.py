@@ -29,7 +29,11 @@ from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 
 WAYS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler")),
+    pytest.param(
+        True,
+        id="compiled",
+        marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler"),
+    ),
     pytest.param(False, id="piece by piece"),
 ]
 
@@ -73,10 +77,19 @@ def filled(places: ScatterList, fd: int, offset: int) -> int:
     return before - places.left
 
 
-run_sizes = st.lists(st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 262_143, 262_144, 262_145, 500_000])), max_size=40)
-few_sizes = run_sizes.map(lambda sizes: [size for size, upto in zip(sizes, np.cumsum(sizes), strict=True) if upto <= 3_000_000])
+run_sizes = st.lists(
+    st.one_of(st.integers(0, 700), st.sampled_from([0, 1, 262_143, 262_144, 262_145, 500_000])),
+    max_size=40,
+)
+few_sizes = run_sizes.map(
+    lambda sizes: [
+        size for size, upto in zip(sizes, np.cumsum(sizes), strict=True) if upto <= 3_000_000
+    ]
+)
 randoms = st.integers(0, 1 << 32).map(Random)
-thorough = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+thorough = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class Laid(NamedTuple):
@@ -90,7 +103,11 @@ class Laid(NamedTuple):
 
 
 def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
-    start, of, upto = np.zeros(len(sizes), np.int64), ints(*(order.randrange(2) for _ in sizes)), [0, 0]
+    start, of, upto = (
+        np.zeros(len(sizes), np.int64),
+        ints(*(order.randrange(2) for _ in sizes)),
+        [0, 0],
+    )
     for i in order.sample(range(len(sizes)), len(sizes)):
         start[i] = upto[of[i]] + order.randrange(9)
         upto[of[i]] = int(start[i]) + sizes[i]
@@ -98,7 +115,9 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
     summed = [i for i, size in enumerate(sizes) if size and order.randrange(2)]
     joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
     size, rows = ints(*sizes), ints(*summed)
-    sums = ChecksumJob(memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool))
+    sums = ChecksumJob(
+        memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool)
+    )
     return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
 
 
@@ -118,7 +137,9 @@ def check_places(made: Laid, sizes: list[int], there: bytes) -> None:
 
 @thorough
 @given(sizes=run_sizes, offset=st.integers(0, 3_000_100), order=randoms)
-def test_runs_are_filled_in_order_and_compared(way: bool, file: File, sizes: list[int], offset: int, order: Random) -> None:
+def test_runs_are_filled_in_order_and_compared(
+    way: bool, file: File, sizes: list[int], offset: int, order: Random
+) -> None:
     """Wherever they lie, however large, up to the end of the file."""
     fd, whole = file
     made, there = laid(sizes, order, joins=True), whole[offset : offset + sum(sizes)]
@@ -155,12 +176,17 @@ def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
         together = any(low <= begin and end <= high for low, high in pairwise(ends))
         assert made.sums.checksums[k] == (zlib.crc32(whole[begin:end]) if together else 0)
     made.sums.update()
-    assert made.sums.checksums.tolist() == [zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed]
+    assert made.sums.checksums.tolist() == [
+        zlib.crc32(data) for i, data in enumerate(cut(sizes, whole)) if i in made.summed
+    ]
 
 
 @settings(thorough, max_examples=30)
 @given(
-    sizes=few_sizes, missing=st.integers(0, 700), head=st.one_of(st.integers(0, 5000), st.integers(0, 900_000)), order=randoms
+    sizes=few_sizes,
+    missing=st.integers(0, 700),
+    head=st.one_of(st.integers(0, 5000), st.integers(0, 900_000)),
+    order=randoms,
 )
 def test_an_answer_is_received_as_it_comes(
     way: bool, file: File, sizes: list[int], missing: int, head: int, order: Random
@@ -202,7 +228,9 @@ def test_an_answer_is_received_as_it_comes(
     came = cut(sizes, there)
     made.places.advance(0)  # whatever came is taken into the sums
     whole = [i for i in made.summed if len(came[i]) == sizes[i]]
-    assert made.sums.checksums.tolist() == [zlib.crc32(came[i]) if i in whole else 0 for i in made.summed]
+    assert made.sums.checksums.tolist() == [
+        zlib.crc32(came[i]) if i in whole else 0 for i in made.summed
+    ]
 
 
 def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
@@ -236,7 +264,9 @@ def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> N
     sums = ChecksumJob([memory], of, start, size, size.cumsum())
     assert filled(ScatterList([memory], of, start, size, sums), fd, 17) == 100_000
     assert bytes(memory.view) == b"".join(whole[17 + at : 22 + at] for at in range(99_995, -1, -5))
-    assert sums.checksums.tolist() == [zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)]
+    assert sums.checksums.tolist() == [
+        zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)
+    ]
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
@@ -246,7 +276,9 @@ def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: li
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
     start = np.stack((np.arange(3) * 20, np.arange(3)[::-1] * 30), axis=1)
     upto = (lie - lie[0])[:, None] + ints(20, 50)
-    sums = ChecksumJob((arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1))
+    sums = ChecksumJob(
+        (arena, rows), np.tile([0, 1], 3), start.reshape(-1), np.tile([20, 30], 3), upto.reshape(-1)
+    )
     of, size = np.tile([0, 1], (3, 1)), np.tile([20, 30], (3, 1))
     places = scatter_samples((arena, rows, nobody), of, start, size, lie, lie + 50, sums)
     assert filled(places, fd, 7) == 150 + sum(gaps)
@@ -255,11 +287,14 @@ def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: li
     assert bytes(rows.view[:90]) == b"".join(one[20:] for one in reversed(samples))
     assert not any(arena.view[60:])
     assert not any(rows.view[90:])
-    assert sums.checksums.tolist() == [zlib.crc32(part) for one in samples for part in (one[:20], one[20:])]
+    assert sums.checksums.tolist() == [
+        zlib.crc32(part) for one in samples for part in (one[:20], one[20:])
+    ]
 
 
 @pytest.mark.parametrize(
-    ("start", "size"), [(-1, 5), (0, -1), (96, 5), (101, 0), (1 << 62, 1 << 62), ((1 << 63) - 1,) * 2, (1, -1 << 63)]
+    ("start", "size"),
+    [(-1, 5), (0, -1), (96, 5), (101, 0), (1 << 62, 1 << 62), ((1 << 63) - 1,) * 2, (1, -1 << 63)],
 )
 def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> None:
     """What an index claims is an address to the system: it is refused before it is believed."""
@@ -280,26 +315,41 @@ def test_what_cannot_be_read_is_an_error_of_the_system(way: bool, tmp_path: Path
         os.close(fd)
 
 
-def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_gives_the_same_with_the_library_and_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arrays, pictures and bytes; sound, damaged, and where a shard ends too soon."""
     values = np.random.default_rng(2).integers(0, 255, (60, 40, 40), np.uint8)
     for name in ("sound", "damaged", "short"):
-        samples = ({"__key__": f"k{i:03d}", "x.npy": values[i], "jpg": picture(i), "cls": i % 7} for i in range(60))
+        samples = (
+            {"__key__": f"k{i:03d}", "x.npy": values[i], "jpg": picture(i), "cls": i % 7}
+            for i in range(60)
+        )
         wt.pack(samples, str(tmp_path / name), shuffle=False, shard_samples=20)
         shard = tmp_path / name / "train-000001.tar"
         data = bytearray(shard.read_bytes())
         for at in range(5000, len(data), 1997):
             data[at] ^= name == "damaged"
         shard.write_bytes(data[: len(data) // 2 if name == "short" else None])
-    fields = {"x": wt.array("x.npy", shape=(40, 40), dtype="uint8"), "image": wt.image(size=16), "label": wt.label()}
+    fields = {
+        "x": wt.array("x.npy", shape=(40, 40), dtype="uint8"),
+        "image": wt.image(size=16),
+        "label": wt.label(),
+    }
     found = []
     for library in (kernels.library, None):
         monkeypatch.setattr(kernels, "library", library)
         for name in ("sound", "damaged", "short"):
             for what in (fields, {"x": fields["x"]}, None):
-                loader = wt.Loader(tmp_path / name, what, batch_size=7, on_bad="replace", max_bad=1.0, tail="drop")
+                loader = wt.Loader(
+                    tmp_path / name, what, batch_size=7, on_bad="replace", max_bad=1.0, tail="drop"
+                )
                 batches = [
-                    {key: value if isinstance(value, list) else value.tolist() for key, value in b.items()} for b in loader
+                    {
+                        key: value if isinstance(value, list) else value.tolist()
+                        for key, value in b.items()
+                    }
+                    for b in loader
                 ]
                 found.append((batches, loader.report()["bad"], loader.report()["bad_reasons"]))
                 loader.close()
@@ -320,8 +370,12 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
     assert kernels.load_library(source=str(tmp_path / "kernels.c")) is None
 
 
-@pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")])
-def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(tmp_path: Path, compiler: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")]
+)
+def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(
+    tmp_path: Path, compiler: str, why: str
+) -> None:
     code = (
         "import sys; sys.path.insert(0, 'scripts'); from pathlib import Path; from compile import NATIVE, compile_library;"
         f"print(compile_library(NATIVE / 'kernels.c', Path({str(tmp_path / 'lib.so')!r})))"
@@ -329,7 +383,13 @@ def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(tmp_path: Pat
     (tmp_path / "lib.so").write_bytes(b"of before")
     environment = {**os.environ, "CC": compiler}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert done.stdout.startswith(why)
     assert os.listdir(tmp_path) == []

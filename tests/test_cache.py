@@ -33,7 +33,10 @@ from wdstrain.storage.shard_cache import Cache
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four packed shards of some 200 KB."""
     folder = tmp_path_factory.mktemp("made")
-    rows = ({"__key__": f"k{n:04d}", "bin": random.Random(n).randbytes(2000 + n), "cls": n % 3} for n in range(300))
+    rows = (
+        {"__key__": f"k{n:04d}", "bin": random.Random(n).randbytes(2000 + n), "cls": n % 3}
+        for n in range(300)
+    )
     wt.pack(rows, str(folder / "shards"), shard_bytes=230_000)
     return folder / "shards"
 
@@ -86,14 +89,20 @@ def blocks_in(folder: Path, index: Index) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_the_first_epoch_fills_the_cache_and_the_next_needs_no_server(made: Path, tmp_path: Path, ranges: bool) -> None:
+def test_the_first_epoch_fills_the_cache_and_the_next_needs_no_server(
+    made: Path, tmp_path: Path, ranges: bool
+) -> None:
     near = loader_of(str(made), None)
     wanted = [epoch(near, number) for number in range(2)]
     with serving(made, ranges=ranges) as server:
         loader = loader_of(server.url, tmp_path / "cache")
         assert epoch(loader) == wanted[0]
         sizes = [path.stat().st_size for path in made.glob("*.tar")]
-        assert loader.report()["fetched"] == sum(sizes) if ranges else loader.report()["fetched"] >= sum(sizes)
+        assert (
+            loader.report()["fetched"] == sum(sizes)
+            if ranges
+            else loader.report()["fetched"] >= sum(sizes)
+        )
         loader.close()
         server.requests.clear()
         far = loader_of(server.url, tmp_path / "cache")
@@ -101,7 +110,9 @@ def test_the_first_epoch_fills_the_cache_and_the_next_needs_no_server(made: Path
         assert asked(server) == []
         assert far.report()["fetched"] == 0 < far.report()["bytes"] <= far.report()["cached"]
     assert epoch(far, 1) == wanted[1]  # the server is gone
-    assert sorted(path.read_bytes() for path in whole(tmp_path / "cache")) == sorted(p.read_bytes() for p in made.glob("*.tar"))
+    assert sorted(path.read_bytes() for path in whole(tmp_path / "cache")) == sorted(
+        p.read_bytes() for p in made.glob("*.tar")
+    )
     assert not list((tmp_path / "cache").rglob("*.part"))
     with tarfile.open(whole(tmp_path / "cache")[0]) as tar:
         assert tar.getnames()
@@ -114,11 +125,15 @@ def test_no_block_is_fetched_twice_in_an_epoch(served: Served, tmp_path: Path) -
     assert max(Counter(asked(served)).values()) == 1
 
 
-def test_ranks_on_one_machine_fetch_each_block_once(made: Path, served: Served, tmp_path: Path) -> None:
+def test_ranks_on_one_machine_fetch_each_block_once(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     loaders = [loader_of(served.url, tmp_path, rank=rank, world_size=3) for rank in range(3)]
     wanted = [epoch(loader_of(str(made), None, rank=rank, world_size=3)) for rank in range(3)]
     found: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda r=r: found.update({r: epoch(loaders[r])})) for r in range(3)]
+    threads = [
+        threading.Thread(target=lambda r=r: found.update({r: epoch(loaders[r])})) for r in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -129,22 +144,33 @@ def test_ranks_on_one_machine_fetch_each_block_once(made: Path, served: Served, 
     assert max(Counter(asked(served)).values()) == 1
 
 
-def test_processes_share_a_cache_without_fetching_a_shard_twice(made: Path, served: Served, tmp_path: Path) -> None:
+def test_processes_share_a_cache_without_fetching_a_shard_twice(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     code = (
         "import sys, wdstrain as wt\n"
         f"loader = wt.Loader({served.url!r}, batch_size=16, cache_dir={str(tmp_path)!r}, seed=int(sys.argv[1]))\n"
         "print(sum(len(batch['__key__']) for batch in loader), loader.report()['retries'])"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", code, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(seed)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for seed in range(4)
     ]
     assert [one.communicate(timeout=60) for one in running] == [("288 0\n", "")] * 4
-    assert max(Counter(path for path, _ in asked(served)).values()) == 1  # of default size, a block is a shard here
+    assert (
+        max(Counter(path for path, _ in asked(served)).values()) == 1
+    )  # of default size, a block is a shard here
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
-def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(made: Path, served: Served, tmp_path: Path) -> None:
+def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     wanted = epoch(loader_of(str(made), None, shuffle=False))
     loader = loader_of(served.url, tmp_path, shuffle=False)
     found = [batch["__key__"] for batch in loader.epoch(0, start=len(wanted) - 2)]
@@ -161,11 +187,18 @@ def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(made: Pa
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_what_a_resume_passes_over_is_cached_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_what_a_resume_passes_over_is_cached_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
     """Samples that were delivered before the resume lie between those that are read; samples are as long as blocks divide."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     rows = [(f"k{n:04d}", random.Random(n).randbytes(2048 - 512)) for n in range(600)]
-    wt.pack(({"__key__": key, "bin": data} for key, data in rows), str(tmp_path / "s"), shuffle=False, shard_samples=300)
+    wt.pack(
+        ({"__key__": key, "bin": data} for key, data in rows),
+        str(tmp_path / "s"),
+        shuffle=False,
+        shard_samples=300,
+    )
     shards = sorted((tmp_path / "s").glob("*.tar"))
     if not packed:
         (tmp_path / "s" / "index.json").unlink()
@@ -193,7 +226,9 @@ def test_faults_on_the_way_into_the_cache_cost_nothing(made: Path, tmp_path: Pat
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
-def test_shards_without_a_checksum_are_kept_by_the_tag_of_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_a_checksum_are_kept_by_the_tag_of_their_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     write_shards(tmp_path / "s", [20, 20])
     with serving(tmp_path / "s") as server:
@@ -209,7 +244,9 @@ def test_shards_without_a_checksum_are_kept_by_the_tag_of_their_server(tmp_path:
         assert len(whole(tmp_path / "cache")) == 2
         server.requests.clear()
         assert keys() == first
-        assert {span for _, span in asked(server)} <= {None}  # asked whether they changed, not for a range
+        assert {span for _, span in asked(server)} <= {
+            None
+        }  # asked whether they changed, not for a range
         shutil.rmtree(tmp_path / "s")
         write_shards(tmp_path / "s", [20, 21])
         assert len(keys()) == 41 - 1 == len(first)
@@ -232,7 +269,9 @@ def offset_of(index: Index, number: int) -> int:
     return next(at for name, at, _ in index.members(number) if name == "bin") + 7
 
 
-def test_damage_in_a_cached_shard_is_read_past_the_cache(made: Path, served: Served, tmp_path: Path) -> None:
+def test_damage_in_a_cached_shard_is_read_past_the_cache(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     wanted = epoch(loader_of(str(made), None))
     loader = loader_of(served.url, tmp_path)
     epoch(loader)
@@ -267,9 +306,13 @@ def test_damage_on_the_way_is_fetched_again_once(made: Path, tmp_path: Path) -> 
             loader.close()
         with serving(made, faults=[damaged]) as server:
             fields = {"label": wt.label()}
-            loader = wt.Loader(server.url, fields, batch_size=16, shuffle=False, num_workers=workers)
+            loader = wt.Loader(
+                server.url, fields, batch_size=16, shuffle=False, num_workers=workers
+            )
             near = wt.Loader(str(made), fields, batch_size=16, shuffle=False)
-            assert [batch["label"].tolist() for batch in loader] == [batch["label"].tolist() for batch in near]
+            assert [batch["label"].tolist() for batch in loader] == [
+                batch["label"].tolist() for batch in near
+            ]
             loader.close()
 
 
@@ -288,7 +331,9 @@ def test_damage_that_stays_is_an_error_with_shard_and_byte(made: Path, tmp_path:
         assert [span for path, span in asked(server) if path.endswith("000000.tar")][-1] is not None
 
 
-def test_what_is_not_what_its_index_says_is_not_kept(made: Path, tmp_path: Path, caplog: Any) -> None:
+def test_what_is_not_what_its_index_says_is_not_kept(
+    made: Path, tmp_path: Path, caplog: Any
+) -> None:
     shutil.copytree(made, tmp_path / "s")
     size = (made / "train-000000.tar").stat().st_size
     flip(tmp_path / "s" / "train-000000.tar", size - 1)  # beyond the last sample
@@ -301,7 +346,9 @@ def test_what_is_not_what_its_index_says_is_not_kept(made: Path, tmp_path: Path,
     check_content(tmp_path / "cache", made)
 
 
-def test_a_cached_shard_of_another_length_is_fetched_again(made: Path, served: Served, tmp_path: Path) -> None:
+def test_a_cached_shard_of_another_length_is_fetched_again(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     loader = loader_of(served.url, tmp_path)
     wanted = epoch(loader)
     loader.close()
@@ -331,7 +378,9 @@ def test_what_lies_under_a_final_name_and_is_no_shard_is_not_believed(
     assert caplog.text.count("cannot be written") == (what == "a folder")
 
 
-def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(served: Served, tmp_path: Path) -> None:
+def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(
+    served: Served, tmp_path: Path
+) -> None:
     one, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
     first = one.open(shard)
     assert first is not None
@@ -350,7 +399,9 @@ def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(served: Ser
 # --- the limit -------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, served: Served, tmp_path: Path) -> None:
+def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     sizes = {path.name: path.stat().st_size for path in made.glob("*.tar")}
     limit = 2 * max(sizes.values())
     loader = loader_of(served.url, tmp_path, cache_limit=limit, shuffle=False)
@@ -358,7 +409,11 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, 
     for _ in range(2):
         assert epoch(loader) == wanted
         loader.close()
-        assert 0 < sum(path.stat().st_size for path in (tmp_path / shard_cache.FOLDER).glob("*.tar*")) <= limit
+        assert (
+            0
+            < sum(path.stat().st_size for path in (tmp_path / shard_cache.FOLDER).glob("*.tar*"))
+            <= limit
+        )
     check_content(tmp_path, made)
     one, shards = Cache(str(tmp_path / "other"), limit), loader.index.shards
     for number in (0, 1, 0, 2):
@@ -368,10 +423,15 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(made: Path, 
             file.fill(0, file.size)
             os.utime(one.place_of(shards[number]), ns=(number, number))
         file.close()
-    assert {path.name[:12] for path in whole(tmp_path / "other")} == {"train-000000", "train-000002"}
+    assert {path.name[:12] for path in whole(tmp_path / "other")} == {
+        "train-000000",
+        "train-000002",
+    }
 
 
-def test_only_what_a_cache_wrote_is_ever_taken_out(made: Path, served: Served, tmp_path: Path) -> None:
+def test_only_what_a_cache_wrote_is_ever_taken_out(
+    made: Path, served: Served, tmp_path: Path
+) -> None:
     for path in made.iterdir():
         shutil.copy(path, tmp_path)
     with closing(loader_of(served.url, tmp_path, cache_limit="10MB")) as loader:
@@ -379,7 +439,10 @@ def test_only_what_a_cache_wrote_is_ever_taken_out(made: Path, served: Served, t
     for path in whole(tmp_path):  # of the names that a cache gives, beside its folder
         shutil.copy(path, tmp_path)
     (tmp_path / shard_cache.FOLDER / "notes.tar").write_bytes(bytes(100_000))
-    mine = {path: path.read_bytes() for path in [*tmp_path.glob("*.*"), tmp_path / shard_cache.FOLDER / "notes.tar"]}
+    mine = {
+        path: path.read_bytes()
+        for path in [*tmp_path.glob("*.*"), tmp_path / shard_cache.FOLDER / "notes.tar"]
+    }
     limit = max(path.stat().st_size for path in made.glob("*.tar"))
     there = [path for path in whole(tmp_path) if path.name != "notes.tar"]
     for gone in there[:2]:  # which pushes others out when it is read again
@@ -457,7 +520,9 @@ class _Killer:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(made: Path, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(
+    made: Path, tmp_path: Path
+) -> None:
     """The process is killed when the server has answered so many requests; another goes on with what is there."""
     wanted = epoch(loader_of(str(made), None))
     blocks = sum(-(-path.stat().st_size // (32 << 10)) for path in made.glob("*.tar"))
@@ -477,7 +542,11 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(made: Pa
             server.requests.clear()
             assert epoch(loader) == wanted
             loader.close()
-            again = {(path, int(span[6:].split("-")[0]) // shard_cache.BLOCK) for path, span in asked(server) if span}
+            again = {
+                (path, int(span[6:].split("-")[0]) // shard_cache.BLOCK)
+                for path, span in asked(server)
+                if span
+            }
             assert not again & there
         check_content(folder, made)
         assert len(whole(folder)) == len(list(made.glob("*.tar")))
@@ -493,8 +562,20 @@ def test_a_disk_that_takes_no_more_degrades_to_streaming_with_one_warning(
     mount = f"mount -t tmpfs -o {options} none {folder}"
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a small disk (unshare -rm)")
-    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", _RUN]
-    done = subprocess.run([*command, served.url, str(folder)], capture_output=True, text=True, timeout=60)
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        _RUN,
+    ]
+    done = subprocess.run(
+        [*command, served.url, str(folder)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout) == (0, "begun\n288\n"), done.stderr
     assert done.stderr.count("cannot be written") == 1, done.stderr
 

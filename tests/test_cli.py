@@ -27,7 +27,9 @@ def convert(photos: Path, out: Path, *words: str) -> int:
     return main(["convert", "folder", str(photos), str(out), *words])
 
 
-def test_convert_index_info_and_verify_print_a_summary(photos: Path, tmp_path: Path, capsys: Any) -> None:
+def test_convert_index_info_and_verify_print_a_summary(
+    photos: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     assert convert(photos, out, "--split", "train=0.8,val=0.2") == 0
     text = capsys.readouterr().out
@@ -51,7 +53,9 @@ def test_json_is_one_object_on_stdout(photos: Path, tmp_path: Path, capsys: Any)
     assert json.loads(capsys.readouterr().out)["labels"][0]["classes"] == ["cat", "dog"]
 
 
-def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, capsys: Any) -> None:
+def test_damage_is_exit_status_one_with_its_place(
+    photos: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     convert(photos, out)
     os.truncate(out / "train-000000.tar", 5000)
@@ -65,10 +69,22 @@ def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, 
     [
         (["convert", "folder", "absent", "out"], 1, "absent: there is no such folder"),
         (["convert", "folder", "empty", "out"], 1, "empty holds no pictures"),
-        (["convert", "folder", "photos/cat", "out"], 1, "photos/cat holds 20 pictures and no class folders"),
+        (
+            ["convert", "folder", "photos/cat", "out"],
+            1,
+            "photos/cat holds 20 pictures and no class folders",
+        ),
         (["convert", "table", "absent.csv", "out", "--image", "f"], 1, "absent.csv cannot be read"),
-        (["convert", "table", "log.csv", "out", "--image", "f"], 2, "log.csv has no column 'f'. Its columns are: file, n"),
-        (["convert", "table", "log.csv", "out", "--image", "file"], 1, "log.csv, row 2: gone.jpg: the picture is not there"),
+        (
+            ["convert", "table", "log.csv", "out", "--image", "f"],
+            2,
+            "log.csv has no column 'f'. Its columns are: file, n",
+        ),
+        (
+            ["convert", "table", "log.csv", "out", "--image", "file"],
+            1,
+            "log.csv, row 2: gone.jpg: the picture is not there",
+        ),
         (["info", "photos"], 2, "photos: this folder holds no index.json and no .tar file"),
         (["info", "cut"], 1, "part-000.tar ends"),
         (["verify", "absent"], 2, "absent: there is no such file or folder"),
@@ -79,7 +95,13 @@ def test_damage_is_exit_status_one_with_its_place(photos: Path, tmp_path: Path, 
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], status: int, sentence: str
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    words: list[str],
+    status: int,
+    sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -107,7 +129,10 @@ def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *[["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")],
+        *[
+            ["convert", kind]
+            for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+        ],
         ["train"],
         ["show"],
         ["verify"],
@@ -130,20 +155,37 @@ def test_sizes_are_typed_as_people_write_them(photos: Path, tmp_path: Path) -> N
 
 def test_a_closed_pipe_is_no_error(photos: Path, tmp_path: Path) -> None:
     convert(photos, tmp_path / "out")
-    command = f"{sys.executable} -m wdstrain info {tmp_path / 'out'} | true; echo ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -m wdstrain info {tmp_path / 'out'} | true; echo ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any) -> None:
     photos, out = write_class_folder(tmp_path / "many", {"a": 1000}), tmp_path / "out"
-    command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "convert",
+        "folder",
+        str(photos),
+        str(out),
+        "--shard-samples",
+        "2",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_for(lambda: len(list((out / ".unfinished").glob("shards/*.tar"))) > 3, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert "wdstrain: interrupted. The same command with --resume goes on with what is finished so far." in err
+    assert (
+        "wdstrain: interrupted. The same command with --resume goes on with what is finished so far."
+        in err
+    )
     assert "Traceback" not in err
     assert [path.name for path in out.iterdir()] == [".unfinished"]
     assert convert(photos, out, "--shard-samples", "2", "--resume", "--json") == 0
@@ -154,7 +196,17 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
 def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
     photos = write_class_folder(tmp_path / "many", {"a": 1000})
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "wdstrain", "convert", "folder", str(photos), str(out), "--shard-samples", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "convert",
+        "folder",
+        str(photos),
+        str(out),
+        "--shard-samples",
+        "2",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_for(lambda: len(list((out / ".unfinished").glob("shards/*.tar"))) > 3, process)
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
@@ -173,7 +225,10 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     assert convert(photos, out, "--shard-samples", "2", "--resume") == 0
     assert main(["verify", str(out)]) == 0
     convert(photos, tmp_path / "whole", "--shard-samples", "2", "--jobs", "1")
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (out, tmp_path / "whole")]
+    files = [
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (out, tmp_path / "whole")
+    ]
     assert files[0] == files[1]
 
 
@@ -187,7 +242,10 @@ def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:
 
 def test_an_option_that_is_none_is_refused_with_the_one_it_resembles(capsys: Any) -> None:
     assert main(["train", "shards", "--out", "run", "--wieght-decay", "3"]) == 2
-    assert "'--wieght-decay' is none of the options of wdstrain train. Did you mean --weight-decay?" in capsys.readouterr().err
+    assert (
+        "'--wieght-decay' is none of the options of wdstrain train. Did you mean --weight-decay?"
+        in capsys.readouterr().err
+    )
     assert main(["convert", "folder", "a", "b", "--spilt", "train=1"]) == 2
     assert "Did you mean --split?" in capsys.readouterr().err
 
@@ -197,9 +255,9 @@ def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, closed: bool) -
     wt.pack([{"txt": "x"}], tmp_path / "set")
     words = ["info", str(tmp_path / "set"), *(["--json"] if closed else [])]
     script = f'exec "$0" -m wdstrain "$@" {">&-" if closed else "> /dev/full"}'
-    done = subprocess.run(["bash", "-c", script, sys.executable, *words], capture_output=True, text=True)
-    assert done.returncode == (0 if closed else 1)
-    told = (
-        "wdstrain: the work is done, but its result cannot be written to stdout: No space left on device. Write it elsewhere.\n"
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable, *words], capture_output=True, text=True
     )
+    assert done.returncode == (0 if closed else 1)
+    told = "wdstrain: the work is done, but its result cannot be written to stdout: No space left on device. Write it elsewhere.\n"
     assert done.stderr == ("" if closed else told)

@@ -61,15 +61,25 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-@pytest.mark.parametrize(("where", "workers", "closers"), [("disk", 0, 1), ("disk", 0, 3), ("disk", 2, 1), ("server", 0, 1)])
-def test_other_threads_may_close_a_loader_at_any_moment(tmp_path: Path, where: str, workers: int, closers: int) -> None:
+@pytest.mark.parametrize(
+    ("where", "workers", "closers"),
+    [("disk", 0, 1), ("disk", 0, 3), ("disk", 2, 1), ("server", 0, 1)],
+)
+def test_other_threads_may_close_a_loader_at_any_moment(
+    tmp_path: Path, where: str, workers: int, closers: int
+) -> None:
     """A pass gives what it should, or ends in an error that says why; afterwards no thread is left."""
     write_shards(tmp_path, [50] * 4)
     wt.index(tmp_path)
     done, ends, wrong = threading.Event(), list[str](), list[Exception]()
     before = threads()
     with serving(tmp_path) as server, switching_often():
-        loader = wt.Loader(server.url if where == "server" else tmp_path, batch_size=4, shuffle_buffer=10, num_workers=workers)
+        loader = wt.Loader(
+            server.url if where == "server" else tmp_path,
+            batch_size=4,
+            shuffle_buffer=10,
+            num_workers=workers,
+        )
 
         def close() -> None:
             while not done.wait(0.003):
@@ -132,7 +142,9 @@ def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("small")
-def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One request has brought its bytes, one a part, the others wait for an answer."""
     monkeypatch.setattr(prefetch, "_PARTING", 0.5)
     write_shards(tmp_path, [400])
@@ -159,15 +171,21 @@ def test_what_had_not_come_when_a_loader_was_closed_is_not_given(tmp_path: Path,
         with pytest.raises(WdstrainError, match=r"stopped|closed"):
             drained(batches)
         closer.join()
-        left = [thread for thread in threading.enumerate() if thread.name.startswith("wdstrain-fetch-")]
+        left = [
+            thread for thread in threading.enumerate() if thread.name.startswith("wdstrain-fetch-")
+        ]
         released.set()
-        for thread in left:  # who waits for the first byte of an answer is not waited for, and ends with it
+        for (
+            thread
+        ) in left:  # who waits for the first byte of an answer is not waited for, and ends with it
             thread.join(20)
         assert not fetching()
 
 
 @pytest.mark.usefixtures("small")
-def test_an_error_in_a_thread_that_fetches_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_thread_that_fetches_reaches_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There may be no memory just when it says what it brought."""
     samples = ({"__key__": f"s{i:06d}", "cls": b"%d" % i} for i in range(400))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
@@ -247,7 +265,9 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
 def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arrays = ({"__key__": f"s{i:03d}", "x.npy": np.full((48, 48, 4), i, np.uint8)} for i in range(32))
+    arrays = (
+        {"__key__": f"s{i:03d}", "x.npy": np.full((48, 48, 4), i, np.uint8)} for i in range(32)
+    )
     wt.pack(arrays, str(tmp_path / "set"), shuffle=False)
     index = wt.index(tmp_path / "set")
     _, offset, size = next(iter(index.members(5)))
@@ -255,7 +275,10 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         file.seek(offset + size - 1)
         file.write(b"\xff")
     loader = wt.Loader(
-        tmp_path / "set", {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")}, batch_size=8, shuffle=False
+        tmp_path / "set",
+        {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")},
+        batch_size=8,
+        shuffle=False,
     )
 
     def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
@@ -272,7 +295,9 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
     loader.close()
 
 
-def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_shards(tmp_path, [40])
     wt.index(tmp_path)
     before = threads()

@@ -42,7 +42,8 @@ def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def made(tmp_path: Path) -> Path:
     """Samples of one to three fields."""
     samples = (
-        {"__key__": f"k{i:03d}", "png": picture(i), "cls": i % 7} | ({"txt": "words " * 20 * i} if i % 3 else {})
+        {"__key__": f"k{i:03d}", "png": picture(i), "cls": i % 7}
+        | ({"txt": "words " * 20 * i} if i % 3 else {})
         for i in range(COUNT)
     )
     wt.pack(samples, str(tmp_path / "set"), shuffle=False, shard_samples=20)
@@ -53,7 +54,9 @@ def flip(folder: Path, number: int, field: str) -> None:
     """Change a byte of a field."""
     index = wt.index(folder)
     shard = index.shards[int(index.shard_of(np.array([number]))[0])]
-    offset = next(offset + size - 1 for name, offset, size in index.members(number) if name == field)
+    offset = next(
+        offset + size - 1 for name, offset, size in index.members(number) if name == field
+    )
     with open(shard.path, "r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -67,9 +70,13 @@ def keys(loader: wt.Loader) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("fields", [None, FIELDS, {"label": wt.label()}], ids=["bytes", "pictures", "labels"])
+@pytest.mark.parametrize(
+    "fields", [None, FIELDS, {"label": wt.label()}], ids=["bytes", "pictures", "labels"]
+)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_decoders_compare_nothing_of_what_was_read_sound(made: Path, doubtful: list[int], fields: Any, workers: int) -> None:
+def test_decoders_compare_nothing_of_what_was_read_sound(
+    made: Path, doubtful: list[int], fields: Any, workers: int
+) -> None:
     loader = wt.Loader(made, fields, batch_size=8, num_workers=workers, tail="keep")
     assert len(keys(loader)) == COUNT
     assert len(doubtful) >= 8
@@ -94,7 +101,9 @@ def test_of_a_server_nothing_is_compared_again_but_what_lies_in_two_requests(
 @pytest.mark.parametrize("fields", [None, FIELDS], ids=["bytes", "pictures"])
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("far", [False, True])
-def test_a_changed_byte_is_found_wherever_reading_begins(made: Path, fields: Any, start: int, far: bool) -> None:
+def test_a_changed_byte_is_found_wherever_reading_begins(
+    made: Path, fields: Any, start: int, far: bool
+) -> None:
     """Also in the middle of an epoch, where some of what lies together was delivered before."""
     for number in range(COUNT):
         flip(made, number, "cls")
@@ -124,7 +133,13 @@ def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: l
 
 
 def compared(
-    table: Table, fields: Bools, memory: Memory, where: Ints, number: int, count: int, place: int = 0
+    table: Table,
+    fields: Bools,
+    memory: Memory,
+    where: Ints,
+    number: int,
+    count: int,
+    place: int = 0,
 ) -> tuple[VerifiedRing, ReadVerifier]:
     """Samples from `number` on that are compared, with places from `place` on and these offsets in the memory."""
     found = VerifiedRing(PackedChecksums(table, fields, memory), where)
@@ -148,10 +163,17 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("part", "by"),
-    [("member_size", 1_000_000), ("member_size", -1_000_000), ("member_offset", -1_000_000), ("member_offset", 1_000_000)],
+    [
+        ("member_size", 1_000_000),
+        ("member_size", -1_000_000),
+        ("member_offset", -1_000_000),
+        ("member_offset", 1_000_000),
+    ],
 )
 @pytest.mark.usefixtures("way")
-def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: str, by: int) -> None:
+def test_no_index_leads_out_of_the_memory_of_what_is_compared(
+    made: Path, part: str, by: int
+) -> None:
     index = wt.index(made)
     lying = getattr(index.table, part).copy()
     lying[3] += by
@@ -159,7 +181,9 @@ def test_no_index_leads_out_of_the_memory_of_what_is_compared(made: Path, part: 
     of = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
-    found, comparison = compared(replace(index.table, **{part: lying}), index.field_mask(None), memory, where, 0, 20)
+    found, comparison = compared(
+        replace(index.table, **{part: lying}), index.field_mask(None), memory, where, 0, 20
+    )
     comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [of]
@@ -182,9 +206,13 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
     where = np.full(20, -1)
     where[np.arange(place, place + count) % 20] = offsets
     for i, offset in zip(range(number, number + count), offsets.tolist(), strict=True):
-        memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[table.start[i] : table.stop[i]]
+        memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[
+            table.start[i] : table.stop[i]
+        ]
     extent = int(table.stop[number + count - 1] - table.start[number])
-    found, comparison = compared(table, index.field_mask(names), memory, where, number, count, place)
+    found, comparison = compared(
+        table, index.field_mask(names), memory, where, number, count, place
+    )
     assert found.unverified(np.arange(place, place + count)).all()
     comparison.update(0, extent)
     comparison.settle()
@@ -192,7 +220,9 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
     for name, offset, size in index.members(9):
         at = int(offsets[9 - number] + offset - table.start[9]) + size // 2
         memory.view[at] ^= 255
-        found, comparison = compared(table, index.field_mask(names), memory, where, number, count, place)
+        found, comparison = compared(
+            table, index.field_mask(names), memory, where, number, count, place
+        )
         comparison.update(0, extent)
         comparison.settle()
         assert doubts(found, place, count) == ([4] if name in names else [])
@@ -230,7 +260,9 @@ def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path)
     index, memory = wt.index(made), Memory(100_000)
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
-    found, comparison = compared(index.table, index.field_mask(None), memory, index.table.start[:20].copy(), 0, 20)
+    found, comparison = compared(
+        index.table, index.field_mask(None), memory, index.table.start[:20].copy(), 0, 20
+    )
     comparison.update(0, len(shard))
     comparison.settle()
     assert not found.any_unverified

@@ -22,7 +22,14 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import alike, picture, read_with_webdataset, write_class_folder, write_shards, write_tar
+from tests.conftest import (
+    alike,
+    picture,
+    read_with_webdataset,
+    write_class_folder,
+    write_shards,
+    write_tar,
+)
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
 from wdstrain.packing import catalog
@@ -50,9 +57,17 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"resize": 16}, {"shuffle": False, "quality": 50}, {"split": {"a": 0.5, "b": 0.5}, "stratify": True}]
+    "options",
+    [
+        {},
+        {"resize": 16},
+        {"shuffle": False, "quality": 50},
+        {"split": {"a": 0.5, "b": 0.5}, "stratify": True},
+    ],
 )
-def test_any_number_of_jobs_and_any_memory_gives_the_same_bytes(photos: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_any_number_of_jobs_and_any_memory_gives_the_same_bytes(
+    photos: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     found = []
     for jobs, memory in ((1, 1 << 30), (2, 1 << 30), (3, 16_000_000)):
         out = tmp_path / f"out{jobs}"
@@ -71,7 +86,9 @@ def test_another_place_for_the_source_gives_the_same_bytes(photos: Path, tmp_pat
     assert set(files(tmp_path / "out0")) >= {"bad.jsonl", "renamed.jsonl"}
 
 
-def test_a_stream_gives_the_bytes_of_a_listing_of_the_same_samples(photos: Path, tmp_path: Path) -> None:
+def test_a_stream_gives_the_bytes_of_a_listing_of_the_same_samples(
+    photos: Path, tmp_path: Path
+) -> None:
     """The external shuffle orders as the shuffle of a list does."""
     index = wt.pack_folder(str(photos), str(tmp_path / "list"), shard_samples=7)
     samples = [
@@ -120,7 +137,9 @@ def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) 
     peaks = []
     for count in (50, 20_000):
         done = subprocess.run(
-            [sys.executable, "-c", _STREAM, str(count), str(tmp_path / str(count))], capture_output=True, text=True
+            [sys.executable, "-c", _STREAM, str(count), str(tmp_path / str(count))],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout))
@@ -133,7 +152,9 @@ def test_a_source_of_ten_times_the_memory_is_shuffled_within_it(tmp_path: Path) 
     assert len(set(first // 1000)) == 20
 
 
-def test_ordering_reads_each_bucket_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordering_reads_each_bucket_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: dict[str, list[tuple[int, int]]] = {}
     opened = catalog.open_source
 
@@ -159,10 +180,14 @@ def test_ordering_reads_each_bucket_forward(tmp_path: Path, monkeypatch: pytest.
     assert asked < 2 * 4000 * 3600  # twice at most: where a shard ends inside a bucket
     for found in reads.values():
         ends = [offset + length for offset, length in found]
-        assert sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False)) <= 1
+        assert (
+            sum(following < end for end, (following, _) in zip(ends, found[1:], strict=False)) <= 1
+        )
 
 
-def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing from memory: small groups. A disk that makes us wait: all of a shard, as the folder lists it."""
     from wdstrain.packing import shard
 
@@ -173,7 +198,11 @@ def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: 
         read: list[str] = []
         clock = iter(seconds * number for number in range(10_000))
         monkeypatch.setattr(shard, "perf_counter", lambda clock=clock: next(clock))
-        monkeypatch.setattr(catalog, "_contents", lambda path, size, read=read: read.append(path) or contents(path, size))
+        monkeypatch.setattr(
+            catalog,
+            "_contents",
+            lambda path, size, read=read: read.append(path) or contents(path, size),
+        )
         monkeypatch.setattr(catalog.ItemCatalog, "together", 4000)
         wt.pack_folder(str(tmp_path / "in"), str(tmp_path / f"out{seconds}"))
         backward = sum(later < earlier for earlier, later in itertools.pairwise(read))
@@ -183,7 +212,9 @@ def test_files_of_a_slow_disk_are_read_in_the_order_in_which_they_lie(tmp_path: 
     assert files(tmp_path / "out0.0") == files(tmp_path / "out1.0")
 
 
-def test_a_conversion_leaves_children_alone_that_are_not_its_own(photos: Path, tmp_path: Path) -> None:
+def test_a_conversion_leaves_children_alone_that_are_not_its_own(
+    photos: Path, tmp_path: Path
+) -> None:
     """One that runs is not waited for; one that failed is no reason to end any other."""
     context = multiprocessing.get_context("fork")
     ended = context.Event()
@@ -195,7 +226,14 @@ def test_a_conversion_leaves_children_alone_that_are_not_its_own(photos: Path, t
                 one.start()
             others[1].join()
 
-    assert len(wt.pack_folder(str(photos), str(tmp_path / "out"), shard_samples=1, jobs=2, progress=begin)) == 40
+    assert (
+        len(
+            wt.pack_folder(
+                str(photos), str(tmp_path / "out"), shard_samples=1, jobs=2, progress=begin
+            )
+        )
+        == 40
+    )
     assert others[0].is_alive()
     ended.set()
     others[0].join()
@@ -208,11 +246,15 @@ def test_a_conversion_has_as_many_jobs_as_it_may_use_cores(photos: Path, tmp_pat
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from wdstrain.cli.main import main; main(sys.argv[1:])"
     )
-    helped = subprocess.run([sys.executable, "-c", code, "convert", "folder", "--help"], capture_output=True, text=True)
+    helped = subprocess.run(
+        [sys.executable, "-c", code, "convert", "folder", "--help"], capture_output=True, text=True
+    )
     assert "processes (default: 1, one per core)" in " ".join(helped.stdout.split())
 
 
-@pytest.mark.parametrize(("kind", "where"), [("tars", "/in/"), ("arrays", "/spill/"), ("folder", "/in/")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("tars", "/in/"), ("arrays", "/spill/"), ("folder", "/in/")]
+)
 def test_a_disk_that_does_not_give_the_source_is_told_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, where: str
 ) -> None:
@@ -235,7 +277,9 @@ def test_a_disk_that_does_not_give_the_source_is_told_as_such(
         "arrays": lambda out: wt.pack_arrays({"x": np.arange(50)}, out),
         "folder": lambda out: wt.pack_folder(str(tmp_path / "in"), out),
     }
-    with pytest.raises((StorageError, SourceError), match=rf"{where}.* cannot be read.*Input/output error"):
+    with pytest.raises(
+        (StorageError, SourceError), match=rf"{where}.* cannot be read.*Input/output error"
+    ):
         pack[kind](str(tmp_path / "out"))
 
 
@@ -243,12 +287,24 @@ def test_a_disk_that_does_not_give_the_source_is_told_as_such(
 
 
 def command(source: str, out: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "wdstrain", "convert", *source.split(), str(out), "--shard-samples", "40", *words]
+    return [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "convert",
+        *source.split(),
+        str(out),
+        "--shard-samples",
+        "40",
+        *words,
+    ]
 
 
 def killed_when(words: list[str], ready: Callable[[], bool]) -> None:
     """Run a conversion and SIGKILL it, with its workers, as soon as `ready` holds."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
         end = time.monotonic() + 60
         while not ready():
             assert process.poll() is None, process.communicate()
@@ -306,7 +362,9 @@ def test_shards_made_from_other_input_are_written_anew(photos: Path, tmp_path: P
         convert(list_folder(str(photos)), str(out), Options(shard_samples=4, shuffle=False))
     (photos / "eel" / "039.jpg").write_bytes(picture(999, kind="JPEG"))
     (photos / "cat" / "000.jpg").write_bytes(picture(555, size=(40, 40), kind="JPEG"))
-    done = convert(list_folder(str(photos)), str(out), Options(shard_samples=4, shuffle=False, resume=True))
+    done = convert(
+        list_folder(str(photos)), str(out), Options(shard_samples=4, shuffle=False, resume=True)
+    )
     assert (done.kept, len(done.index.shards)) == (8, 10)
     wt.pack_folder(str(photos), str(tmp_path / "whole"), shard_samples=4, shuffle=False)
     assert files(out) == files(tmp_path / "whole")
@@ -317,7 +375,10 @@ def test_what_was_laid_down_of_another_stream_is_not_used(tmp_path: Path) -> Non
     out = tmp_path / "out"
     line = command(f"arrays --field x={tmp_path / 'x.npy'}", out)
     np.save(tmp_path / "x.npy", np.full((4000, 100), 1))
-    killed_when([*line, "--resume"], lambda: count(out, "spill/spill.json") > 0 and count(out, "shards/*.part") > 1)
+    killed_when(
+        [*line, "--resume"],
+        lambda: count(out, "spill/spill.json") > 0 and count(out, "shards/*.part") > 1,
+    )
     np.save(tmp_path / "x.npy", np.full((4000, 100), 2))
     assert main([*line[3:], "--resume"]) == 0
     wt.pack_arrays({"x": str(tmp_path / "x.npy")}, str(tmp_path / "whole"), shard_samples=40)
@@ -344,10 +405,16 @@ def test_an_unfinished_conversion_is_resumed_as_it_was_asked_for(tmp_path: Path)
     ]
     for field, options, told in changes:
         with pytest.raises(
-            UsageError, match=re.escape(f"an unfinished conversion of another source or with other options: {told}.")
+            UsageError,
+            match=re.escape(
+                f"an unfinished conversion of another source or with other options: {told}."
+            ),
         ):
             wt.pack_arrays({field: array}, out, **{"shard_samples": 40, "resume": True, **options})
-    assert len(wt.pack_arrays({"x": array}, out, shard_samples=40, resume=True, on_bad="quarantine")) == 400
+    assert (
+        len(wt.pack_arrays({"x": array}, out, shard_samples=40, resume=True, on_bad="quarantine"))
+        == 400
+    )
 
 
 def test_counts_of_what_was_passed_over_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
@@ -376,7 +443,9 @@ def test_resuming_what_is_finished_changes_nothing(photos: Path, tmp_path: Path)
     (photos / "cat" / "zero.jpg").touch()
     wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine")
     before = files(tmp_path / "out")
-    done = convert(list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_bad="quarantine"))
+    done = convert(
+        list_folder(str(photos)), str(tmp_path / "out"), Options(resume=True, on_bad="quarantine")
+    )
     assert (done.listed, len(done.bad), len(done.index), done.limited) == (41, 1, 40, 0)
     assert files(tmp_path / "out") == before
 
@@ -390,7 +459,9 @@ def test_fields_of_two_calls_never_lie_beside_each_other(tmp_path: Path, unsaid:
     if unsaid:
         (out / ".unfinished" / "call.json").unlink()
         wt.pack_arrays({"new": array}, str(out), shard_samples=40, resume=True)
-        assert {name for _, fields in read_with_webdataset(sorted(out.glob("*.tar"))) for name in fields} == {"new.npy"}
+        assert {
+            name for _, fields in read_with_webdataset(sorted(out.glob("*.tar"))) for name in fields
+        } == {"new.npy"}
     else:
         with pytest.raises(UsageError, match="fields was"):
             wt.pack_arrays({"new": array}, str(out), shard_samples=40, resume=True)
@@ -400,7 +471,11 @@ class Sources:
     """Sources of twelve samples each, and what changes them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.array, self.samples = folder, np.arange(24.0).reshape(12, 2), [{"txt": f"old {i}"} for i in range(12)]
+        self.folder, self.array, self.samples = (
+            folder,
+            np.arange(24.0).reshape(12, 2),
+            [{"txt": f"old {i}"} for i in range(12)],
+        )
         self.photos = write_class_folder(folder / "photos", {"cat": 6, "dog": 6})
         np.save(folder / "x.npy", self.array)
         write_shards(folder / "tars", [12])
@@ -408,7 +483,10 @@ class Sources:
         self.write_hdf5()
 
     def table(self, labels: list[float]) -> None:
-        rows = [f"photos/{'cat' if n < 6 else 'dog'}/{n:03d}.png,{label}" for n, label in enumerate(labels)]
+        rows = [
+            f"photos/{'cat' if n < 6 else 'dog'}/{n:03d}.png,{label}"
+            for n, label in enumerate(labels)
+        ]
         (self.folder / "t.csv").write_text("\n".join(["file,y", *rows]) + "\n")
 
     def write_hdf5(self) -> None:
@@ -439,7 +517,10 @@ class Sources:
         np.save(self.folder / "x.npy", self.array)
 
     def other_tars(self) -> None:
-        write_tar(self.folder / "tars" / "part-000.tar", [(f"s{n:06d}", {"txt": b"new", "cls": b"0"}) for n in range(12)])
+        write_tar(
+            self.folder / "tars" / "part-000.tar",
+            [(f"s{n:06d}", {"txt": b"new", "cls": b"0"}) for n in range(12)],
+        )
 
     def other_samples(self) -> None:
         self.samples[5]["txt"] = "new 5"
@@ -455,7 +536,9 @@ class Sources:
         if kind == "hdf5":
             return wt.pack_hdf5(str(self.folder / "x.h5"), out, {"x": "/x"}, **options)
         if kind == "table":
-            return wt.pack_table(str(self.folder / "t.csv"), out, image="file", label="y:number", **options)
+            return wt.pack_table(
+                str(self.folder / "t.csv"), out, image="file", label="y:number", **options
+            )
         if kind == "tars":
             return wt.pack_tars(str(self.folder / "tars"), out, **options)
         return wt.pack(iter(self.samples), out, **options)
@@ -465,7 +548,11 @@ class Sources:
     ("kind", "change", "told"),
     [
         ("folder", Sources.change_one, "the sample 'cat/003' is another"),
-        ("folder", Sources.rename, "the label was class (class of 2: cat, dog), is class (class of 2: cat, eel)"),
+        (
+            "folder",
+            Sources.rename,
+            "the label was class (class of 2: cat, dog), is class (class of 2: cat, eel)",
+        ),
         ("folder", Sources.replace_one, "the sample 'cat/003' is not in the source"),
         ("memory", lambda sources: sources.add(1), "is another, and 11 more"),
         ("memory", Sources.another_row, "the sample '000000012' is new"),
@@ -486,7 +573,8 @@ def test_a_finished_set_is_not_taken_for_that_of_another_source(
     assert len(sources.pack(kind, resume=True)) == len(first) == 12
     change(sources)
     with pytest.raises(
-        UsageError, match=re.escape("a finished conversion of another source or with other options: ")
+        UsageError,
+        match=re.escape("a finished conversion of another source or with other options: "),
     ) as raised:
         sources.pack(kind, resume=True)
     assert told in str(raised.value)
@@ -495,7 +583,9 @@ def test_a_finished_set_is_not_taken_for_that_of_another_source(
     sources.pack(kind, resume=True)
     sources.samples.clear()
     if kind == "samples":
-        with pytest.raises(UsageError, match="a finished conversion of another source.*: samples holds no samples"):
+        with pytest.raises(
+            UsageError, match="a finished conversion of another source.*: samples holds no samples"
+        ):
             sources.pack(kind, resume=True)
 
 
@@ -510,10 +600,18 @@ def test_a_picture_of_the_same_size_and_crc32_is_another(tmp_path: Path) -> None
         wt.pack_folder(str(tmp_path / "photos"), str(tmp_path / "out"), resume=True)
 
 
-def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(photos: Path, tmp_path: Path) -> None:
+def test_a_set_that_was_encoded_anew_or_has_bad_samples_is_compared_too(
+    photos: Path, tmp_path: Path
+) -> None:
     (photos / "cat" / "zero.jpg").touch()
     options = Packing(
-        resize=16, on_bad="quarantine", split={"a": 0.5, "b": 0.5}, stratify=True, limit=30, jobs=2, shard_samples=4
+        resize=16,
+        on_bad="quarantine",
+        split={"a": 0.5, "b": 0.5},
+        stratify=True,
+        limit=30,
+        jobs=2,
+        shard_samples=4,
     )
     wt.pack_folder(str(photos), str(tmp_path / "out"), **options)
     before = files(tmp_path / "out")
@@ -539,7 +637,11 @@ def test_two_conversions_into_one_folder_do_not_meet(photos: Path, tmp_path: Pat
         yield {"txt": "one"}
         for flag in ("resume", "overwrite"):
             with pytest.raises(UsageError, match="another conversion is writing into"):
-                wt.pack_folder(str(photos), str(out), **Packing(resume=flag == "resume", overwrite=flag == "overwrite"))
+                wt.pack_folder(
+                    str(photos),
+                    str(out),
+                    **Packing(resume=flag == "resume", overwrite=flag == "overwrite"),
+                )
         yield {"txt": "two"}
 
     assert len(wt.pack(samples(), str(out))) == 2
@@ -550,7 +652,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
     if made.returncode:
         pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
     yield folder
@@ -558,7 +664,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "stream"])
-def test_a_full_disk_is_a_sentence_and_resuming_goes_on_when_there_is_room(tmp_path: Path, small_disk: Path, kind: str) -> None:
+def test_a_full_disk_is_a_sentence_and_resuming_goes_on_when_there_is_room(
+    tmp_path: Path, small_disk: Path, kind: str
+) -> None:
     write_class_folder(tmp_path / "in", {"a": 1200}, "jpg")
     out = small_disk / "out"
 
@@ -567,7 +675,12 @@ def test_a_full_disk_is_a_sentence_and_resuming_goes_on_when_there_is_room(tmp_p
         if kind == "folder":
             return wt.pack_folder(str(tmp_path / "in"), str(out), **options)
         return wt.pack(
-            ({"__key__": p.stem, "jpg": p.read_bytes()} for p in sorted((tmp_path / "in/a").iterdir())), str(out), **options
+            (
+                {"__key__": p.stem, "jpg": p.read_bytes()}
+                for p in sorted((tmp_path / "in/a").iterdir())
+            ),
+            str(out),
+            **options,
         )
 
     with pytest.raises(StorageError, match="cannot be written: No space left on device"):
@@ -578,7 +691,9 @@ def test_a_full_disk_is_a_sentence_and_resuming_goes_on_when_there_is_room(tmp_p
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_a_disk_that_may_not_be_written_is_a_sentence_and_gone_on_with_when_it_may(photos: Path, small_disk: Path) -> None:
+def test_a_disk_that_may_not_be_written_is_a_sentence_and_gone_on_with_when_it_may(
+    photos: Path, small_disk: Path
+) -> None:
     out = small_disk / "out"
     (photos / "cat" / "000.jpg").rename(photos.parent / "away.jpg")
     (photos / "cat" / "000.jpg").write_text("no picture")
@@ -605,7 +720,14 @@ def test_bad_samples_are_quarantined_counted_and_listed(photos: Path, tmp_path: 
     (photos / "dog" / "gone.jpg").symlink_to(tmp_path / "nowhere.jpg")
     with pytest.raises(SourceError, match="it has 0 bytes|it cannot be read"):
         wt.pack_folder(str(photos), str(tmp_path / "out"))
-    index = wt.pack_folder(str(photos), str(tmp_path / "out"), on_bad="quarantine", check="decode", overwrite=True, jobs=2)
+    index = wt.pack_folder(
+        str(photos),
+        str(tmp_path / "out"),
+        on_bad="quarantine",
+        check="decode",
+        overwrite=True,
+        jobs=2,
+    )
     assert (index.info["listed"], index.info["quarantined"], len(index)) == (44, 4, 40)
     rows = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
     reasons = {row["path"]: row["reason"] for row in rows}
@@ -625,7 +747,11 @@ def test_a_video_or_heic_under_the_name_of_a_picture_is_bad(tmp_path: Path) -> N
     folder = tmp_path / "in" / "a"
     folder.mkdir(parents=True)
     (folder / "0.jpg").write_bytes(picture(1, kind="JPEG"))
-    good = {"1.avif": boxes(b"avif", b"mif1"), "2.avif": boxes(b"mif1", b"miaf", b"avif"), "3.avif": boxes(b"avis")}
+    good = {
+        "1.avif": boxes(b"avif", b"mif1"),
+        "2.avif": boxes(b"mif1", b"miaf", b"avif"),
+        "3.avif": boxes(b"avis"),
+    }
     bad = {
         "clip.jpg": boxes(b"isom", b"isom", b"mp41"),
         "phone.jpg": boxes(b"heic", b"mif1", b"heic"),
@@ -643,25 +769,49 @@ def test_when_all_of_a_shard_is_bad_there_is_no_empty_shard_and_no_gap(tmp_path:
     write_class_folder(tmp_path / "in", {"a": 12}, "jpg")
     for number in range(4, 8):
         (tmp_path / "in" / "a" / f"{number:03d}.jpg").write_text("no picture")
-    index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), on_bad="quarantine", shuffle=False, shard_samples=4)
-    assert [(shard.name, shard.samples) for shard in index.shards] == [("train-000000.tar", 4), ("train-000001.tar", 4)]
+    index = wt.pack_folder(
+        str(tmp_path / "in"),
+        str(tmp_path / "out"),
+        on_bad="quarantine",
+        shuffle=False,
+        shard_samples=4,
+    )
+    assert [(shard.name, shard.samples) for shard in index.shards] == [
+        ("train-000000.tar", 4),
+        ("train-000001.tar", 4),
+    ]
     assert keys(tmp_path / "out") == [f"a/{number:03d}" for number in [0, 1, 2, 3, 8, 9, 10, 11]]
     assert wt.verify(str(tmp_path / "out")).ok
     shutil.rmtree(tmp_path / "in" / "a")
     write_class_folder(tmp_path / "in2", {"a": 1}, "jpg")
     (tmp_path / "in2" / "a" / "000.jpg").write_text("no picture")
-    with pytest.raises(SourceError, match="none of 1 samples could be packed; the first: .*000.jpg"):
+    with pytest.raises(
+        SourceError, match="none of 1 samples could be packed; the first: .*000.jpg"
+    ):
         wt.pack_folder(str(tmp_path / "in2"), str(tmp_path / "out2"), on_bad="quarantine")
 
 
-def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remembered(tmp_path: Path) -> None:
-    names = ["a/x.jpg", "a/X.jpg", "a/x.png", "a/v1.0.jpg", "a/v1_0.jpg", "a/naïve.jpg", f"a/{'long' * 50}.jpg"]
+def test_names_that_differ_by_case_dots_or_extension_are_kept_apart_and_remembered(
+    tmp_path: Path,
+) -> None:
+    names = [
+        "a/x.jpg",
+        "a/X.jpg",
+        "a/x.png",
+        "a/v1.0.jpg",
+        "a/v1_0.jpg",
+        "a/naïve.jpg",
+        f"a/{'long' * 50}.jpg",
+    ]
     for number, name in enumerate(names):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_bytes(picture(number, kind="PNG" if name.endswith("png") else "JPEG"))
+        (tmp_path / "in" / name).write_bytes(
+            picture(number, kind="PNG" if name.endswith("png") else "JPEG")
+        )
     index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"))
     renamed = {
-        row["name"]: row["key"] for row in map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
+        row["name"]: row["key"]
+        for row in map(json.loads, (tmp_path / "out" / "renamed.jsonl").read_text().splitlines())
     }
     assert set(renamed) == {"a/x.jpg", "a/x.png", "a/v1.0.jpg", "a/v1_0.jpg"}
     found = [index.key(number) for number in range(len(index))]
@@ -701,7 +851,10 @@ def test_a_sample_that_changed_while_it_was_packed_is_bad(photos: Path, tmp_path
 def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: Path) -> None:
     split = {"train": 0.8, "val": 0.2}
     index = wt.pack_folder(str(photos), str(tmp_path / "out"), split=split, stratify=True)
-    assert index.info["samples"] == {"train": {"cat": 9, "dog": 19, "eel": 4}, "val": {"cat": 2, "dog": 5, "eel": 1}}
+    assert index.info["samples"] == {
+        "train": {"cat": 9, "dog": 19, "eel": 4},
+        "val": {"cat": 2, "dog": 5, "eel": 1},
+    }
 
 
 @pytest.mark.parametrize(
@@ -716,9 +869,15 @@ def test_stratified_shares_are_exact_within_each_class(photos: Path, tmp_path: P
         ([1, 1, 2, 7, 100], [0.5, 0.25, 0.15, 0.1]),
     ],
 )
-def test_stratified_shares_are_right_in_each_class_and_over_all(tmp_path: Path, sizes: list[int], shares: list[float]) -> None:
+def test_stratified_shares_are_right_in_each_class_and_over_all(
+    tmp_path: Path, sizes: list[int], shares: list[float]
+) -> None:
     """Each class and the whole have their exact share, rounded up or down; not every class rounded alike."""
-    samples = [{"__key__": f"{c}_{i}", "cls": c, "txt": ""} for c, size in enumerate(sizes) for i in range(size)]
+    samples = [
+        {"__key__": f"{c}_{i}", "cls": c, "txt": ""}
+        for c, size in enumerate(sizes)
+        for i in range(size)
+    ]
     split = {f"part{number}": share for number, share in enumerate(shares)}
     index = wt.pack(samples, str(tmp_path / "out"), split=split, stratify=True)
     found = index.info["samples"]
@@ -739,7 +898,9 @@ def test_a_group_comes_to_one_side_and_stays_when_rows_are_added(tmp_path: Path)
         file = tmp_path / f"{count}.csv"
         file.write_text("file,sender\n" + "\n".join(",".join(row) for row in rows[:count]))
         out = tmp_path / f"out{count}"
-        wt.pack_table(str(file), str(out), image="file", split={"train": 0.7, "val": 0.3}, group_by="sender")
+        wt.pack_table(
+            str(file), str(out), image="file", split={"train": 0.7, "val": 0.3}, group_by="sender"
+        )
         found: dict[str, set[str]] = {}
         for split in ("train", "val"):
             for _, fields in read_with_webdataset(sorted(out.glob(f"{split}-*.tar"))):
@@ -760,7 +921,9 @@ def test_shard_bytes_are_a_bound_of_the_file(tmp_path: Path) -> None:
     index = wt.pack(samples, str(tmp_path / "out"), shard_bytes=50_000)
     assert all(Path(shard.path).stat().st_size <= 50_000 for shard in index.shards)
     assert len(index.shards) < 2 * sum(100 * i + 1024 for i in range(200)) / 50_000
-    one = wt.pack([{"bin": bytes(9000)}, {"txt": "small"}], str(tmp_path / "large"), shard_bytes=5000)
+    one = wt.pack(
+        [{"bin": bytes(9000)}, {"txt": "small"}], str(tmp_path / "large"), shard_bytes=5000
+    )
     assert sorted(shard.samples for shard in one.shards) == [1, 1]
 
 
@@ -812,7 +975,9 @@ def test_a_file_that_changed_without_changing_its_size_is_packed_anew(tmp_path: 
     assert files(out) == files(tmp_path / "whole")
 
 
-def test_resuming_what_was_finished_with_another_source_or_options_is_refused(photos: Path, tmp_path: Path) -> None:
+def test_resuming_what_was_finished_with_another_source_or_options_is_refused(
+    photos: Path, tmp_path: Path
+) -> None:
     out = str(tmp_path / "out")
     wt.pack_folder(str(photos), out)
     for options, told in (
@@ -820,7 +985,10 @@ def test_resuming_what_was_finished_with_another_source_or_options_is_refused(ph
         ({"resize": 50}, "resize was None, is 50"),
         ({"limit": 7}, "limit was None, is 7"),
     ):
-        with pytest.raises(UsageError, match=f"a finished conversion of another source or with other options: {told}"):
+        with pytest.raises(
+            UsageError,
+            match=f"a finished conversion of another source or with other options: {told}",
+        ):
             wt.pack_folder(str(photos), out, resume=True, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a finished conversion of another source"):
         wt.pack([{"txt": "x"}], out, resume=True)
@@ -829,10 +997,14 @@ def test_resuming_what_was_finished_with_another_source_or_options_is_refused(ph
         wt.pack_folder(str(photos), out, resume=True)
 
 
-def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_sample_has_one(tmp_path: Path) -> None:
+def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_sample_has_one(
+    tmp_path: Path,
+) -> None:
     rows = {"x": np.zeros((5, 2), np.float32)}
     packs: dict[str, Callable[..., Any]] = {
-        "samples": lambda out, **options: wt.pack(({"__key__": f"k{n}", "txt": "x"} for n in range(5)), out, **options),
+        "samples": lambda out, **options: wt.pack(
+            ({"__key__": f"k{n}", "txt": "x"} for n in range(5)), out, **options
+        ),
         "arrays": lambda out, **options: wt.pack_arrays(rows, out, **options),
     }
     for name, pack in packs.items():
@@ -840,12 +1012,15 @@ def test_resuming_what_was_finished_with_other_classes_is_refused_also_where_no_
             pack(tmp_path / name, classes=former, overwrite=True)
             assert len(pack(tmp_path / name, classes=former, resume=True)) == 5
             with pytest.raises(
-                UsageError, match="a finished conversion of another source or with other options: class_names was "
+                UsageError,
+                match="a finished conversion of another source or with other options: class_names was ",
             ):
                 pack(tmp_path / name, classes=classes, resume=True)
 
 
-def test_an_index_of_somebody_else_is_neither_resumed_nor_replaced(photos: Path, tmp_path: Path) -> None:
+def test_an_index_of_somebody_else_is_neither_resumed_nor_replaced(
+    photos: Path, tmp_path: Path
+) -> None:
     for name, text in (("theirs", '{"shardlist": []}'), ("other", '{"x": 1}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").write_text(text)
@@ -864,10 +1039,16 @@ def test_shards_of_others_are_not_mixed_with_ours(photos: Path, tmp_path: Path) 
     for number in range(3):
         write_shards(tmp_path / f"s{number}", [2])
         (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / f"s{number}" / "part-000.tar").rename(tmp_path / "out" / f"train-00000{number}.tar")
+        (tmp_path / f"s{number}" / "part-000.tar").rename(
+            tmp_path / "out" / f"train-00000{number}.tar"
+        )
     with pytest.raises(UsageError, match="holds train-000000.tar, which no index lists"):
         wt.pack_folder(str(photos), str(tmp_path / "out"), overwrite=True)
-    assert sorted(files(tmp_path / "out")) == ["train-000000.tar", "train-000001.tar", "train-000002.tar"]
+    assert sorted(files(tmp_path / "out")) == [
+        "train-000000.tar",
+        "train-000001.tar",
+        "train-000002.tar",
+    ]
 
 
 def test_tars_beside_a_stage_and_without_an_index_are_no_set(photos: Path, tmp_path: Path) -> None:
@@ -882,7 +1063,9 @@ def test_tars_beside_a_stage_and_without_an_index_are_no_set(photos: Path, tmp_p
 
 
 @pytest.mark.parametrize("kept", [["names.json"], []])
-def test_an_exchange_killed_in_its_last_moments_is_finished(photos: Path, tmp_path: Path, kept: list[str]) -> None:
+def test_an_exchange_killed_in_its_last_moments_is_finished(
+    photos: Path, tmp_path: Path, kept: list[str]
+) -> None:
     out = tmp_path / "out"
     wt.pack_folder(str(photos), str(out))
     before = files(out)
@@ -909,31 +1092,54 @@ def replaced_in_place(folder: str, killed_at: int) -> None:
 
 
 @pytest.mark.parametrize("killed_at", [0, 1, 8, 9, None])
-def test_shards_that_replace_their_own_source_are_brought_to_their_end(tmp_path: Path, killed_at: int | None) -> None:
+def test_shards_that_replace_their_own_source_are_brought_to_their_end(
+    tmp_path: Path, killed_at: int | None
+) -> None:
     """Killed when 0, 1, 8 (all shards) or 9 of the 10 files are in place, or not at all. The source is gone then."""
     folder, whole = str(tmp_path / "set"), tmp_path / "whole"
     wt.pack([{"__key__": f"k{n:03d}", "txt": f"A{n}"} for n in range(40)], folder, shard_samples=4)
     wt.pack_tars(folder, str(whole), shard_samples=5, rename={"txt": "text"})
-    process = multiprocessing.get_context("fork").Process(target=replaced_in_place, args=(folder, killed_at))
+    process = multiprocessing.get_context("fork").Process(
+        target=replaced_in_place, args=(folder, killed_at)
+    )
     process.start()
     process.join()
     assert process.exitcode == (0 if killed_at is None else -signal.SIGKILL)
     words = ["--shard-samples", "5", "--resume"]
     assert main(["convert", "tars", folder, folder, "--rename", "txt=text", *words]) == 0
-    found = {key: fields for key, fields in read_with_webdataset(sorted(Path(folder).glob("*.tar")))}
+    found = {
+        key: fields for key, fields in read_with_webdataset(sorted(Path(folder).glob("*.tar")))
+    }
     assert found == {f"k{n:03d}": {"text": b"A%d" % n} for n in range(40)}
-    assert {p.name: p.read_bytes() for p in Path(folder).glob("*.tar")} == {p.name: p.read_bytes() for p in whole.glob("*.tar")}
-    assert len(wt.pack_tars(folder, folder, shard_samples=5, rename={"txt": "text"}, resume=True)) == 40
-    for options, told in (({"rename": {"txt": "other"}}, "rename was"), ({"shard_samples": 6}, "shard_samples was 5, is 6")):
-        with pytest.raises(UsageError, match=f"a finished conversion of another source or with other options: {told}"):
-            wt.pack_tars(folder, folder, **{"shard_samples": 5, "rename": {"txt": "text"}, "resume": True, **options})
+    assert {p.name: p.read_bytes() for p in Path(folder).glob("*.tar")} == {
+        p.name: p.read_bytes() for p in whole.glob("*.tar")
+    }
+    assert (
+        len(wt.pack_tars(folder, folder, shard_samples=5, rename={"txt": "text"}, resume=True))
+        == 40
+    )
+    for options, told in (
+        ({"rename": {"txt": "other"}}, "rename was"),
+        ({"shard_samples": 6}, "shard_samples was 5, is 6"),
+    ):
+        with pytest.raises(
+            UsageError,
+            match=f"a finished conversion of another source or with other options: {told}",
+        ):
+            wt.pack_tars(
+                folder,
+                folder,
+                **{"shard_samples": 5, "rename": {"txt": "text"}, "resume": True, **options},
+            )
 
 
 def test_splits_that_one_pattern_would_mix_are_refused(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'train' and 'train-clean' cannot be told apart"):
         wt.pack_folder(str(photos), str(tmp_path / "out"), split={"train": 0.5, "train-clean": 0.5})
     with pytest.raises(UsageError, match="there are no classes to stratify by"):
-        wt.pack([{"txt": "x"}] * 9, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, stratify=True)
+        wt.pack(
+            [{"txt": "x"}] * 9, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, stratify=True
+        )
 
 
 def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
@@ -951,7 +1157,9 @@ def test_an_interrupt_at_the_end_is_an_interrupt(tmp_path: Path) -> None:
         "jobs.ProcessPoolExecutor.shutdown = shutdown\n"
         "wt.pack_folder('in', sys.argv[1], shard_samples=40, resize=16, jobs=2, resume=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, "out", "x"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "out", "x"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode != 0
     assert "KeyboardInterrupt" in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -964,12 +1172,23 @@ def test_shards_are_not_replaced_by_a_part_of_them(tmp_path: Path, capsys: Any) 
     rows = [{"__key__": f"k{n:02d}", "txt": f"t{n}"} for n in range(40)]
     wt.pack(rows, folder, split={"train": 0.5, "val": 0.5}, shard_samples=10)
     before = files(folder)
-    with pytest.raises(UsageError, match=r"also holds val-000000\.tar and 1 more, which would be lost"):
+    with pytest.raises(
+        UsageError, match=r"also holds val-000000\.tar and 1 more, which would be lost"
+    ):
         wt.pack_tars(str(folder / "train-*.tar"), folder, overwrite=True)
-    assert main(["convert", "tars", str(folder / "train-000000.tar"), str(folder), "--overwrite"]) == 2
+    assert (
+        main(["convert", "tars", str(folder / "train-000000.tar"), str(folder), "--overwrite"]) == 2
+    )
     assert "which would be lost" in capsys.readouterr().err
     assert files(folder) == before
-    assert len(wt.pack_tars([str(folder / "train-*.tar"), str(folder / "val-*.tar")], folder, overwrite=True)) == 40
+    assert (
+        len(
+            wt.pack_tars(
+                [str(folder / "train-*.tar"), str(folder / "val-*.tar")], folder, overwrite=True
+            )
+        )
+        == 40
+    )
     assert len(wt.pack_tars(folder, folder, select="split == 'train'", overwrite=True)) < 40
 
 
@@ -987,17 +1206,25 @@ def test_a_split_is_named_so_that_shards_can_be(name: str, tmp_path: Path, capsy
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_takes_the_names_of_splits_that_python_takes(photos: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_takes_the_names_of_splits_that_python_takes(
+    photos: Path, tmp_path: Path, capsys: Any
+) -> None:
     for out, words in (("a", "train-clean=0.5,2024=0.5"), ("b", "t.x=0.5,b=0.5")):
         code = main(["convert", "folder", str(photos), str(tmp_path / out), "--split", words])
         assert code == (0 if out == "a" else 2)
     assert "'t.x' cannot be the name of a split" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "a").glob("*.tar")} == {"train-clean-000000.tar", "2024-000000.tar"}
+    assert {path.name for path in (tmp_path / "a").glob("*.tar")} == {
+        "train-clean-000000.tar",
+        "2024-000000.tar",
+    }
 
 
 def test_a_field_that_is_none_is_no_value(tmp_path: Path) -> None:
     rows = [{"__key__": "a", "txt": "x"}, {"__key__": "b", "txt": None}]
-    with pytest.raises(SourceError, match="row 2: its txt is None; leave out the fields that a sample does not have"):
+    with pytest.raises(
+        SourceError,
+        match="row 2: its txt is None; leave out the fields that a sample does not have",
+    ):
         wt.pack(rows, tmp_path / "out")
     index = wt.pack(rows, tmp_path / "out", on_bad="quarantine", overwrite=True)
     assert (len(index), index.info["quarantined"]) == (1, 1)

@@ -30,7 +30,9 @@ FIELDS = {"image": wt.image(size=(48, 40)), "label": wt.label()}
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     for shard, numbers in enumerate([range(150), range(150, 300)]):
-        samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers]
+        samples: list[Sample] = [
+            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers
+        ]
         write_tar(folder / f"p-{shard}.tar", samples)
     return folder
 
@@ -38,7 +40,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_arrive_whole_while_the_device_is_behind(pictures: Path, num_workers: int) -> None:
     """The device is kept busy, so that memory which was given back too early would be written to before it is copied."""
-    there, here = (wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers) for _ in range(2))
+    there, here = (
+        wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers) for _ in range(2)
+    )
     sums, expected = [], []
     for _ in range(3):
         for batch in wt.to_device(there, "cuda"):
@@ -84,16 +88,25 @@ def test_memory_can_be_locked_again_and_a_refusal_is_an_error() -> None:
 
 def test_pictures_are_varied_on_the_device_as_in_memory() -> None:
     bits = torch.rand(32, 3, 6, 8, generator=torch.Generator().manual_seed(0))
-    pixels = (torch.nn.functional.interpolate(bits, (60, 80), mode="bicubic").clamp(0, 1) * 255).to(torch.uint8)
-    batch = {"image": pixels.contiguous(memory_format=torch.channels_last), "label": torch.arange(32) % 5}
+    pixels = (torch.nn.functional.interpolate(bits, (60, 80), mode="bicubic").clamp(0, 1) * 255).to(
+        torch.uint8
+    )
+    batch = {
+        "image": pixels.contiguous(memory_format=torch.channels_last),
+        "label": torch.arange(32) % 5,
+    }
     draws = np.random.default_rng(0).random((32, DRAWS))
     colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
-    varied = wt.Augmentation("rrc+flip", size=(48, 40), normalise="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours)
+    varied = wt.Augmentation(
+        "rrc+flip", size=(48, 40), normalise="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours
+    )
     here = varied(batch, draws)
     there = varied({name: value.cuda() for name, value in batch.items()}, draws)
     assert torch.allclose(there["label"].cpu(), here["label"], atol=1e-5)
     assert float((there["image"].cpu() - here["image"]).abs().mean()) < 3e-3
-    assert float((there["image"].cpu() - here["image"]).abs().amax()) < 0.1  # a grey turns its hue at the least difference
+    assert (
+        float((there["image"].cpu() - here["image"]).abs().amax()) < 0.1
+    )  # a grey turns its hue at the least difference
 
 
 def test_values_in_lists_and_dicts_are_brought_too() -> None:
@@ -105,7 +118,9 @@ def test_values_in_lists_and_dicts_are_brought_too() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(pictures: Path, num_workers: int) -> None:
+def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(
+    pictures: Path, num_workers: int
+) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=16, num_workers=num_workers)
     expected = [batch["__key__"] for batch in loader.epoch(0)]
     for step, batch in enumerate(wt.to_device(loader.epoch(0), "cuda")):
@@ -124,7 +139,10 @@ def test_the_state_is_that_of_the_batch_the_loop_has_though_one_is_ahead(picture
 
 
 def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
-    samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"}) for n in range(64)]
+    samples: list[Sample] = [
+        (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
+        for n in range(64)
+    ]
     write_tar(tmp_path / "p.tar", samples)
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):

@@ -42,22 +42,38 @@ from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, read_checkpoi
 
 # --- the script ------------------------------------------------------------------------------------------------------
 
-QUICK = ["kill-at convert over", "kill-at index", "kill-at remembered", "kill-at checkpoint", "power-cut convert over"]
-QUICK += ["power-cut index", "power-cut remembered", "power-cut checkpoint", "full-disk index", "read-only index"]
+QUICK = [
+    "kill-at convert over",
+    "kill-at index",
+    "kill-at remembered",
+    "kill-at checkpoint",
+    "power-cut convert over",
+]
+QUICK += [
+    "power-cut index",
+    "power-cut remembered",
+    "power-cut checkpoint",
+    "full-disk index",
+    "read-only index",
+]
 QUICK += ["kill-after cache", "worker of a loader", "shard changes"]
 
 
 def survived(*words: str, times: int) -> None:
     """The script's table says of all faults whose names have these words that all of them were survived."""
     run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), *words, "--times", str(times)]
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines()[1:-1] if line[:1].strip()]
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert rows
     for row in rows:
         found = re.match(r".{30} +(\d+) +(\d+) +\d+ ", row)
-        assert (found is not None and found[1] == found[2]) or row.endswith("no disk can be mounted here"), row
+        assert (found is not None and found[1] == found[2]) or row.endswith(
+            "no disk can be mounted here"
+        ), row
     assert done.stdout.splitlines()[-1].startswith("all survived")
 
 
@@ -82,11 +98,21 @@ def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_
     flushing = "        os.fsync(file.fileno())\n"
     assert text.count(flushing) == 1
     (broken / "storage" / "files.py").write_text(text.replace(flushing, "        file.fileno()\n"))
-    run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), "power-cut checkpoint", "--times", "12"]
-    done = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    run = [
+        sys.executable,
+        str(ROOT / "scripts" / "deaths.py"),
+        "power-cut checkpoint",
+        "--times",
+        "12",
+    ]
+    done = subprocess.run(
+        run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not all survived" in done.stdout
-    assert re.search(r"again: deaths.py 'power-cut checkpoint writing' --seed 0 --only \d+", done.stdout)
+    assert re.search(
+        r"again: deaths.py 'power-cut checkpoint writing' --seed 0 --only \d+", done.stdout
+    )
 
 
 # --- conversions -----------------------------------------------------------------------------------------------------
@@ -192,7 +218,9 @@ def test_what_an_exchange_was_about_to_remove_is_removed_though_the_next_was_cut
     assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
 
 
-def test_a_stage_is_not_taken_away_by_the_one_who_had_it_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_is_not_taken_away_by_the_one_who_had_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second conversion comes while the first, all in place, takes away what is left of its stage."""
     fork = multiprocessing.get_context("fork")
     began, ended, go_on = fork.Event(), fork.Event(), fork.Event()
@@ -226,7 +254,9 @@ def test_a_stage_is_not_taken_away_by_the_one_who_had_it_before(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
-def test_who_waits_for_a_conversion_that_then_ends_finds_what_it_made(tmp_path: Path, how: str) -> None:
+def test_who_waits_for_a_conversion_that_then_ends_finds_what_it_made(
+    tmp_path: Path, how: str
+) -> None:
     """And makes no stage in the place of the one that was taken away."""
     out = str(tmp_path / "out")
     wt.pack([{"txt": "one"}], out)
@@ -289,11 +319,16 @@ class Nothing:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_process_that_is_killed_when_all_is_done_is_waited_for_by_nobody(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_when_all_is_done_is_waited_for_by_nobody(
+    which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two that wait for work, one holds a lock."""
     results = jobs.run(Nothing(), 4, 2, lambda samples, size: None)
     assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
-    victim, shut = sorted(child.pid or 0 for child in multiprocessing.active_children())[which], ProcessPoolExecutor.shutdown
+    victim, shut = (
+        sorted(child.pid or 0 for child in multiprocessing.active_children())[which],
+        ProcessPoolExecutor.shutdown,
+    )
     os.kill(victim, signal.SIGSTOP)  # it holds what it has until it is killed
 
     def shutdown(self: ProcessPoolExecutor, wait: bool = True, **options: Any) -> None:
@@ -328,10 +363,14 @@ def test_an_index_is_replaced_as_one_and_keeps_its_checksums_through_a_kill(
         monkeypatch.setattr(index_io, "write_whole", killed)
         with pytest.raises(BrokenOffError):
             wt.index(tmp_path / "set")
-        assert np.array_equal(load(str(tmp_path / "set" / "index.json")).table.start, before.table.start)
+        assert np.array_equal(
+            load(str(tmp_path / "set" / "index.json")).table.start, before.table.start
+        )
     monkeypatch.setattr(index_io, "write_whole", write)
     index = wt.index(tmp_path / "set")
-    assert np.array_equal(index.table.member_crc, before.table.member_crc[: len(index.table.member_field)])
+    assert np.array_equal(
+        index.table.member_crc, before.table.member_crc[: len(index.table.member_field)]
+    )
     assert len(index.table.member_crc) == 16
     assert not [name for name in os.listdir(tmp_path / "set") if name.startswith(".")]
 
@@ -370,7 +409,9 @@ def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error
     loader = wt.Loader(folder, batch_size=2, shuffle=False)
     data = (folder / "part-001.tar").read_bytes()
     replaced(folder / "part-001.tar", data.replace(b"sample 1", b"SAMPLE 1"), keep_time=keep_time)
-    with pytest.raises(ShardError, match="part-001.tar was written to or replaced since it was opened first"):
+    with pytest.raises(
+        ShardError, match="part-001.tar was written to or replaced since it was opened first"
+    ):
         list(loader)
     loader.close()
     assert len(list(wt.Loader(folder, batch_size=2, shuffle=False))) == 9  # as it is now
@@ -379,7 +420,10 @@ def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error
 def test_of_a_shard_that_was_replaced_all_samples_are_bad_and_counted(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [8, 8])
     loader = wt.Loader(folder, batch_size=2, shuffle=False, on_bad="replace", max_bad=0.6)
-    replaced(folder / "part-001.tar", (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"))
+    replaced(
+        folder / "part-001.tar",
+        (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"),
+    )
     found = [text for batch in loader for text in batch["txt"]]
     assert loader.report()["bad"] == 8
     assert len(found) == 16
@@ -390,7 +434,9 @@ def test_of_a_shard_that_was_replaced_all_samples_are_bad_and_counted(tmp_path: 
 def test_bytes_that_are_written_over_while_they_are_read_are_an_error(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [9])
     path = folder / "part-000.tar"
-    os.utime(path, ns=(0, 0))  # whatever is written from here on has another time, however coarse the clock is
+    os.utime(
+        path, ns=(0, 0)
+    )  # whatever is written from here on has another time, however coarse the clock is
     with LocalFile(str(path), state_of(os.stat(path))) as source:
         memory = memoryview(bytearray(600))
         source.read_into([memory], 0)
@@ -435,11 +481,15 @@ def test_what_changed_while_it_was_walked_over_is_neither_indexed_nor_remembered
     assert "walked over the headers of 9 samples" in told[0]
 
 
-def test_a_remembered_walk_is_not_believed_of_a_file_with_the_same_size_and_time(tmp_path: Path) -> None:
+def test_a_remembered_walk_is_not_believed_of_a_file_with_the_same_size_and_time(
+    tmp_path: Path,
+) -> None:
     folder = write_shards(tmp_path / "s", [9])
     path = folder / "part-000.tar"
     assert open_index(str(folder)).key(0) == "s000000"
-    replaced(path, path.read_bytes().replace(b"s000001", b"s000010"), keep_time=True)  # of the same checksum
+    replaced(
+        path, path.read_bytes().replace(b"s000001", b"s000010"), keep_time=True
+    )  # of the same checksum
     assert open_index(str(folder)).key(1) == "s000010"
 
 
@@ -450,7 +500,9 @@ def state(step: int) -> dict[str, Any]:
     return {"format": 1, "model": {"w": torch.full((4,), float(step))}, "config": {}, "task": {}}
 
 
-def test_the_best_has_its_name_before_a_run_would_go_on_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_has_its_name_before_a_run_would_go_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, put = Checkpoints(str(tmp_path), 2), checkpoints.publish
     kept.save(state(1), 1, best=True)
     named: list[str] = []
@@ -489,7 +541,9 @@ def test_where_there_are_no_links_a_copy_is_flushed_before_it_has_its_name(
     assert sorted(os.listdir(tmp_path)) == [BEST, LAST, "step-00000001.pt"]
 
 
-def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def dies(*_: Any) -> None:
         raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
 
@@ -555,7 +609,10 @@ def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
 def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path) -> None:
     """As nothing that was flushed can be, and what a disk of another mind may give after a power cut."""
     index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    one, shard = Cache(str(tmp_path / "cache")), replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar")
+    one, shard = (
+        Cache(str(tmp_path / "cache")),
+        replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar"),
+    )
     part = Path(one.place_of(shard) + shard_cache.PART)
     part.write_bytes(bytes(shard.bytes))
     file = one.open(shard)
@@ -584,7 +641,8 @@ class Hungry:
 def test_want_of_memory_is_said_in_words(shards: Path, num_workers: int) -> None:
     loader = wt.Loader(shards, {"label": Hungry()}, batch_size=4, num_workers=num_workers)
     with pytest.raises(
-        SampleError, match="there was no memory for it; if the sample is sound, lower num_workers or batch_size"
+        SampleError,
+        match="there was no memory for it; if the sample is sound, lower num_workers or batch_size",
     ):
         list(loader)
     loader.close()
@@ -614,10 +672,15 @@ def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Pa
     """A thread that it starts then does not begin, and Python waits for it."""
     run = [sys.executable, "-c", _LIMITED, str(shards)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert "there was no memory for it; if the sample is sound, lower num_workers or batch_size" in done.stdout, done.stderr
+    assert (
+        "there was no memory for it; if the sample is sound, lower num_workers or batch_size"
+        in done.stdout
+    ), done.stderr
 
 
-def test_want_of_memory_for_a_batch_is_a_sentence(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_for_a_batch_is_a_sentence(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4)
 
     def no_memory(*_: Any, **__: Any) -> None:
@@ -649,7 +712,9 @@ def test_the_death_of_a_worker_waits_while_a_process_is_begun() -> None:
         assert reached
         assert signal.getsignal(signal.SIGCHLD) == handler
         with DeferSignals():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # somebody sets his own meanwhile, as torch does
+            signal.signal(
+                signal.SIGCHLD, signal.SIG_DFL
+            )  # somebody sets his own meanwhile, as torch does
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGCHLD, former)
@@ -699,5 +764,7 @@ def test_an_error_of_the_model_is_not_its_own_cause(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"a": 16, "b": 16}, "jpg")
     wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"))
     with pytest.raises(RuntimeError, match="boom") as raised:
-        wt.train(tmp_path / "set", tmp_path / "run", model=Failing, epochs=1, batch_size=8, image_size=16)
+        wt.train(
+            tmp_path / "set", tmp_path / "run", model=Failing, epochs=1, batch_size=8, image_size=16
+        )
     assert raised.value.__cause__ is None

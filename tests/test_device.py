@@ -41,7 +41,10 @@ class _Copies:
         """There is nothing to do for memory here."""
 
     def send(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> Sent:
-        copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        copied = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
         copied["draws"] = draws(3).tolist() if draws is not None else None
         self.threads.append(threading.current_thread().name)
         self.begun.release()
@@ -55,20 +58,28 @@ class _Copies:
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     for shard, numbers in enumerate([range(23), range(23, 60)]):
-        samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers]
+        samples: list[Sample] = [
+            (f"s{n:03d}", {"png": picture(n), "cls": b"%d" % n}) for n in numbers
+        ]
         write_tar(folder / f"p-{shard}.tar", samples)
     return folder
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_has(pictures: Path, num_workers: int) -> None:
+def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_has(
+    pictures: Path, num_workers: int
+) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=num_workers)
     plain = loader.epoch(0)
-    expected = [(batch["__key__"], batch["image"].clone(), plain.draws(3).tolist()) for batch in plain]
+    expected = [
+        (batch["__key__"], batch["image"].clone(), plain.draws(3).tolist()) for batch in plain
+    ]
     copies = _Copies()
     for step, batch in enumerate(ahead(loader.epoch(0), copies)):
         for _ in range(2 if step == 0 else 1 if step + 1 < len(loader) else 0):
-            assert copies.begun.acquire(timeout=60)  # the one after this is begun, without being asked for
+            assert copies.begun.acquire(
+                timeout=60
+            )  # the one after this is begun, without being asked for
         assert len(copies.threads) == min(step + 2, len(loader))
         keys, pixels, draws = expected[step]
         assert (batch["__key__"], batch["draws"]) == (keys, draws)
@@ -81,10 +92,15 @@ def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_
     loader.close()
 
 
-def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_given(pictures: Path) -> None:
+def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_given(
+    pictures: Path,
+) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
     expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
-    assert [[batch["__key__"] for batch in ahead(loader.epoch(number), _Copies())] for number in range(2)] == expected
+    assert [
+        [batch["__key__"] for batch in ahead(loader.epoch(number), _Copies())]
+        for number in range(2)
+    ] == expected
     for step, _ in enumerate(ahead(loader.epoch(0), _Copies())):
         if step == 2:
             break
@@ -96,7 +112,10 @@ def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_g
 
 
 def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
-    samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"}) for n in range(64)]
+    samples: list[Sample] = [
+        (f"s{n:03d}", {"png": picture(n) if n != 37 else b"no picture", "cls": b"1"})
+        for n in range(64)
+    ]
     write_tar(tmp_path / "p.tar", samples)
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
@@ -116,7 +135,9 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     loader.close()
 
 
-def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk answers no more; the loop is left, and its thread is not waited for without end."""
     from wdstrain.reader.reader import Reader
 
@@ -148,9 +169,14 @@ def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(pictures: Pat
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> None:
     """While the next batch is being taken in the other thread."""
-    samples: list[Sample] = [(f"s{n:03d}", {"png": picture(n) if n % 9 else b"no picture", "cls": b"1"}) for n in range(90)]
+    samples: list[Sample] = [
+        (f"s{n:03d}", {"png": picture(n) if n % 9 else b"no picture", "cls": b"1"})
+        for n in range(90)
+    ]
     write_tar(tmp_path / "p.tar", samples)
-    loader = wt.Loader(tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_bad="replace", max_bad=0.03)
+    loader = wt.Loader(
+        tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_bad="replace", max_bad=0.03
+    )
     with pytest.raises(wt.SampleError, match="more than max_bad=0.03 allows"):
         list(ahead(iter(loader), _Copies()))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]

@@ -61,15 +61,23 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def packed(folder: Path, out: Path, wanted: Callable[[str], bool], *, between: bytes | None = None) -> list[str]:
+def packed(
+    folder: Path, out: Path, wanted: Callable[[str], bool], *, between: bytes | None = None
+) -> list[str]:
     """A shard of the files whose fate in Pillow is wanted, each followed by a sound picture if that is asked for; their names."""
     samples: list[Sample] = []
     names = [row["file"] for row in rows(folder) if wanted(row["pillow_rgb"])]
     for number, name in enumerate(names):
         kind = Path(name).suffix[1:].lower()
         kind = kind if kind in EXTENSIONS else {"mpo": "jpg", "apng": "png"}[kind]
-        samples.append((f"{number:03d}", {kind: (folder / name).read_bytes(), "name": name.encode()}))
-        samples += [(f"{number:03d}-sound", {"png": between, "name": b"sound"})] if between is not None else []
+        samples.append(
+            (f"{number:03d}", {kind: (folder / name).read_bytes(), "name": name.encode()})
+        )
+        samples += (
+            [(f"{number:03d}-sound", {"png": between, "name": b"sound"})]
+            if between is not None
+            else []
+        )
     write_tar(out / "a.tar", samples)
     return names
 
@@ -91,7 +99,10 @@ def test_whatever_can_be_read_has_the_right_pixels(
     for name, pixels in ours.items():
         if not (judged / f"{name}.npy").exists():
             continue
-        turned = {"hopper_orientation_6.webp": -1, "xmp_tags_orientation.png": 2}  # which torchvision leaves as they lie
+        turned = {
+            "hopper_orientation_6.webp": -1,
+            "xmp_tags_orientation.png": 2,
+        }  # which torchvision leaves as they lie
         other = np.rot90(np.load(judged / f"{name}.npy"), turned.get(name, 0))
         assert pixels.shape == other.shape, name
         assert np.array_equal(pixels, other), (name, np.abs(pixels.astype(int) - other).max())
@@ -101,7 +112,11 @@ def test_whatever_can_be_read_has_the_right_pixels(
     deep = (folder / "hopper_16bit.pgm").read_bytes()[-128 * 128 * 2 :]
     by_hand = np.frombuffer(deep, ">u2").reshape(128, 128) >> 8
     assert np.array_equal(ours["hopper_16bit.pgm"], np.repeat(by_hand[:, :, None], 3, 2))
-    for name, like in (("hopper.bmp", "hopper.jpg"), ("hopper.avif", "hopper.jpg"), ("iss634.webp", "iss634.apng")):
+    for name, like in (
+        ("hopper.bmp", "hopper.jpg"),
+        ("hopper.avif", "hopper.jpg"),
+        ("iss634.webp", "iss634.apng"),
+    ):
         assert np.abs(ours[name].astype(int) - ours[like]).mean() < 6, name
 
 
@@ -111,10 +126,20 @@ def test_whatever_cannot_be_read_is_a_bad_sample_and_nothing_else(
 ) -> None:
     folder = data("difficult")
     names = packed(folder, tmp_path, lambda fate: not fate.startswith("ok"), between=picture(7))
-    loader = wt.Loader(tmp_path, FIELDS, batch_size=2, shuffle=False, num_workers=num_workers, on_bad="replace", max_bad=1.0)
+    loader = wt.Loader(
+        tmp_path,
+        FIELDS,
+        batch_size=2,
+        shuffle=False,
+        num_workers=num_workers,
+        on_bad="replace",
+        max_bad=1.0,
+    )
     batches = list(loader)
     assert [batch["name"] for batch in batches] == [["sound", "sound"]] * len(names)
-    assert all(torch.equal(*batch["image"]) for batch in batches)  # no part of a picture is taken for it
+    assert all(
+        torch.equal(*batch["image"]) for batch in batches
+    )  # no part of a picture is taken for it
     assert loader.report()["bad"] == len(names) >= 20
     loader.close()
 
@@ -126,8 +151,14 @@ def test_the_error_names_shard_key_field_and_offset(
     """The first of them is the one that kills torchvision's decoder with its whole process."""
     folder = data("difficult")
     assert (judged / "broken_data_stream.png.died").exists()
-    write_tar(tmp_path / "a.tar", [("k", {"png": (folder / "broken_data_stream.png").read_bytes(), "name": b"x"})])
+    write_tar(
+        tmp_path / "a.tar",
+        [("k", {"png": (folder / "broken_data_stream.png").read_bytes(), "name": b"x"})],
+    )
     loader = wt.Loader(tmp_path, FIELDS, batch_size=1, num_workers=num_workers)
-    with pytest.raises(SampleError, match=r"a\.tar: 'k', field 'png' at offset 512: unrecognized data stream contents"):
+    with pytest.raises(
+        SampleError,
+        match=r"a\.tar: 'k', field 'png' at offset 512: unrecognized data stream contents",
+    ):
         list(loader)
     loader.close()

@@ -50,7 +50,9 @@ def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
     folder = write_shards(tmp_path / "shards", counts)
     words = [str(world), str(folder), str(tmp_path / "meeting"), str(workers), tail]
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *words], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), *words], stdout=subprocess.PIPE, text=True
+        )
         for rank in range(world)
     ]
     epochs = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
@@ -59,5 +61,9 @@ def test_every_rank_takes_the_same_number_of_steps_and_its_own_samples(
         steps = {len(rank[epoch]) for rank in epochs}
         assert len(steps) == 1
         keys = [key for rank in epochs for batch in rank[epoch] for key in batch]
-        assert len(keys) == len(set(keys)) == (sum(counts) if tail == "pad" else steps.pop() * 4 * world)
+        assert (
+            len(keys)
+            == len(set(keys))
+            == (sum(counts) if tail == "pad" else steps.pop() * 4 * world)
+        )
     assert sum(counts) < 20 or epochs[0][0] != epochs[0][1]

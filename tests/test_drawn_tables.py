@@ -83,7 +83,9 @@ class Case:
         """(cell, value as it is delivered)"""
         draw = self.draw
         if self.kind == "number":
-            value = draw.choice([draw.uniform(-5, 5), draw.randrange(-3, 9), draw.choice([1e-100, -0.0, 2.5e7])])
+            value = draw.choice(
+                [draw.uniform(-5, 5), draw.randrange(-3, 9), draw.choice([1e-100, -0.0, 2.5e7])]
+            )
             value = value if self.rows else 0.5  # a fraction at least
             return (repr(value) if self.form in ("csv", "tsv") else value), float(value)
         if self.kind == "whole":
@@ -91,7 +93,11 @@ class Case:
             return (str(number) if self.form in ("csv", "tsv") else number), str(number)
         if self.kind == "truth":
             truth = draw.random() < 0.5
-            return (draw.choice([str(truth), str(truth).lower()]) if self.form in ("csv", "tsv") else truth), str(truth)
+            return (
+                draw.choice([str(truth), str(truth).lower()])
+                if self.form in ("csv", "tsv")
+                else truth
+            ), str(truth)
         if self.kind == "words":
             word = draw.choice(["cat", "dog", "Ünï", "a b", "none", "7th"])
             return draw.choice(["", " "]) + word + draw.choice(["", "  "]), word
@@ -100,7 +106,9 @@ class Case:
 
     def _fill(self) -> None:
         draw = self.draw
-        wrong = draw.randrange(2)  # one odd label at most: a column of few rows with more may mean two things
+        wrong = draw.randrange(
+            2
+        )  # one odd label at most: a column of few rows with more may mean two things
         wrong_at = draw.randrange(1, self.count) if wrong else -1
         for number in range(self.count):
             name = draw.choice(self.names)
@@ -113,7 +121,13 @@ class Case:
                 if self.form in ("jsonl", "frame", "bytes") and cell == "" and draw.random() < 0.5:
                     cell = None
             text = draw.choice(_TEXTS)
-            row = {"id": f"id{number}", "file": path, "y": cell, "text": text, "part": draw.choice(["train", "val"])}
+            row = {
+                "id": f"id{number}",
+                "file": path,
+                "y": cell,
+                "text": text,
+                "part": draw.choice(["train", "val"]),
+            }
             if self.form == "bytes":
                 row["file"], missing = self.pictures[name], False
             self.rows.append(row)
@@ -126,7 +140,12 @@ class Case:
     def write(self) -> Any:
         place, columns = self.folder / "set", ["id", "file", "y", "text", "part"]
         if self.form in ("csv", "tsv"):
-            with open(place / f"t.{self.form}", "w", newline="", encoding=self.draw.choice(["utf-8", "utf-8-sig"])) as file:
+            with open(
+                place / f"t.{self.form}",
+                "w",
+                newline="",
+                encoding=self.draw.choice(["utf-8", "utf-8-sig"]),
+            ) as file:
                 writer = csv.writer(
                     file,
                     delimiter="\t" if self.form == "tsv" else ",",
@@ -139,7 +158,12 @@ class Case:
         elif self.form == "parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(self.rows), place / "t.parquet")
         else:
-            return pandas.DataFrame({name: pandas.Series([row[name] for row in self.rows], dtype=object) for name in columns})
+            return pandas.DataFrame(
+                {
+                    name: pandas.Series([row[name] for row in self.rows], dtype=object)
+                    for name in columns
+                }
+            )
         return str(place / f"t.{self.form}")
 
 
@@ -169,12 +193,28 @@ def delivered(out: Path, label: Any) -> dict[int, list[tuple[str, bytes, Any, st
 def check(folder: Path, seed: int) -> None:
     case = Case(folder, seed)
     draw, table = case.draw, case.write()
-    kinds = {"number": "number", "whole": "class", "truth": "class", "words": "class", "several": "multi"}
+    kinds = {
+        "number": "number",
+        "whole": "class",
+        "truth": "class",
+        "words": "class",
+        "several": "multi",
+    }
     label = f"y:{kinds[case.kind]}" if case.said else "y"
     odd = next((row["y"] for row in case.rows if row["y"] in _ODD[case.kind]), None)
-    if case.said and kinds[case.kind] == "class" and isinstance(odd, str) and odd.strip() and odd != "nan":
+    if (
+        case.said
+        and kinds[case.kind] == "class"
+        and isinstance(odd, str)
+        and odd.strip()
+        and odd != "nan"
+    ):
         label = "y"  # every text is a class where that is said
-    options: dict[str, Any] = {"on_bad": "quarantine", "shuffle": draw.random() < 0.7, "jobs": draw.choice([1, 1, 2])}
+    options: dict[str, Any] = {
+        "on_bad": "quarantine",
+        "shuffle": draw.random() < 0.7,
+        "jobs": draw.choice([1, 1, 2]),
+    }
     options["shard_samples"] = draw.choice([None, 7])
     if case.paths == "elsewhere" or case.form == "frame":
         options["root"] = str(folder / "set")
@@ -199,7 +239,9 @@ def check(folder: Path, seed: int) -> None:
         ((split, was, label_was, text_was),) = found[number]
         assert was == data, f"{told}: picture of row {number}"
         assert label_was == value, f"{told}: label of row {number}"
-        assert text_was == (text.lstrip() if text and case.form in ("csv", "tsv") else text), f"{told}: text of row {number}"
+        assert text_was == (text.lstrip() if text and case.form in ("csv", "tsv") else text), (
+            f"{told}: text of row {number}"
+        )
         assert parted != "split_by" or split == case.rows[number]["part"], told
     if parted in ("split", "group_by"):
         mark = 1 if parted == "split" else 3

@@ -17,7 +17,9 @@ from tests.conftest import ROOT, write_class_folder, write_shards
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_on_a_loader_and_validates_every_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_trains_on_a_loader_and_validates_every_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lightning = pytest.importorskip("lightning", reason="Lightning is not installed")
     monkeypatch.chdir(tmp_path)
     folder = write_shards(tmp_path / "shards", [7, 13, 1])
@@ -56,7 +58,9 @@ def test_lightning_trains_on_a_loader_and_validates_every_epoch(tmp_path: Path, 
     assert len(seen["train"]) == 2 * len(train) == 10
     assert seen["train"][:5] != seen["train"][5:]
     assert len(seen["val"]) == 2 * len(val) == 12
-    assert sorted(key for keys in seen["val"][:6] for key in keys) == [f"s{i:06d}" for i in range(21)]
+    assert sorted(key for keys in seen["val"][:6] for key in keys) == [
+        f"s{i:06d}" for i in range(21)
+    ]
     train.close()
     val.close()
 
@@ -67,8 +71,13 @@ def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> No
     if find_spec(name) is None:  # Keras itself is only imported with its backend named
         pytest.skip(f"{name} is not installed: pip install {name}")
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
-    wt.pack_folder(str(tmp_path / "photos"), str(tmp_path / "shards"), split={"train": 0.8, "val": 0.2})
-    words = [str(ROOT / "scripts" / f"example_{name}.py"), *(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val"))]
+    wt.pack_folder(
+        str(tmp_path / "photos"), str(tmp_path / "shards"), split={"train": 0.8, "val": 0.2}
+    )
+    words = [
+        str(ROOT / "scripts" / f"example_{name}.py"),
+        *(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")),
+    ]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"accuracy \d+\.\d\d%; \w+ bound", done.stdout), done.stdout

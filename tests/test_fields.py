@@ -112,7 +112,8 @@ def test_difficult_pictures_end_as_pillow_ends_with_them(data: Callable[[str], P
 
 
 @pytest.mark.parametrize(
-    ("data", "wanted"), [(b"7", 7), (b"7\n", 7), (b" 0 ", 0), (b"\xef\xbb\xbf12", 12), (b"dog", 1), (b"cat", 0)]
+    ("data", "wanted"),
+    [(b"7", 7), (b"7\n", 7), (b" 0 ", 0), (b"\xef\xbb\xbf12", 12), (b"dog", 1), (b"cat", 0)],
 )
 def test_labels_are_numbers_or_names_of_classes(data: bytes, wanted: int) -> None:
     classes = ("cat", "dog") if data.isalpha() else ()
@@ -136,7 +137,11 @@ def test_columns_of_json_are_labels_and_numbers() -> None:
         value(wt.number("json", column="kind"), data)
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400, "1e39"], ids=["1e400", "-1e400", "400 digits", "1e39"])
+@pytest.mark.parametrize(
+    "number",
+    ["1e400", "-1e400", "1" + "0" * 400, "1e39"],
+    ids=["1e400", "-1e400", "400 digits", "1e39"],
+)
 def test_a_number_beyond_the_largest_is_not_infinity(number: str) -> None:
     for field, data in (
         (wt.number("x"), number),
@@ -174,7 +179,9 @@ def test_arrays_of_objects_are_not_unpickled() -> None:
         value(wt.array(), buffer.getvalue())
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "<f4", ">i2", "bool", "U3", "datetime64[s]", [("a", "<i4"), ("b", "u1")]])
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "<f4", ">i2", "bool", "U3", "datetime64[s]", [("a", "<i4"), ("b", "u1")]]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 5, 2)])
 def test_arrays_are_what_numpy_loads(dtype: Any, shape: tuple[int, ...]) -> None:
     made = np.zeros(shape, dtype)
@@ -192,15 +199,32 @@ def test_arrays_are_what_numpy_loads(dtype: Any, shape: tuple[int, ...]) -> None
 
 def test_arrays_of_one_shape_land_in_batch_memory(tmp_path: Path) -> None:
     arrays = [np.random.default_rng(n).integers(0, 255, (4, 3), np.uint8) for n in range(20)]
-    wt.pack(({"__key__": f"k{n:02d}", "x.npy": one} for n, one in enumerate(arrays)), str(tmp_path / "s"), shuffle=False)
-    fixed = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy", shape=(4, 3), dtype="uint8")}, batch_size=5)
+    wt.pack(
+        ({"__key__": f"k{n:02d}", "x.npy": one} for n, one in enumerate(arrays)),
+        str(tmp_path / "s"),
+        shuffle=False,
+    )
+    fixed = wt.Loader(
+        tmp_path / "s", {"x": wt.array("x.npy", shape=(4, 3), dtype="uint8")}, batch_size=5
+    )
     loose = wt.Loader(tmp_path / "s", {"x": wt.array("x.npy")}, batch_size=5)
     for a, b in zip(fixed, loose, strict=True):
         assert torch.equal(a["x"], b["x"])
-        assert all(torch.equal(x, torch.from_numpy(arrays[int(k[1:])])) for k, x in zip(a["__key__"], a["x"], strict=True))
+        assert all(
+            torch.equal(x, torch.from_numpy(arrays[int(k[1:])]))
+            for k, x in zip(a["__key__"], a["x"], strict=True)
+        )
     with pytest.raises(SampleError, match=r"it is uint8\[4, 3\], and uint8\[3, 4\] was asked for"):
-        list(wt.Loader(tmp_path / "s", {"x": wt.array("x.npy", shape=(3, 4), dtype="uint8")}, batch_size=5))
-    for options in ({"shape": (3,)}, {"shape": (3,), "dtype": "text"}, {"shape": (-1,), "dtype": "uint8"}):
+        list(
+            wt.Loader(
+                tmp_path / "s", {"x": wt.array("x.npy", shape=(3, 4), dtype="uint8")}, batch_size=5
+            )
+        )
+    for options in (
+        {"shape": (3,)},
+        {"shape": (3,), "dtype": "text"},
+        {"shape": (-1,), "dtype": "uint8"},
+    ):
         with pytest.raises(UsageError):
             wt.array(**options)
 
@@ -214,7 +238,9 @@ def test_a_middle_crop_keeps_the_shape_asked_for() -> None:
 
 def test_random_crops_are_distributed_as_torchvision_draws_them() -> None:
     count, height, width = 4000, 375, 500
-    ours = np.array([random_crop(height, width, row) for row in uniform(np.arange(count), DRAWS, "t")])
+    ours = np.array(
+        [random_crop(height, width, row) for row in uniform(np.arange(count), DRAWS, "t")]
+    )
     torch.manual_seed(0)
     picture = torch.empty(3, height, width)
     drawn = [v2.RandomResizedCrop(224).make_params([picture]) for _ in range(count)]
@@ -233,13 +259,17 @@ def test_resizing_is_torchvisions() -> None:
     top, left, height, width = region(*pixels.shape[:2], (20, 30), Augment(), NO_DRAWS)
     assert (top, left, height, width) == (0, 0, 40, 60)
     fit(pixels, out)
-    wanted = v2.functional.resize(torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True).permute(1, 2, 0)
+    wanted = v2.functional.resize(
+        torch.from_numpy(pixels).permute(2, 0, 1), [20, 30], antialias=True
+    ).permute(1, 2, 0)
     assert abs(out.astype(int) - wanted.numpy().astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize("compiles", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 224])
-def test_pictures_of_any_width_are_turned_around(width: int, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_of_any_width_are_turned_around(
+    width: int, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not compiles:
         monkeypatch.setattr(kernels, "library", None)
     whole = np.random.default_rng(width).integers(0, 256, (6, 2 * width, 3), np.uint8)
@@ -292,7 +322,9 @@ def noise(width: int, height: int) -> npt.NDArray[Any]:
     """Noise and slopes, so that every block differs from its neighbours. uint8[height, width, 3]"""
     rows, columns = np.mgrid[:height, :width]
     grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
-    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(np.uint8)
+    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(
+        np.uint8
+    )
 
 
 def photo(width: int, height: int, *, mode: str = "RGB", **options: Any) -> bytes:
@@ -300,19 +332,32 @@ def photo(width: int, height: int, *, mode: str = "RGB", **options: Any) -> byte
 
 
 @pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "411", "Gray", "progressive"])
-def test_a_part_is_exactly_that_part_of_the_whole(subsampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_exactly_that_part_of_the_whole(
+    subsampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if jpeg_region._library() is None:
-        pytest.skip("libjpeg-turbo 3 is not here: pip install turbojpeg, or the system's libturbojpeg of version 3")
+        pytest.skip(
+            "libjpeg-turbo 3 is not here: pip install turbojpeg, or the system's libturbojpeg of version 3"
+        )
     draws = np.random.default_rng(0)
     for width, height in ((1, 1), (7, 3), (16, 16), (129, 77), (333, 250)):
-        pixels = noise(width, height) if subsampling != "Gray" else noise(width, height)[..., :1].copy()
+        pixels = (
+            noise(width, height) if subsampling != "Gray" else noise(width, height)[..., :1].copy()
+        )
         if subsampling == "progressive":
             data = photo(width, height, progressive=True)
         else:
-            data = simplejpeg.encode_jpeg(pixels, 70, "GRAY" if subsampling == "Gray" else "RGB", subsampling)
+            data = simplejpeg.encode_jpeg(
+                pixels, 70, "GRAY" if subsampling == "Gray" else "RGB", subsampling
+            )
         for _ in range(30):
             top, left = int(draws.integers(height)), int(draws.integers(width))
-            box = (top, left, int(draws.integers(1, height - top + 1)), int(draws.integers(1, width - left + 1)))
+            box = (
+                top,
+                left,
+                int(draws.integers(1, height - top + 1)),
+                int(draws.integers(1, width - left + 1)),
+            )
             part = jpeg_region.decode_part(data, box, 10**6)
             assert part is not None
             with monkeypatch.context() as without:
@@ -321,7 +366,9 @@ def test_a_part_is_exactly_that_part_of_the_whole(subsampling: str, monkeypatch:
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
-def test_with_and_without_the_library_pixels_are_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_and_without_the_library_pixels_are_the_same(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, field = photo(190, 140, mode=mode), wt.image(size=64, augment="rrc+flip")
     with_it, exif = jpeg_region._library, Image.Exif()
     exif[0x0112] = 6
@@ -361,7 +408,10 @@ def test_a_good_picture_after_a_bad_one_is_good(data: Callable[[str], Path]) -> 
     for path in sorted(data("difficult").rglob("*.jp*g")):
         jpeg_region.decode_part(path.read_bytes() + b"\xff\xd9", whole, 10**6)
         assert np.array_equal(decode_image(good), wanted), path.name
-        assert jpeg_region._library() is None or jpeg_region.decode_part(good, whole, 10**6) is not None
+        assert (
+            jpeg_region._library() is None
+            or jpeg_region.decode_part(good, whole, 10**6) is not None
+        )
 
 
 def test_every_thread_decodes_for_itself() -> None:
@@ -369,12 +419,16 @@ def test_every_thread_decodes_for_itself() -> None:
     wanted = [decode_image(one, lambda h, w: (10, 10, 50, 60)) for one in data]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(20):
-            found = list(pool.map(lambda one: decode_image(one, lambda h, w: (10, 10, 50, 60)), data))
+            found = list(
+                pool.map(lambda one: decode_image(one, lambda h, w: (10, 10, 50, 60)), data)
+            )
             assert all(map(np.array_equal, found, wanted))
 
 
 @pytest.mark.parametrize("library", [True, False])
-def test_a_part_of_a_picture_that_has_the_size_of_the_batch(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_picture_that_has_the_size_of_the_batch(
+    library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not resized from the memory it is resized into: with a byte behind its end, and without libjpeg-turbo 3."""
     data, field = photo(64, 64) + (b"x" if library else b""), wt.image(size=64, augment="rrc+flip")
     whole = decode_image(data)

@@ -64,9 +64,18 @@ def odd_shards(folder: Path) -> Path:
     small: list[Sample] = [(f"b{i:05d}", {"txt": b"x"}) for i in range(1100)]
     write_tar(folder / "a.tar", large)
     write_tar(folder / "b.tar", small)
-    write_tar(folder / "c.tar", [("c0", {"txt": b"y"}), ("c1", {"bin": bytes(6 << 20)}), ("c2", {"txt": b"z"})])
+    write_tar(
+        folder / "c.tar",
+        [("c0", {"txt": b"y"}), ("c1", {"bin": bytes(6 << 20)}), ("c2", {"txt": b"z"})],
+    )
     with open(folder / "d.tar", "wb") as file:  # what has no extension is no field of a sample
-        for name, size in (("d0.txt", 1), ("NOTES", 3000), ("d1.txt", 1), ("VIDEO", 5 << 20), ("d2.txt", 1)):
+        for name, size in (
+            ("d0.txt", 1),
+            ("NOTES", 3000),
+            ("d1.txt", 1),
+            ("VIDEO", 5 << 20),
+            ("d2.txt", 1),
+        ):
             file.write(header(name, size) + bytes(size) + bytes(padding(size)))
         file.write(END)
     return folder
@@ -78,7 +87,11 @@ def odd_shards(folder: Path) -> Path:
 def test_reads_and_seeks_are_those_of_a_real_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
-    folder = odd_shards(tmp_path / "odd") if kind == "odd" else write_shards(tmp_path / "few", [7, 13, 1])
+    folder = (
+        odd_shards(tmp_path / "odd")
+        if kind == "odd"
+        else write_shards(tmp_path / "few", [7, 13, 1])
+    )
     monkeypatch.setattr(read_blocks, "_LOCAL", 4 << 20)
     for module in (read_blocks, itinerary):
         monkeypatch.setattr(module, "READ_SAMPLES", 1024)
@@ -109,11 +122,15 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
         delivered = [key for batch in loader.epoch(foretold.epoch) for key in batch["__key__"]]
         loader.close()
         lanes = [reads_of(index, plan, lane) for lane in plan.lanes_of(rank.rank)]
-        of_epoch = sources[: sum(len(lane.opens) for lane in lanes)]  # the reader goes on into the next
+        of_epoch = sources[
+            : sum(len(lane.opens) for lane in lanes)
+        ]  # the reader goes on into the next
         expected = Counter[tuple[str, tuple[tuple[int, int], ...]]]()
         for lane in lanes:
             for first, stop in itertools.pairwise([*lane.opens.tolist(), len(lane.ids)]):
-                spans = zip(lane.start[first:stop].tolist(), lane.stop[first:stop].tolist(), strict=True)
+                spans = zip(
+                    lane.start[first:stop].tolist(), lane.stop[first:stop].tolist(), strict=True
+                )
                 expected[index.shards[lane.shard[first]].path, tuple(spans)] += 1
         assert Counter((one.path, tuple(one.reads)) for one in of_epoch) == expected
         jumps = sum(a[1] != b[0] for one in of_epoch for a, b in itertools.pairwise(one.reads))
@@ -125,7 +142,9 @@ def test_reads_and_seeks_are_those_of_a_real_reader(
         assert len(loader) == rank.steps
 
 
-def test_reads_are_the_same_however_many_are_found_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_are_the_same_however_many_are_found_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = wt.index(odd_shards(tmp_path / "odd"))
     monkeypatch.setattr(itinerary, "READ_SAMPLES", 1024)
     for options in SIZES:
@@ -139,14 +158,18 @@ def test_reads_are_the_same_however_many_are_found_at_a_time(tmp_path: Path, mon
 
 
 def plans(index: Index) -> list[Plan]:
-    return [plan_of(index, **options) for options in SIZES] + [plan_of(index, batch_size=30, tail="pad", lanes=30)]
+    return [plan_of(index, **options) for options in SIZES] + [
+        plan_of(index, batch_size=30, tail="pad", lanes=30)
+    ]
 
 
 def replayed(index: Index, plan: Plan, lane: int) -> list[tuple[int, int]]:
     """(samples, bytes) that wait at each step, by reading and delivering one after another."""
     needed = [plan.order(lane, *plan.span(lane, step)).tolist() for step in range(plan.steps)]
     last = {place: step for step, places in enumerate(needed) for place in places}
-    size = (index.table.stop - index.table.start)[plan.ids(lane, np.arange(plan.lane_places(lane)))].tolist()
+    size = (index.table.stop - index.table.start)[
+        plan.ids(lane, np.arange(plan.lane_places(lane)))
+    ].tolist()
     waits, read, found = set[int](), 0, []
     for step, places in enumerate(needed):
         while places and read <= max(places):
@@ -157,17 +180,28 @@ def replayed(index: Index, plan: Plan, lane: int) -> list[tuple[int, int]]:
     return found
 
 
-def test_what_waits_in_memory_is_what_a_replay_of_reads_and_deliveries_finds(tmp_path: Path) -> None:
+def test_what_waits_in_memory_is_what_a_replay_of_reads_and_deliveries_finds(
+    tmp_path: Path,
+) -> None:
     index = wt.index(write_shards(tmp_path, [7, 113, 1, 40, 61]))
     for plan in plans(index):
         for lane in range(plan.lane_count):
             expected = replayed(index, plan, lane)
             held = waiting(index, plan, lane, 0, plan.steps)
-            assert list(zip(held.samples.tolist(), held.bytes.tolist(), strict=True)) == expected, (plan, lane)
-            for first, stop in ((plan.steps // 2, plan.steps), (plan.steps // 3, plan.steps // 3 + 1)):
+            assert list(zip(held.samples.tolist(), held.bytes.tolist(), strict=True)) == expected, (
+                plan,
+                lane,
+            )
+            for first, stop in (
+                (plan.steps // 2, plan.steps),
+                (plan.steps // 3, plan.steps // 3 + 1),
+            ):
                 if plan.tail == "drop":
                     part = waiting(index, plan, lane, first, stop)
-                    assert list(zip(part.samples.tolist(), part.bytes.tolist(), strict=True)) == expected[first:stop]
+                    assert (
+                        list(zip(part.samples.tolist(), part.bytes.tolist(), strict=True))
+                        == expected[first:stop]
+                    )
 
 
 @pytest.mark.usefixtures("once")
@@ -176,9 +210,13 @@ def test_a_rank_holds_what_its_lanes_hold(tmp_path: Path) -> None:
     for options in SIZES:
         found, plan = foresee(index, read_labels=False, **options), plan_of(index, **options)
         for rank in found.ranks:
-            held = np.sum([replayed(index, plan, lane) for lane in plan.lanes_of(rank.rank)], axis=0)
+            held = np.sum(
+                [replayed(index, plan, lane) for lane in plan.lanes_of(rank.rank)], axis=0
+            )
             assert (rank.held_samples_most, rank.held_bytes_most) == tuple(held.max(0).tolist())
-            assert (rank.held_samples_mean, rank.held_bytes_mean) == pytest.approx(held.mean(0).tolist())
+            assert (rank.held_samples_mean, rank.held_bytes_mean) == pytest.approx(
+                held.mean(0).tolist()
+            )
             assert rank.first_batch_bytes == held[0, 1]
 
 
@@ -193,10 +231,14 @@ def test_every_rank_has_the_same_steps_and_every_sample_is_read_once(tmp_path: P
 
 
 @pytest.mark.usefixtures("once")
-def test_an_order_that_gives_a_sample_twice_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_that_gives_a_sample_twice_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = wt.index(write_shards(tmp_path, [40]))
     ids = Plan.ids
-    monkeypatch.setattr(Plan, "ids", lambda plan, lane, places: np.minimum(ids(plan, lane, places), 35))
+    monkeypatch.setattr(
+        Plan, "ids", lambda plan, lane, places: np.minimum(ids(plan, lane, places), 35)
+    )
     assert not foresee(index, batch_size=4, read_labels=False).exactly_once
 
 
@@ -247,7 +289,9 @@ def test_the_ideal_of_batches_that_are_not_alike_counts_each_with_its_pairs() ->
     found.add([Seen(0, np.arange(10), np.arange(10), np.arange(10) // 4, np.arange(10) // 4)])
     result = found.result()
     assert result is not None
-    assert result.touching_ideal == pytest.approx((6 + 6 + 1) / 45)  # pairs in batches of 4, 4 and 2 among those of 10
+    assert result.touching_ideal == pytest.approx(
+        (6 + 6 + 1) / 45
+    )  # pairs in batches of 4, 4 and 2 among those of 10
     assert result.touching == pytest.approx(7 / 9)
 
 
@@ -257,7 +301,10 @@ def test_class_sorted_shards_have_a_design_effect_of_the_batch_and_an_ideal_orde
     batch = np.arange(20_000) // size
     lined_up = class_mix(batch, kinds, size=size, samples=20_000, counts=counts)
     mixed = [
-        class_mix(batch, kinds[shuffled(20_000, "mix", run)], size=size, samples=20_000, counts=counts) for run in range(20)
+        class_mix(
+            batch, kinds[shuffled(20_000, "mix", run)], size=size, samples=20_000, counts=counts
+        )
+        for run in range(20)
     ]
     assert lined_up is not None
     assert lined_up.design_effect == pytest.approx(size)
@@ -275,28 +322,46 @@ def test_class_sorted_shards_have_a_design_effect_of_the_batch_and_an_ideal_orde
 def test_a_part_of_the_labels_tells_what_all_of_them_tell(window: int) -> None:
     """Over many draws of 10 of 100 batches; classes of very different sizes, partly sorted, in several shards."""
     count, size = 5000, 50
-    kinds = np.minimum((uniform(np.arange(count), 1, "kind")[:, 0] ** 3 * 6).astype(int) + np.arange(count) // 2500, 6)
+    kinds = np.minimum(
+        (uniform(np.arange(count), 1, "kind")[:, 0] ** 3 * 6).astype(int)
+        + np.arange(count) // 2500,
+        6,
+    )
     plan = Plan(counts=np.full(10, 500), seed=3, epoch=0, batch_size=size, window=window)
     ids = plan.ids(0, plan.order(0, 0, count))
-    every = class_mix(np.arange(count) // size, kinds[ids], size=size, samples=count, counts=np.bincount(kinds))
+    every = class_mix(
+        np.arange(count) // size, kinds[ids], size=size, samples=count, counts=np.bincount(kinds)
+    )
     assert every is not None
     for among, draws in ((size, 300), (20, 300)):
         effects, errors = [], []
         for draw in range(draws):
             order = shuffled(100, "draw", draw)[:10]
-            rows = np.stack([ids[b * size : (b + 1) * size][shuffled(size, "row", draw, int(b))[:among]] for b in order])
-            one = class_mix(np.repeat(np.arange(10), among), kinds[rows].reshape(-1), size=size, samples=count)
+            rows = np.stack(
+                [
+                    ids[b * size : (b + 1) * size][shuffled(size, "row", draw, int(b))[:among]]
+                    for b in order
+                ]
+            )
+            one = class_mix(
+                np.repeat(np.arange(10), among), kinds[rows].reshape(-1), size=size, samples=count
+            )
             assert one is not None
             effects.append(one.design_effect)
             errors.append(one.error)
         # 10 batches know the spread of their classes to some percent of it; the mean of many draws has no bias beyond that
         spread = np.std(effects)
-        assert abs(np.mean(effects) - every.design_effect) < 4 * spread / np.sqrt(draws) + 0.05 * every.design_effect
+        assert (
+            abs(np.mean(effects) - every.design_effect)
+            < 4 * spread / np.sqrt(draws) + 0.05 * every.design_effect
+        )
         assert 0.5 < np.mean(np.array(errors, float)) / spread < 2
 
 
 def test_batches_are_drawn_from_the_plan_itself(tmp_path: Path) -> None:
-    plan = plan_of(wt.index(write_shards(tmp_path, [700, 300])), batch_size=10, shuffle_buffer=100, lanes=2)
+    plan = plan_of(
+        wt.index(write_shards(tmp_path, [700, 300])), batch_size=10, shuffle_buffer=100, lanes=2
+    )
     of = {
         int(i): step
         for step in range(plan.steps)
@@ -319,7 +384,9 @@ def by_class(folder: Path, counts: list[int], classes: int, *, stray: float = 0.
         samples: list[Sample] = []
         for _ in range(count):
             place = draws[number, 1] if draws[number, 0] < stray else number / total
-            samples.append((f"s{number:06d}", {"cls": str(int(place * classes)).encode(), "txt": bytes(200)}))
+            samples.append(
+                (f"s{number:06d}", {"cls": str(int(place * classes)).encode(), "txt": bytes(200)})
+            )
             number += 1
         write_tar(folder / f"part-{shard:03d}.tar", samples)
     return folder
@@ -347,7 +414,9 @@ def test_sorted_shards_are_told_to_be_packed_again_and_are_good_afterwards(tmp_p
     assert wide.now.held_bytes == after.enough.held_bytes
 
 
-def test_reading_a_part_of_the_labels_gives_the_same_within_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_part_of_the_labels_gives_the_same_within_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = wt.index(by_class(tmp_path, [2000, 2000, 1000], 10, stray=0.5))
     every = foresee(index, batch_size=20, shuffle_buffer=300)
     assert every.labels_read == 5000
@@ -371,7 +440,9 @@ def test_labels_of_a_server_are_few_and_tell_nonetheless(tmp_path: Path) -> None
     wt.index(folder)
     with Server(folder, "127.0.0.1", 0) as server:
         found = foresee(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30)
-        silent = foresee(f"{server.url}/index.json", batch_size=20, shuffle_buffer=30, read_labels=False)
+        silent = foresee(
+            f"{server.url}/index.json", batch_size=20, shuffle_buffer=30, read_labels=False
+        )
     assert found.on_a_server
     assert 100 < found.labels_read <= 200
     assert found.now.classes is not None
@@ -387,7 +458,9 @@ def test_small_sets_are_looked_at_over_epochs_and_say_so(tmp_path: Path) -> None
     assert f"over {found.epochs_mixed} epochs" in str(found)
 
 
-def test_a_large_epoch_is_looked_at_in_parts_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_epoch_is_looked_at_in_parts_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = wt.index(write_shards(tmp_path, [4000, 4000]))
     whole = foresee(index, batch_size=5, shuffle_buffer=40, read_labels=False)
     monkeypatch.setattr(doors, "_MOST", 1000)
@@ -397,9 +470,13 @@ def test_a_large_epoch_is_looked_at_in_parts_and_says_so(tmp_path: Path, monkeyp
     assert 0 < part.steps_looked_at < 300
     assert f"({part.steps_looked_at} of 1600 steps looked at)" in " ".join(str(part).split())
     names = ("samples", "bytes", "reads", "seeks", "first_batch_bytes")
-    assert [getattr(part.ranks[0], name) for name in names] == [getattr(whole.ranks[0], name) for name in names]
+    assert [getattr(part.ranks[0], name) for name in names] == [
+        getattr(whole.ranks[0], name) for name in names
+    ]
     assert part.exactly_once
-    assert part.ranks[0].held_samples_mean == pytest.approx(whole.ranks[0].held_samples_mean, rel=0.1)
+    assert part.ranks[0].held_samples_mean == pytest.approx(
+        whole.ranks[0].held_samples_mean, rel=0.1
+    )
     assert part.now.neighbours is not None
     assert whole.now.neighbours is not None
     pairs = 8 * 1000  # that were looked at, at least
@@ -418,7 +495,12 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("once")
 def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
-    for words in ([], ["--world-size", "2", "--lanes", "4"], ["--world-size", "20", "--batch-size", "3"], ["--no-shuffle"]):
+    for words in (
+        [],
+        ["--world-size", "2", "--lanes", "4"],
+        ["--world-size", "20", "--batch-size", "3"],
+        ["--no-shuffle"],
+    ):
         assert main(["plan", str(folder), "--batch-size", "10", *words]) == 0
         printed = capsys.readouterr()
         assert max(map(len, printed.out.splitlines())) <= 80
@@ -431,17 +513,45 @@ def test_plan_prints_at_eighty_columns(folder: Path, capsys: Any) -> None:
 @pytest.mark.usefixtures("once")
 def test_many_ranks_are_told_by_their_ends_and_their_sum(folder: Path) -> None:
     found = foresee(folder, world_size=20, batch_size=3)
-    rows = [line.split()[0] for line in lines(found) if line.split()[:1] in (["least"], ["most"], ["all"], ["0"], ["19"])]
+    rows = [
+        line.split()[0]
+        for line in lines(found)
+        if line.split()[:1] in (["least"], ["most"], ["all"], ["0"], ["19"])
+    ]
     assert rows == ["least", "most", "all"]
     few = foresee(folder, world_size=3, batch_size=3)
-    assert [line.split()[0] for line in lines(few) if line.strip()[:2] in ("0 ", "1 ", "2 ")] == ["0", "1", "2"]
+    assert [line.split()[0] for line in lines(few) if line.strip()[:2] in ("0 ", "1 ", "2 ")] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.usefixtures("once")
 def test_json_says_all_of_it(folder: Path, capsys: Any) -> None:
-    assert main(["plan", str(folder), "--world-size", "2", "--batch-size", "7", "--epoch", "3", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                str(folder),
+                "--world-size",
+                "2",
+                "--batch-size",
+                "7",
+                "--epoch",
+                "3",
+                "--json",
+            ]
+        )
+        == 0
+    )
     told = json.loads(capsys.readouterr().out)
-    assert (told["epoch"], told["steps"], told["left_out"], told["exactly_once"]) == (3, 42, 12, True)
+    assert (told["epoch"], told["steps"], told["left_out"], told["exactly_once"]) == (
+        3,
+        42,
+        12,
+        True,
+    )
     assert [rank["samples"] for rank in told["ranks"]] == [294, 294]
     assert told["labels_read"] == 600
     assert told["verdict"]
@@ -455,7 +565,9 @@ def test_without_labels_nothing_of_the_shards_is_read(folder: Path, capsys: Any)
     for path in folder.glob("*.tar"):
         path.write_bytes(bytes(os.path.getsize(path)))
     later = time.time() + 1
-    os.utime(folder / "index.json", (later, later))  # shards that changed after their index are walked over again
+    os.utime(
+        folder / "index.json", (later, later)
+    )  # shards that changed after their index are walked over again
     assert main(["plan", str(folder), "--no-labels"]) == 0
     assert capsys.readouterr().out == before
     assert "not looked at: labels were not to be read" in before
@@ -495,7 +607,9 @@ def test_plan_helps_with_an_example(capsys: Any) -> None:
         (["-o", "plan.png"], "plan.png: the page is HTML."),
     ],
 )
-def test_what_cannot_be_is_one_sentence(folder: Path, capsys: Any, words: list[str], sentence: str) -> None:
+def test_what_cannot_be_is_one_sentence(
+    folder: Path, capsys: Any, words: list[str], sentence: str
+) -> None:
     assert main(["plan", str(folder), *words]) == 2
     printed = capsys.readouterr()
     assert sentence in printed.err

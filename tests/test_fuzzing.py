@@ -38,7 +38,13 @@ KINDS, summed = mutations.KINDS, mutations.summed
 
 CASES = sorted((ROOT / "tests" / "cases").glob("*/*"))
 
-some = settings(derandomize=True, deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
+some = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=list(HealthCheck),
+)
 seeds = st.integers(0, 1 << 32)
 
 
@@ -82,7 +88,13 @@ def test_one_path_or_size_for_all_members_is_refused() -> None:
         data = summed(bytes(first)) + record + bytes(padding(len(record)))
         data += targets.tar_of([("a", {"txt": b"1"})])
         with pytest.raises(ShardError, match="for all its members at offset 0"):
-            list(samples(lambda offset, length, data=data: data[offset : offset + length], len(data), "it.tar"))
+            list(
+                samples(
+                    lambda offset, length, data=data: data[offset : offset + length],
+                    len(data),
+                    "it.tar",
+                )
+            )
 
 
 # --- properties ------------------------------------------------------------------------------------------------------
@@ -93,12 +105,18 @@ _keys = (
     .map("/".join)
     .filter(lambda key: key[0] not in "_")
 )
-_parts = st.dictionaries(st.sampled_from(["cls", "txt", "seg.png", "json", "x" * 90]), st.binary(max_size=1100), min_size=1)
+_parts = st.dictionaries(
+    st.sampled_from(["cls", "txt", "seg.png", "json", "x" * 90]),
+    st.binary(max_size=1100),
+    min_size=1,
+)
 
 
 @some
 @given(st.dictionaries(_keys, _parts, max_size=5))
-def test_whatever_names_and_sizes_are_written_are_read_back(wanted: dict[str, dict[str, bytes]]) -> None:
+def test_whatever_names_and_sizes_are_written_are_read_back(
+    wanted: dict[str, dict[str, bytes]],
+) -> None:
     data = targets.tar_of(list(wanted.items()))
     targets.run_tar(data)
     found = list(samples(lambda offset, length: data[offset : offset + length], len(data), "it"))
@@ -110,7 +128,8 @@ def test_whatever_names_and_sizes_are_written_are_read_back(wanted: dict[str, di
 @given(st.lists(st.tuples(st.text(max_size=150), st.binary(max_size=30)), max_size=6))
 def test_any_text_as_a_name_reads_back_here_and_in_tarfile(given: list[tuple[str, bytes]]) -> None:
     lines = [
-        name.encode("utf-8", "surrogatepass").replace(b"\n", b"") + b"=" + data.replace(b"\n", b"") for name, data in given
+        name.encode("utf-8", "surrogatepass").replace(b"\n", b"") + b"=" + data.replace(b"\n", b"")
+        for name, data in given
     ]
     targets.run_written(b"\n".join(lines))
 
@@ -142,10 +161,16 @@ def test_odd_values_in_an_index_or_its_parts_point_nowhere_else(seed: int) -> No
 @some
 @given(
     st.lists(
-        st.tuples(st.sampled_from([200, 206, 206, 503]), *[st.integers(0, 2100)] * 4, st.booleans()), min_size=1, max_size=3
+        st.tuples(
+            st.sampled_from([200, 206, 206, 503]), *[st.integers(0, 2100)] * 4, st.booleans()
+        ),
+        min_size=1,
+        max_size=3,
     )
 )
-def test_answers_whose_lengths_and_ranges_contradict_give_no_wrong_bytes(answers: list[Any]) -> None:
+def test_answers_whose_lengths_and_ranges_contradict_give_no_wrong_bytes(
+    answers: list[Any],
+) -> None:
     parts = []
     for status, first, last, length, count, chunked in answers:
         head = f"HTTP/1.1 {status} So\nContent-Range: bytes {first}-{last}/2048\n"
@@ -187,7 +212,9 @@ def test_a_document_comes_back_as_it_was(value: Any) -> None:
 
 
 @some
-@given(arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0, max_side=4)))
+@given(
+    arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
 def test_an_array_of_any_kind_comes_back_or_is_a_bad_sample(value: Any) -> None:
     buffer = io.BytesIO()
     np.save(buffer, value)
@@ -195,8 +222,12 @@ def test_an_array_of_any_kind_comes_back_or_is_a_bad_sample(value: Any) -> None:
 
 
 @some
-@given(st.integers(1, 40), st.integers(1, 40), seeds, st.sampled_from(["PNG", "BMP", "TIFF", "PPM"]))
-def test_pixels_of_any_shape_come_back_from_formats_that_keep_them(height: int, width: int, seed: int, kind: str) -> None:
+@given(
+    st.integers(1, 40), st.integers(1, 40), seeds, st.sampled_from(["PNG", "BMP", "TIFF", "PPM"])
+)
+def test_pixels_of_any_shape_come_back_from_formats_that_keep_them(
+    height: int, width: int, seed: int, kind: str
+) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, kind)
@@ -220,8 +251,15 @@ def test_a_picture_with_flipped_bits_is_one_picture_or_none(seed: int) -> None:
     st.sampled_from(["Range: bytes=", "If-Range: ", "If-Match: ", "X: "]),
     st.text(max_size=20),
 )
-def test_a_request_of_any_words_is_answered_in_words_or_with_files_of_the_folder(path: str, name: str, value: str) -> None:
-    line = f"GET /{path} HTTP/1.1\r\nHost: h\r\n".encode("latin-1") + name.encode() + value.encode() + b"\r\n\r\n"
+def test_a_request_of_any_words_is_answered_in_words_or_with_files_of_the_folder(
+    path: str, name: str, value: str
+) -> None:
+    line = (
+        f"GET /{path} HTTP/1.1\r\nHost: h\r\n".encode("latin-1")
+        + name.encode()
+        + value.encode()
+        + b"\r\n\r\n"
+    )
     targets.run_request(line)
 
 
@@ -247,7 +285,9 @@ def test_a_request_of_any_words_is_answered_in_words_or_with_files_of_the_folder
         ),
     ],
 )
-def test_a_short_run_of_the_fuzzer_finds_nothing(name: str, runs: int, share: float, tmp_path: Path) -> None:
+def test_a_short_run_of_the_fuzzer_finds_nothing(
+    name: str, runs: int, share: float, tmp_path: Path
+) -> None:
     pytest.importorskip("atheris", reason="atheris has wheels for Linux on x86-64 alone")
     outcome = fuzzing.fuzz(TARGETS[name], tmp_path, seed=1, limits=[f"-runs={runs}"])
     assert outcome.finds == []
@@ -256,9 +296,13 @@ def test_a_short_run_of_the_fuzzer_finds_nothing(name: str, runs: int, share: fl
     assert covered >= share * every
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # files of webdataset
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # files of webdataset
 @pytest.mark.parametrize("count", [290, pytest.param(1160, marks=pytest.mark.slow)])
-def test_of_mutated_tars_none_loses_a_sample_in_silence_here_and_many_do_in_tarfile(count: int, tmp_path: Path) -> None:
+def test_of_mutated_tars_none_loses_a_sample_in_silence_here_and_many_do_in_tarfile(
+    count: int, tmp_path: Path
+) -> None:
     counts = mutated_tars.campaign(count, seed=count, folder=tmp_path)
     assert counts.broken == []
     assert counts.of("indexed", "", "silent") == 0

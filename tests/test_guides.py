@@ -44,7 +44,9 @@ class Block(NamedTuple):
 
 def blocks(text: Path) -> list[Block]:
     found = re.finditer(r"^```(\w*)\n(.*?)^```$", text.read_text(), re.DOTALL | re.MULTILINE)
-    return [Block(one[1], one[2], text.read_text().count("\n", 0, one.start()) + 1) for one in found]
+    return [
+        Block(one[1], one[2], text.read_text().count("\n", 0, one.start()) + 1) for one in found
+    ]
 
 
 def prose(text: Path) -> str:
@@ -64,9 +66,15 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the texts speak of: photos/, a table of them, arrays, an HDF5 file, and what the demo makes."""
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40}, "jpg")
-    rows = [f"photos/{kind},{number / 80}" for number, kind in enumerate(names(tmp_path / "photos"))]
+    rows = [
+        f"photos/{kind},{number / 80}" for number, kind in enumerate(names(tmp_path / "photos"))
+    ]
     (tmp_path / "log.csv").write_text("\n".join(["file,angle", *rows]) + "\n")
-    for name, array in (("images", np.zeros((9, 8, 8), np.uint8)), ("labels", np.arange(9) % 3), ("depth", np.zeros((9, 2)))):
+    for name, array in (
+        ("images", np.zeros((9, 8, 8), np.uint8)),
+        ("labels", np.arange(9) % 3),
+        ("depth", np.zeros((9, 2))),
+    ):
         np.save(tmp_path / f"{name}.npy", array)
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["events/x"], file["events/energy"] = np.zeros((90, 4), np.float32), np.arange(90) / 8
@@ -83,14 +91,25 @@ def names(photos: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(one, id=one.stem, marks=[pytest.mark.slow] if one.stem in SLOW else []) for one in TEXTS]
+    "text",
+    [
+        pytest.param(one, id=one.stem, marks=[pytest.mark.slow] if one.stem in SLOW else [])
+        for one in TEXTS
+    ],
 )
-def test_what_a_text_says_runs(text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_text_says_runs(
+    text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its blocks in their order, in one folder: commands by a shell that stops at the first error, Python with warnings as errors."""
-    monkeypatch.setenv("PATH", os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv(
+        "PATH",
+        os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]),
+    )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts a Python of its own
     if text.stem not in FROM_NOTHING:
-        wdstrain.pack_folder("photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify=True)
+        wdstrain.pack_folder(
+            "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify=True
+        )
     for block in blocks(text):
         if block.language == "text" or "scripts/" in block.code:  # those have a test of their own
             continue
@@ -98,8 +117,12 @@ def test_what_a_text_says_runs(text: Path, newcomer: Path, programs: Path, monke
             # a file, not -c: worker processes of some start methods import it
             (newcomer / "block.py").write_text(block.code)
         command = block.code if block.language == "bash" else "snippet block.py"
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True)
-        assert done.returncode == 0, f"{text.name}, line {block.line}\n{block.code}\n{done.stdout}{done.stderr}"
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True
+        )
+        assert done.returncode == 0, (
+            f"{text.name}, line {block.line}\n{block.code}\n{done.stdout}{done.stderr}"
+        )
 
 
 @pytest.mark.slow
@@ -111,17 +134,31 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
     """
     if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("the tests run in another environment than scripts/test.sh makes")
-    (block,) = [block.code for block in blocks(README) if block.language == "bash" and "scripts/" in block.code]
+    (block,) = [
+        block.code
+        for block in blocks(README)
+        if block.language == "bash" and "scripts/" in block.code
+    ]
     commands = [line.split("#")[0].split() for line in block.splitlines() if line.strip()]
     assert commands == [["bash", "scripts/demo.sh"], ["bash", "scripts/test.sh"]]
     said = []
     for command, words in zip(commands, (["--dir", str(tmp_path)], ["--version"]), strict=True):
-        done = subprocess.run(["bash", str(ROOT / command[1]), *words], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", str(ROOT / command[1]), *words], cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         said.append(done.stdout)
     last = json.loads((tmp_path / "digits-run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val"]["accuracy"] >= 0.97
-    for word in ("1797 (train", "shards", "MB", "samples/s", "stall", "accuracy", "wdstrain convert folder PICTURES"):
+    for word in (
+        "1797 (train",
+        "shards",
+        "MB",
+        "samples/s",
+        "stall",
+        "accuracy",
+        "wdstrain convert folder PICTURES",
+    ):
         assert word in said[0]
     assert max(len(line) for line in said[0].splitlines() if line.startswith("│")) <= 80
 
@@ -150,7 +187,9 @@ def test_every_link_leads_somewhere() -> None:
                 continue
             path, _, anchor = target.partition("#")
             place = (text.parent / path).resolve() if path else text
-            assert place.is_relative_to(ROOT.resolve()), f"{text.name}: {target} leads out of the project"
+            assert place.is_relative_to(ROOT.resolve()), (
+                f"{text.name}: {target} leads out of the project"
+            )
             assert place.exists(), f"{text.name}: {target} leads nowhere"
             assert not anchor or anchor in anchors(place), f"{text.name}: {target} names no heading"
         for path in re.findall(r"`((?:tests|scripts|wdstrain)/[\w/.-]+)`", prose(text)):
@@ -181,7 +220,9 @@ def test_the_architecture_guide_names_every_package_and_modules_that_exist() -> 
 # --- they are true ---------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_lists_every_verb_and_the_texts_every_public_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_lists_every_verb_and_the_texts_every_public_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
@@ -192,8 +233,14 @@ def test_the_readme_lists_every_verb_and_the_texts_every_public_name(capsys: pyt
 
 
 def test_every_option_that_a_text_speaks_of_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    verbs = [["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")]
-    verbs += [[verb] for verb in re.findall(r"^\| `(\w+)` ", README.read_text(), re.MULTILINE) if verb != "convert"]
+    verbs = [
+        ["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
+    ]
+    verbs += [
+        [verb]
+        for verb in re.findall(r"^\| `(\w+)` ", README.read_text(), re.MULTILINE)
+        if verb != "convert"
+    ]
     # those of torchrun, and one of containers
     known = {
         "--standalone",
@@ -219,12 +266,18 @@ def test_what_is_said_of_a_trouble_is_what_the_package_says() -> None:
     constants = []
     for path in modules().values():
         tree = ast.parse(path.read_text())
-        constants += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        constants += [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
     said = "\0".join(" ".join(one.split()) for one in constants)
     guide = PACKAGE / "guides" / "troubleshooting.md"
     quoted = [block.code for block in blocks(guide) if block.language == "text"]
     quoted += re.findall(r"^\| `(.+?)` \|", guide.read_text(), re.MULTILINE)
-    parts = {part.strip(" :'") for message in quoted for part in " ".join(message.split()).split("...")}
+    parts = {
+        part.strip(" :'") for message in quoted for part in " ".join(message.split()).split("...")
+    }
     assert not {part for part in parts if part not in said}
 
 

@@ -28,13 +28,19 @@ BEFORE: set[threading.Thread] = set()
 DATA = np.random.default_rng(0).bytes(1_000_000)
 
 WAYS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler")),
+    pytest.param(
+        True,
+        id="compiled",
+        marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler"),
+    ),
     pytest.param(False, id="in Python"),
 ]
 
 
 @pytest.fixture(params=WAYS)
-def hands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None) -> Iterator[IOThreadPool]:
+def hands(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None
+) -> Iterator[IOThreadPool]:
     if not request.param:
         monkeypatch.setattr(kernels, "library", None)
     made = IOThreadPool(3)
@@ -58,7 +64,11 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ours() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("wdstrain-hand") and one not in BEFORE]
+    return [
+        one.name
+        for one in threading.enumerate()
+        if one.name.startswith("wdstrain-hand") and one not in BEFORE
+    ]
 
 
 def ints(*values: int) -> Any:
@@ -69,7 +79,9 @@ def whole(memory: Memory) -> ScatterList:
     return ScatterList([memory], ints(0), ints(0), ints(memory.size))
 
 
-def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: IOThreadPool, file: int) -> None:
+def test_all_that_is_asked_for_is_filled_compared_and_told_once(
+    hands: IOThreadPool, file: int
+) -> None:
     told: SimpleQueue[int] = SimpleQueue()
     memory, size = Memory(1_000_000), 2000
     starts = np.random.default_rng(1).permutation(500) * size
@@ -79,20 +91,31 @@ def test_all_that_is_asked_for_is_filled_compared_and_told_once(hands: IOThreadP
         hands.fill(file, at, places, partial(told.put, number))
     assert sorted(told.get(timeout=30) for _ in starts) == list(range(500))
     assert bytes(memory.view) == DATA
-    assert [int(one.checksums[0]) for one in sums] == [zlib.crc32(DATA[at : at + size]) for at in starts]
-    assert sorted(ours()) == ["wdstrain-hand_0", "wdstrain-hand_1", "wdstrain-hand_2", "wdstrain-hands"]
+    assert [int(one.checksums[0]) for one in sums] == [
+        zlib.crc32(DATA[at : at + size]) for at in starts
+    ]
+    assert sorted(ours()) == [
+        "wdstrain-hand_0",
+        "wdstrain-hand_1",
+        "wdstrain-hand_2",
+        "wdstrain-hands",
+    ]
 
 
 def test_places_that_were_begun_are_filled_to_their_end(hands: IOThreadPool, file: int) -> None:
     memory, done = Memory(300_000), threading.Event()
-    sums = ChecksumJob([memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000))
+    sums = ChecksumJob(
+        [memory], ints(0, 0, 0), ints(0, 900, 5000), ints(900, 4100, 7000), ints(900, 5000, 12_000)
+    )
     places = ScatterList([memory], ints(0), ints(0), ints(memory.size), sums)
     places.write(DATA[:1000])
     hands.fill(file, 1000, places, done.set)
     assert done.wait(30)
     assert places.left == 0
     assert bytes(memory.view) == DATA[:300_000]
-    assert sums.checksums.tolist() == [zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))]
+    assert sums.checksums.tolist() == [
+        zlib.crc32(DATA[begin:end]) for begin, end in ((0, 900), (900, 5000), (5000, 12_000))
+    ]
 
 
 def test_where_the_file_ends_something_is_left(hands: IOThreadPool, file: int) -> None:
@@ -114,7 +137,9 @@ def test_where_nothing_can_be_read_all_is_left(hands: IOThreadPool, tmp_path: Pa
         os.close(fd)
 
 
-def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands: IOThreadPool, file: int) -> None:
+def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(
+    hands: IOThreadPool, file: int
+) -> None:
     for _ in range(30):
         told: list[int] = []
         for number in range(200):
@@ -129,7 +154,9 @@ def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(hands:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_hands_that_nobody_has_any_more_end(way: bool, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hands_that_nobody_has_any_more_end(
+    way: bool, file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not way:
         monkeypatch.setattr(kernels, "library", None)
     made, done = IOThreadPool(2), threading.Event()
@@ -170,8 +197,18 @@ LEFT = """
 
 
 @pytest.mark.parametrize("way", ["compiled", "python"])
-def test_a_program_that_ends_meanwhile_ends_well_and_so_does_a_forked_child(way: str, tmp_path: Path) -> None:
+def test_a_program_that_ends_meanwhile_ends_well_and_so_does_a_forked_child(
+    way: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_bytes(DATA)
-    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEFT), way, str(tmp_path / "file")]
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        textwrap.dedent(LEFT),
+        way,
+        str(tmp_path / "file"),
+    ]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("child\nparent 0\n", "", 0)

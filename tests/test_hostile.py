@@ -67,7 +67,9 @@ def labelled(folder: Path, classes: list[str], info: dict[str, Any] | None = Non
     """Shards with an index that tells of two classes."""
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
-    document["wdstrain"]["labels"] = [{"name": "kind", "kind": "class", "field": "cls", "column": None, "classes": classes}]
+    document["wdstrain"]["labels"] = [
+        {"name": "kind", "kind": "class", "field": "cls", "column": None, "classes": classes}
+    ]
     document["wdstrain"]["info"] |= info or {}
     (folder / "index.json").write_text(json.dumps(document))
     return folder
@@ -85,7 +87,9 @@ def test_a_picture_never_starts_a_program(tmp_path: Path, monkeypatch: pytest.Mo
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     folder = tmp_path / "shards"
-    write_tar(folder / "a.tar", [(f"k{i}", {"jpg": EPS, "png": EPS, "cls": b"0"}) for i in range(8)])
+    write_tar(
+        folder / "a.tar", [(f"k{i}", {"jpg": EPS, "png": EPS, "cls": b"0"}) for i in range(8)]
+    )
     with pytest.raises(SampleError, match="no image of a known format"):
         list(wt.Loader(folder, FIELDS, batch_size=4))
     every_verb(folder, tmp_path)
@@ -109,8 +113,17 @@ def test_nothing_is_unpickled_by_any_verb(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     write_tar(folder / "a.tar", [(f"k{i}", dict(fields)) for i in range(8)])
     every_verb(folder, tmp_path)
-    assert [batch["pyd"] for batch in wt.Loader(folder, batch_size=8)] == [[trap] * 8]  # bytes, as they are
-    for field in (wt.array(), wt.array("pkl"), wt.label(), wt.number("pyd"), wt.json("json"), wt.image("jpg")):
+    assert [batch["pyd"] for batch in wt.Loader(folder, batch_size=8)] == [
+        [trap] * 8
+    ]  # bytes, as they are
+    for field in (
+        wt.array(),
+        wt.array("pkl"),
+        wt.label(),
+        wt.number("pyd"),
+        wt.json("json"),
+        wt.image("jpg"),
+    ):
         with pytest.raises(SampleError, match=r"a\.tar: 'k\d'"):
             list(wt.Loader(folder, {"x": field}, batch_size=4))
     assert not (tmp_path / "ran").exists()
@@ -121,12 +134,18 @@ def test_a_config_file_makes_no_objects(tmp_path: Path) -> None:
     config.write_text(f"epochs: !!python/object/apply:os.mkdir ['{tmp_path}/ran']\n")
     with pytest.raises(yaml.YAMLError):
         yaml.safe_load(config.read_text())
-    assert main(["train", str(tmp_path), "--out", str(tmp_path / "run"), "--config", str(config)]) == 2
+    assert (
+        main(["train", str(tmp_path), "--out", str(tmp_path / "run"), "--config", str(config)]) == 2
+    )
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"])
-def test_an_address_is_never_run(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "address", ["pipe:touch {}/ran", "pipe:cat {}/x.tar", "{}/$(touch ran).tar", "`touch {}/ran`"]
+)
+def test_an_address_is_never_run(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for opened in (wt.Loader, wt.index, wt.info, wt.gopen):
         with pytest.raises(UsageError):
@@ -139,7 +158,10 @@ def test_a_function_that_a_checkpoint_names_is_not_called(
 ) -> None:
     """A checkpoint from elsewhere may name any function that Python can import: only the user says that it is run."""
     folder = tmp_path / "shards"
-    write_tar(folder / "train-0.tar", [(f"k{i}", {"png": picture(i), "cls": b"%d" % (i % 2)}) for i in range(16)])
+    write_tar(
+        folder / "train-0.tar",
+        [(f"k{i}", {"png": picture(i), "cls": b"%d" % (i % 2)}) for i in range(16)],
+    )
     labelled(folder, ["dark", "light"])
     made = tmp_path / "my_models.py"
     made.write_text(
@@ -159,7 +181,10 @@ def test_a_function_that_a_checkpoint_names_is_not_called(
         (tmp_path / "ran").unlink()
         words = list(map(str, line))
         assert main(words) == 2
-        assert "what a checkpoint names is not run. Give it yourself: --model" in capsys.readouterr().err
+        assert (
+            "what a checkpoint names is not run. Give it yourself: --model"
+            in capsys.readouterr().err
+        )
         assert not (tmp_path / "ran").exists()
         assert main([*words, "--model", "my_models:mine"]) == 0
         assert (tmp_path / "ran").exists()
@@ -174,14 +199,30 @@ def test_a_function_that_the_folder_of_a_run_names_is_not_called(
     monkeypatch.syspath_prepend(str(tmp_path))
     folder = write_shards(tmp_path / "set", [8])
     assert main(["train", str(folder), "--out", str(tmp_path / "run"), "--resume"]) == 2
-    assert "what a run names is not run. Give it yourself: --model my_models:mine" in capsys.readouterr().err
+    assert (
+        "what a run names is not run. Give it yourself: --model my_models:mine"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "ran").exists()
 
 
-KEYS = ("../../outside/x", "/outside/x", "a/../../../x", "$HOME/x", "~/x", "-rf", "..\\..\\x", ".", "C:\\x", "$(touch ran)")
+KEYS = (
+    "../../outside/x",
+    "/outside/x",
+    "a/../../../x",
+    "$HOME/x",
+    "~/x",
+    "-rf",
+    "..\\..\\x",
+    ".",
+    "C:\\x",
+    "$(touch ran)",
+)
 
 
-def test_keys_and_names_never_lead_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_names_never_lead_out_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards, out = tmp_path / "deep" / "set", tmp_path / "deep" / "out"
     out.mkdir(parents=True)
     monkeypatch.chdir(out)
@@ -204,7 +245,13 @@ def test_an_index_leads_nowhere_else(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "set", [4])
     wt.index(folder)
     document = json.loads((folder / "index.json").read_text())
-    for name in ("../secret/part-000.tar", str(tmp_path / "secret" / "part-000.tar"), "..", "", "secret/part-000.tar"):
+    for name in (
+        "../secret/part-000.tar",
+        str(tmp_path / "secret" / "part-000.tar"),
+        "..",
+        "",
+        "secret/part-000.tar",
+    ):
         document["shardlist"][0]["url"] = name
         (folder / "index.json").write_text(json.dumps(document))
         with pytest.raises(WdstrainError, match="index.json is no index of this package"):
@@ -238,7 +285,9 @@ def check_page(text: str, name: str) -> None:
         assert tag != "script" or MARK not in str(attributes), name
         assert not [one for one in attributes if one.startswith("on")], (name, tag, attributes)
         assert not any(
-            value and MARK in value for key, value in attributes.items() if key in ("href", "src", "style", "action")
+            value and MARK in value
+            for key, value in attributes.items()
+            if key in ("href", "src", "style", "action")
         ), name
     assert f"<script>{MARK}" not in text, name
     assert f"<img src=x onerror={MARK}" not in text, name
@@ -250,12 +299,21 @@ def test_pages_show_what_shards_say_and_do_not_become_it(tmp_path: Path) -> None
     rows: list[Sample] = [
         (
             f"k{i}{EVIL.replace('.', '')}",
-            {"png": picture(i), "cls": b"%d" % (i % 2), "txt": EVIL.encode(), "json": json.dumps({EVIL: EVIL}).encode()},
+            {
+                "png": picture(i),
+                "cls": b"%d" % (i % 2),
+                "txt": EVIL.encode(),
+                "json": json.dumps({EVIL: EVIL}).encode(),
+            },
         )
         for i in range(16)
     ]
     write_tar(folder / f"train-{evil[:60]}.tar", rows)
-    labelled(folder, [f"c{EVIL}", f"d{EVIL}"], {"source": {"kind": EVIL, EVIL: EVIL}, "options": {"seed": EVIL}})
+    labelled(
+        folder,
+        [f"c{EVIL}", f"d{EVIL}"],
+        {"source": {"kind": EVIL, EVIL: EVIL}, "options": {"seed": EVIL}},
+    )
     run("show", folder, "-o", tmp_path / "show.html")
     train(str(folder), tmp_path / "run", **SMALL)
     for name in ("show.html", "run/report.html"):
@@ -291,13 +349,19 @@ sys.stdout.write(open("/proc/self/maps").read())
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the libraries of a process are listed in /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the libraries of a process are listed in /proc"
+)
 def test_no_library_is_loaded_from_the_working_directory(tmp_path: Path) -> None:
-    write_tar(tmp_path / "set" / "a.tar", [(f"k{i}", {"jpg": picture(i, kind="JPEG")}) for i in range(4)])
+    write_tar(
+        tmp_path / "set" / "a.tar", [(f"k{i}", {"jpg": picture(i, kind="JPEG")}) for i in range(4)]
+    )
     library = tmp_path / "turbojpeg.libs" / "libturbojpeg-0.so"
     library.parent.mkdir()
     shutil.copy(isal_zlib.__file__, library)  # any library that can be loaded
-    ended = subprocess.run([sys.executable, "-c", READS_PICTURES], cwd=tmp_path, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", READS_PICTURES], cwd=tmp_path, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     assert str(tmp_path) not in ended.stdout
 
@@ -316,7 +380,10 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "shape of texts": ("npy", npy_of(head_of("('a', 'b')"))),
     "shape below 0": ("npy", npy_of(head_of("(-1, 4)"))),
     "shape beyond integers": ("npy", npy_of(head_of("(4000000000, 4000000000)"))),
-    "shape that is not closed": ("npy", npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (3")),
+    "shape that is not closed": (
+        "npy",
+        npy_of("{'descr': '<f4', 'fortran_order': False, 'shape': (3"),
+    ),
     "shape with a gap": ("npy", npy_of(head_of("(3,,"))),
     "braces": ("npy", npy_of("{" * 200)),
     "a list as a key": ("npy", npy_of("{[]:1}")),
@@ -337,7 +404,10 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 def test_hostile_headers_and_json_end_in_a_sentence(name: str, tmp_path: Path, capsys: Any) -> None:
     field, data = HOSTILE[name]
     field = f"x.{field}" if field == "npy" else field
-    write_tar(tmp_path / "s" / "t.tar", [(f"k{i}", {field: data, "png": picture(i), "cls": b"1"}) for i in range(3)])
+    write_tar(
+        tmp_path / "s" / "t.tar",
+        [(f"k{i}", {field: data, "png": picture(i), "cls": b"1"}) for i in range(3)],
+    )
     for words in (
         ["info", "--exact"],
         ["info", "--json"],
@@ -377,7 +447,11 @@ def test_an_odd_model_is_refused_with_a_sentence(
     (tmp_path / "broken_syntax.py").write_text("x = = 1\n")
     (tmp_path / "broken_import.py").write_text("raise ValueError('boom')\n")
     monkeypatch.chdir(tmp_path)
-    wt.pack(({"__key__": f"k{i}", "png": picture(i), "cls": i % 2} for i in range(16)), "set", classes=["a", "b"])
+    wt.pack(
+        ({"__key__": f"k{i}", "png": picture(i), "cls": i % 2} for i in range(16)),
+        "set",
+        classes=["a", "b"],
+    )
     assert main(["train", "set", "--out", "run", "--model", model]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
@@ -410,12 +484,20 @@ def without_rights_of_root() -> list[str]:
     return ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"]
 
 
-@pytest.mark.parametrize("mode", [0o000, 0o444])  # 0o444: the names may be listed, and no file behind them is found
-@pytest.mark.parametrize("pattern", ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"])
-def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(pattern: str, mode: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mode", [0o000, 0o444]
+)  # 0o444: the names may be listed, and no file behind them is found
+@pytest.mark.parametrize(
+    "pattern", ["sets/*/train-*.tar", "sets/*/train-000000.tar", "*/*/train-*.tar"]
+)
+def test_a_pattern_leaves_out_no_folder_that_may_not_be_read(
+    pattern: str, mode: int, tmp_path: Path
+) -> None:
     for name in ("open", "locked"):
         wt.pack([{"__key__": name, "txt": "x"}], str(tmp_path / "sets" / name))
-    (tmp_path / "sets" / "notes.txt").write_text("a file beside the folders is no folder that cannot be read")
+    (tmp_path / "sets" / "notes.txt").write_text(
+        "a file beside the folders is no folder that cannot be read"
+    )
     code = "import sys; from wdstrain.cli import main; sys.exit(main(['info', sys.argv[1]]))"
     command = [*without_rights_of_root(), sys.executable, "-c", code, str(tmp_path / pattern)]
     assert subprocess.run(command, capture_output=True).returncode == 0
@@ -435,7 +517,11 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
         wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
     for name in ("index.json", "index.bin"):
         (tmp_path / "bare" / name).unlink()
-    locked = [tmp_path / "hidden", tmp_path / "indexed" / "index.json", tmp_path / "bare" / "train-000000.tar"]
+    locked = [
+        tmp_path / "hidden",
+        tmp_path / "indexed" / "index.json",
+        tmp_path / "bare" / "train-000000.tar",
+    ]
     for path in locked:
         path.chmod(0)
     try:
@@ -444,7 +530,11 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
         for path in locked:
             path.chmod(0o755)
     assert "Traceback" not in done.stderr
-    lines = [line for line in done.stdout.splitlines() if re.match(".* (hidden|indexed|bare) [0-9]$", line)]
+    lines = [
+        line
+        for line in done.stdout.splitlines()
+        if re.match(".* (hidden|indexed|bare) [0-9]$", line)
+    ]
     assert len(lines) == 6 * 3
     assert [line for line in lines if not line.endswith(" 1")] == []
     assert (done.stderr + done.stdout).count("Permission denied") == len(lines)
@@ -453,7 +543,9 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["index.json", "index.bin"])
 @pytest.mark.parametrize("verb", ["info", "verify", "show", "index"])
-def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(name: str, verb: str, tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(
+    name: str, verb: str, tmp_path: Path
+) -> None:
     wt.pack([{"txt": "x"}], tmp_path / "set")
     (tmp_path / "set" / name).unlink()
     os.mkfifo(tmp_path / "set" / name)
@@ -484,7 +576,9 @@ for folder in (locked, f"{locked}/x"):
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path, mode: int) -> None:
+def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing(
+    tmp_path: Path, mode: int
+) -> None:
     locked = tmp_path / "locked"
     (locked / "x").mkdir(parents=True)
     for name in ("x.npy", "x.npz", "x.h5", "x.parquet", "x.csv", "x.jsonl"):
@@ -492,7 +586,14 @@ def test_what_lies_below_a_folder_that_may_not_be_read_is_not_said_to_be_missing
     (tmp_path / "t.csv").write_text("file\nlocked/x.png\n")
     locked.chmod(mode)
     try:
-        command = [*without_rights_of_root(), sys.executable, "-c", BELOW_LOCKED, str(locked), str(tmp_path / "out")]
+        command = [
+            *without_rights_of_root(),
+            sys.executable,
+            "-c",
+            BELOW_LOCKED,
+            str(locked),
+            str(tmp_path / "out"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     finally:
         locked.chmod(0o755)

@@ -89,10 +89,15 @@ def test_every_address_of_a_server_gives_what_the_disk_gives(made: Path, served:
         [f"{served.url}/{names[0]}", *map(str, sorted(made.glob("train-*.tar"))[1:])],
     ):
         assert epoch(urls) == wanted
-    everything = wt.pack_tars(f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True)
+    everything = wt.pack_tars(
+        f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True
+    )
     assert len(everything) == 400
     for urls in (served.url, f"{served.url}/", f"{served.url}/index.json"):
-        with pytest.raises(UsageError, match=r"holds several splits: train, val. Name one of: http.*/train-\{000000\.\.0"):
+        with pytest.raises(
+            UsageError,
+            match=r"holds several splits: train, val. Name one of: http.*/train-\{000000\.\.0",
+        ):
             wt.Loader(urls)
 
 
@@ -111,7 +116,9 @@ def test_commands_take_addresses(served: Served, capsys: Any) -> None:
         ("/train-{0..1.tar", "its braces do not pair up"),
     ],
 )
-def test_patterns_that_a_server_cannot_answer_are_refused_at_once(served: Served, address: str, words: str) -> None:
+def test_patterns_that_a_server_cannot_answer_are_refused_at_once(
+    served: Served, address: str, words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         wt.Loader(served.url + address)
     assert served.requests == []
@@ -135,10 +142,14 @@ def test_what_is_not_there_is_an_error_with_its_status(served: Served) -> None:
         wt.Loader(f"{served.url}/none.tar")
 
 
-def test_shards_without_an_index_are_walked_over_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_shards_without_an_index_are_walked_over_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shards(tmp_path / "s", [7, 13, 1])
-    wanted = sorted(key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"])
+    wanted = sorted(
+        key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"]
+    )
     shutil.rmtree(tmp_path / "s" / ".wdstrain")
     caplog.clear()
     with serving(tmp_path / "s") as server:
@@ -146,7 +157,10 @@ def test_shards_without_an_index_are_walked_over_once(tmp_path: Path, monkeypatc
             loader = wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
             assert sorted(key for batch in loader for key in batch["__key__"]) == wanted
             loader.close()
-    assert sum("walked over the headers of 21 samples" in record.message for record in caplog.records) == 1
+    assert (
+        sum("walked over the headers of 21 samples" in record.message for record in caplog.records)
+        == 1
+    )
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -157,7 +171,9 @@ FAULTS: dict[str, list[Fault]] = {
     "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
     "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
     "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
-    "ended in the headers": [fault for after in range(5, 130, 8) for fault in (fine(), end_in_headers(after))],
+    "ended in the headers": [
+        fault for after in range(5, 130, 8) for fault in (fine(), end_in_headers(after))
+    ],
     "busy": [
         status(500),
         status(502),
@@ -180,11 +196,29 @@ def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
         assert not server.faults or not ranges  # one request brings the rest of a shard
 
 
-def test_over_tls_it_is_the_same(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_tls_it_is_the_same(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a certificate that the environment tells to trust; a server without a trusted one is refused."""
     subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    subprocess.run([*new, "-keyout", "key.pem", "-out", "cert.pem", *subject], cwd=tmp_path, check=True, capture_output=True)
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    subprocess.run(
+        [*new, "-keyout", "key.pem", "-out", "cert.pem", *subject],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     wanted = epoch(f"{made}/train-*.tar")
@@ -219,7 +253,11 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
-    wt.pack(({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)), str(tmp_path / "set"), shuffle=False)
+    wt.pack(
+        ({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)),
+        str(tmp_path / "set"),
+        shuffle=False,
+    )
     monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
     monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 128 << 10)
     with serving(tmp_path / "set") as server:
@@ -228,7 +266,9 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         for step, _ in enumerate(loader):
             reader = loader._pipeline._reader  # type: ignore[union-attr]
             with reader._lock:
-                assert reader._changed.wait_for(lambda r=reader: r._paused or len(r._runs) != 1, timeout=30)  # type: ignore[misc]
+                assert reader._changed.wait_for(
+                    lambda r=reader: r._paused or len(r._runs) != 1, timeout=30
+                )  # type: ignore[misc]
                 if len(reader._runs) != 1:  # at the end the next epoch is begun
                     break
                 begun.append(reader._runs[0][0].begun)
@@ -247,16 +287,24 @@ def spans(server: Served, name: str) -> list[tuple[int, int]]:
         asked = [ranged for path, ranged in server.requests if path == f"/{name}"]
         server.requests.clear()
     return sorted(
-        (int(start), int(stop) + 1) for start, stop in (one.removeprefix("bytes=").split("-") for one in asked if one)
+        (int(start), int(stop) + 1)
+        for start, stop in (one.removeprefix("bytes=").split("-") for one in asked if one)
     )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(tmp_path: Path, num_workers: int) -> None:
+def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
+    tmp_path: Path, num_workers: int
+) -> None:
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
     index = wt.pack(rows, str(tmp_path / "set"))
     size, tar = index.shards[0].bytes, index.shards[0].name
-    options: dict[str, Any] = {"batch_size": 32, "tail": "keep", "shuffle_buffer": 50, "num_workers": num_workers}
+    options: dict[str, Any] = {
+        "batch_size": 32,
+        "tail": "keep",
+        "shuffle_buffer": 50,
+        "num_workers": num_workers,
+    }
     here = wt.Loader(str(tmp_path / "set"), **options)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, **options)
@@ -264,7 +312,9 @@ def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(tmp_path: Path, num
             found = [batch["__key__"] for batch in loader.epoch(number, until=number + 1)]
             assert found == [batch["__key__"] for batch in here.epoch(number)]
             asked = spans(server, tar)
-            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(asked)), "a byte was asked for twice"
+            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(asked)), (
+                "a byte was asked for twice"
+            )
             assert sum(stop - start for start, stop in asked) <= size
         for number in (0, 1, 2):  # one after another, until the last
             found = [batch["__key__"] for batch in loader.epoch(number, until=3)]
@@ -282,7 +332,9 @@ def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(tmp_path: Path, num
 
 def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "pictures", {"a": 60, "b": 60})
-    index = wt.pack_folder(str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4})
+    index = wt.pack_folder(
+        str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}
+    )
     sizes = {shard.name: shard.bytes for shard in index.shards}
     options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "image_size": 8}
     with serving(tmp_path / "set") as server:
@@ -294,11 +346,16 @@ def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path
             assert sum(stop - start for start, stop in spans(server, name)) <= 3 * size
         server.requests.clear()
         wt.evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), urls["val"])
-        assert sum(stop - start for start, stop in spans(server, "val-000000.tar")) <= sizes["val-000000.tar"]
+        assert (
+            sum(stop - start for start, stop in spans(server, "val-000000.tar"))
+            <= sizes["val-000000.tar"]
+        )
 
 
 def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "4")  # a quarter of it without a byte ends a request
+    monkeypatch.setenv(
+        "WDSTRAIN_NETWORK_TIMEOUT", "4"
+    )  # a quarter of it without a byte ends a request
     released = threading.Event()
     wanted = epoch(f"{made}/train-000000.tar")
     with serving(made, faults=[stall(5000, released), fine(), stall(0, released)]) as server:
@@ -308,15 +365,23 @@ def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.Mon
 
 def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> None:
     size = (made / "train-000000.tar").stat().st_size
-    with serving(made, faults=[cut(70_001)]) as server, HttpFile(f"{server.url}/train-000000.tar", size) as file:
+    with (
+        serving(made, faults=[cut(70_001)]) as server,
+        HttpFile(f"{server.url}/train-000000.tar", size) as file,
+    ):
         found = bytearray(size)
         file.read_into([memoryview(found)], 0)
         assert found == (made / "train-000000.tar").read_bytes()
-        assert [asked for _, asked in server.requests] == [f"bytes=0-{size - 1}", f"bytes=70001-{size - 1}"]
+        assert [asked for _, asked in server.requests] == [
+            f"bytes=0-{size - 1}",
+            f"bytes=70001-{size - 1}",
+        ]
         assert file.retries == 1
 
 
-def test_what_cannot_be_healed_names_address_status_byte_and_attempts(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_healed_names_address_status_byte_and_attempts(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     with serving(made, faults=[fine(), *[status(503)] * 10_000]) as server:
         loader = wt.Loader(f"{server.url}/train-{{000000..000001}}.tar", batch_size=4)
@@ -331,7 +396,11 @@ def test_what_cannot_be_healed_names_address_status_byte_and_attempts(made: Path
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the log says of servers."""
-    return [one.getMessage() for one in caplog.records if one.name == "wdstrain" and "answer" in one.getMessage()]
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.name == "wdstrain" and "answer" in one.getMessage()
+    ]
 
 
 def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
@@ -343,14 +412,18 @@ def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
     return fault
 
 
-def test_the_log_says_when_waiting_for_a_server_begins_and_ends(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_when_waiting_for_a_server_begins_and_ends(
+    made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = epoch(f"{made}/train-*.tar")
     count = len(list(made.glob("train-*.tar")))
     with serving(made) as server:
         server.faults += [fine(), fine(), *[until(time.monotonic() + 3)] * 10_000]
         assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
     begins, ends = lines_of(caplog)[:2]
-    assert begins.startswith(f"{server.url} does not answer (_Busy: status 503): waiting for it for up to 120 s (WDSTRAIN_NETW")
+    assert begins.startswith(
+        f"{server.url} does not answer (_Busy: status 503): waiting for it for up to 120 s (WDSTRAIN_NETW"
+    )
     assert ends.startswith(f"{server.url} answers again after ")
 
 
@@ -394,7 +467,8 @@ def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
         server.faults += [stall(100, released), *[stall(0, released)] * 100]
         with pytest.raises(
-            StorageError, match=r"gave no byte 100 in [3-9] attempts over [2-9] s, the last: .*WDSTRAIN_NETWORK"
+            StorageError,
+            match=r"gave no byte 100 in [3-9] attempts over [2-9] s, the last: .*WDSTRAIN_NETWORK",
         ):
             list(loader)
         released.set()
@@ -408,7 +482,9 @@ def test_a_network_timeout_that_is_no_number_of_seconds_is_refused(
     made: Path, served: Served, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
-    with pytest.raises(UsageError, match=f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"):
+    with pytest.raises(
+        UsageError, match=f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
+    ):
         wt.Loader(f"{served.url}/train-000000.tar", batch_size=4)
 
 
@@ -416,14 +492,19 @@ def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, mad
     shutil.copytree(made, tmp_path / "s")
     with serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
-        with pytest.raises(ShardError, match=r"train-000000.tar (changed while it was read|has 11 bytes, its index says)"):
+        with pytest.raises(
+            ShardError,
+            match=r"train-000000.tar (changed while it was read|has 11 bytes, its index says)",
+        ):
             list(loader)
     shutil.rmtree(tmp_path / "s")
     shutil.copytree(made, tmp_path / "s")
     with serving(tmp_path / "s") as server:
         loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
         os.truncate(tmp_path / "s" / "train-000000.tar", 10_240)
-        with pytest.raises(ShardError, match=r"train-000000.tar has 10240 bytes, its index says \d+"):
+        with pytest.raises(
+            ShardError, match=r"train-000000.tar has 10240 bytes, its index says \d+"
+        ):
             list(loader)
 
 
@@ -434,7 +515,13 @@ def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made
         file.seek(offset)
         file.write(bytes(16))
     with serving(tmp_path / "s") as server:
-        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4, tail="keep", on_bad="replace", max_bad=0.1)
+        loader = wt.Loader(
+            f"{server.url}/train-000000.tar",
+            batch_size=4,
+            tail="keep",
+            on_bad="replace",
+            max_bad=0.1,
+        )
         list(loader)
         assert loader.report()["bad"] == 1
         loader.close()
@@ -458,7 +545,9 @@ def test_an_index_whose_answer_ends_early_is_asked_for_again(made: Path) -> None
         asked = []
         listener = socket.create_server(("127.0.0.1", 0))
 
-        def answer(after: int = after, asked: list[int] = asked, listener: socket.socket = listener) -> None:
+        def answer(
+            after: int = after, asked: list[int] = asked, listener: socket.socket = listener
+        ) -> None:
             while len(asked) < 2:
                 with listener.accept()[0] as connection:
                     connection.recv(65536)
@@ -504,14 +593,22 @@ def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "address",
-    ["http://h:99999/x.tar", "http://host:abc/x.tar", "http:///x.tar", "http://[::1/x.tar", f"http://{'a' * 64}.org/x.tar"],
+    [
+        "http://h:99999/x.tar",
+        "http://host:abc/x.tar",
+        "http:///x.tar",
+        "http://[::1/x.tar",
+        f"http://{'a' * 64}.org/x.tar",
+    ],
 )
 def test_an_address_of_which_no_request_can_be_made_is_refused_at_once(address: str) -> None:
     with pytest.raises(UsageError, match="is no address"):
         wt.Loader(address)
 
 
-def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_shards(tmp_path / "s", [7, 13, 4])
     with serving(tmp_path / "s") as server:
@@ -569,7 +666,10 @@ def test_breaking_off_leaves_no_thread_behind(served: Served, made: Path) -> Non
 
 def test_worker_processes_and_interrupts_do_not_mind_a_server(served: Served, made: Path) -> None:
     fields = {"label": wt.label()}
-    wanted = [batch["label"].tolist() for batch in wt.Loader(str(made / "train-000000.tar"), fields, batch_size=8)]
+    wanted = [
+        batch["label"].tolist()
+        for batch in wt.Loader(str(made / "train-000000.tar"), fields, batch_size=8)
+    ]
     loader = wt.Loader(f"{served.url}/train-000000.tar", fields, batch_size=8, num_workers=2)
     assert [batch["label"].tolist() for batch in loader] == wanted
     loader.close()
@@ -588,13 +688,19 @@ def opener() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_webdataset_reads_through_our_http(made: Path, opener: None, ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_webdataset_reads_through_our_http(
+    made: Path, opener: None, ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
 
     def samples(urls: list[str]) -> list[tuple[str, bytes]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # webdataset leaves its files to the collector
-            found = [(one["__key__"], one["bin"]) for one in wds.WebDataset(urls, shardshuffle=False)]
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # webdataset leaves its files to the collector
+            found = [
+                (one["__key__"], one["bin"]) for one in wds.WebDataset(urls, shardshuffle=False)
+            ]
             gc.collect()
         return found
 
@@ -637,7 +743,12 @@ def test_secrets_are_sent_and_never_shown(
         address = f"http://me:hush-word@{host}/train-000000.tar?sig=hush-query"
         loader = wt.Loader(address, batch_size=4)
         keys = [key for batch in loader for key in batch["__key__"]]
-        texts = [str(loader), str(loader.index), json.dumps(loader.report()), json.dumps(loader.state_dict())]
+        texts = [
+            str(loader),
+            str(loader.index),
+            json.dumps(loader.report()),
+            json.dumps(loader.state_dict()),
+        ]
         loader.close()
         assert len(keys) > 50
         for sent in server.headers:
@@ -645,16 +756,42 @@ def test_secrets_are_sent_and_never_shown(
             assert sent["X-Token"] == "hush-header"
         assert all("sig=hush-query" in path for path, _ in server.requests)
         index = wt.pack_tars(address, str(tmp_path / "copy"))
-        texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [json.dumps(index.info)]
+        texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [
+            json.dumps(index.info)
+        ]
         train = ["train", address, "--out", str(tmp_path / "run"), "--epochs", "1"]
         write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
         wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "photos"))
         with serving(tmp_path / "photos") as photos:
-            pictures = photos.url.replace("://", "://me:hush-word@") + "/train-000000.tar?sig=hush-query"
+            pictures = (
+                photos.url.replace("://", "://me:hush-word@") + "/train-000000.tar?sig=hush-query"
+            )
             caplog.set_level(logging.DEBUG)
-            assert main(["train", pictures, "--out", str(tmp_path / "run"), "--epochs", "1", "--batch-size", "8"]) == 0
-        texts += [path.read_text("latin1") for path in (tmp_path / "run").rglob("*") if path.is_file()]
-        server.faults += [end_in_headers(60), fine(), end_in_headers(100), status(403), *[status(503)] * 99]
+            assert (
+                main(
+                    [
+                        "train",
+                        pictures,
+                        "--out",
+                        str(tmp_path / "run"),
+                        "--epochs",
+                        "1",
+                        "--batch-size",
+                        "8",
+                    ]
+                )
+                == 0
+            )
+        texts += [
+            path.read_text("latin1") for path in (tmp_path / "run").rglob("*") if path.is_file()
+        ]
+        server.faults += [
+            end_in_headers(60),
+            fine(),
+            end_in_headers(100),
+            status(403),
+            *[status(503)] * 99,
+        ]
         for words in (
             ["info", address.replace("000000", "999999")],
             ["info", address, address],
@@ -679,10 +816,15 @@ def test_secrets_are_sent_and_never_shown(
 @pytest.fixture
 def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
     """nginx from Debian's packages, serving the shards."""
-    places = [str(ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"), shutil.which("nginx") or "/usr/sbin/nginx"]
+    places = [
+        str(ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"),
+        shutil.which("nginx") or "/usr/sbin/nginx",
+    ]
     program = next((place for place in places if os.path.exists(place)), None)
     if program is None:
-        pytest.skip("nginx is not here: scripts/test.sh unpacks Debian's package where it can; else apt install nginx")
+        pytest.skip(
+            "nginx is not here: scripts/test.sh unpacks Debian's package where it can; else apt install nginx"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -695,7 +837,8 @@ def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
         f"server {{ listen 127.0.0.1:{port}; root {made}; }} }}\n"
     )
     with subprocess.Popen(
-        [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)], stderr=subprocess.PIPE
+        [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)],
+        stderr=subprocess.PIPE,
     ) as process:
         end = time.monotonic() + 10
         while True:
@@ -721,7 +864,10 @@ def test_nginx_serves_what_the_disk_holds(made: Path, nginx: str) -> None:
 def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pause before each answer, a pass takes little longer than the pauses of one fetcher's share."""
     for number in range(8):
-        write_tar(tmp_path / f"s-{number}.tar", [(f"k{number}-{i}", {"bin": bytes(4000)}) for i in range(60)])
+        write_tar(
+            tmp_path / f"s-{number}.tar",
+            [(f"k{number}-{i}", {"bin": bytes(4000)}) for i in range(60)],
+        )
     wt.index(str(tmp_path))
     with serving(tmp_path, delay=0.05) as server:
         loader = wt.Loader(f"{server.url}/s-{{0..7}}.tar", batch_size=8, shuffle=False)
@@ -747,7 +893,9 @@ def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
             "print(next(iter(loader))['__key__'][0])"
         )
         begun = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
         seconds = time.monotonic() - begun
         released.set()
     assert (done.returncode, done.stderr) == (0, "")
@@ -767,5 +915,8 @@ def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) 
         assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
         assert len([path for path, _ in server.requests if path.endswith(".tar")]) == asked
     assert main(["train", str(tmp_path / "s"), "--out", str(tmp_path / "near"), *common]) == 0
-    runs = [(tmp_path / run / "metrics.jsonl").read_text().splitlines() for run in ("far", "kept", "near")]
+    runs = [
+        (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        for run in ("far", "kept", "near")
+    ]
     assert len({json.loads(lines[-1])["loss"] for lines in runs}) == 1

@@ -35,7 +35,11 @@ def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:
 def test_links_that_a_walk_passes_over_are_told(tmp_path: Path) -> None:
     """GNU tar stores a file that it stored before under another name as a hard link, which has no bytes."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, kind in (("a.txt", tarfile.REGTYPE), ("b.txt", tarfile.LNKTYPE), ("folder", tarfile.DIRTYPE)):
+        for name, kind in (
+            ("a.txt", tarfile.REGTYPE),
+            ("b.txt", tarfile.LNKTYPE),
+            ("folder", tarfile.DIRTYPE),
+        ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "a.txt" if kind == tarfile.LNKTYPE else ""
             tar.addfile(member)
@@ -52,7 +56,9 @@ def walked(urls: Any) -> int:
     return int(told[0].split("headers of ")[1].split()[0]) if told else 0
 
 
-def test_a_walk_is_remembered_and_only_what_changed_is_walked_again(shards: Path, tmp_path: Path) -> None:
+def test_a_walk_is_remembered_and_only_what_changed_is_walked_again(
+    shards: Path, tmp_path: Path
+) -> None:
     assert [walked(shards), walked(shards), walked(shards / "part-001.tar")] == [21, 0, 0]
     before = open_index(shards)
     write_shards(tmp_path / "other", [5])
@@ -99,7 +105,11 @@ def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> N
 def test_an_index_comes_back_from_the_disk_as_it_was(shards: Path) -> None:
     made = wt.index(shards)
     found = open_index(shards)
-    assert (found.shards, found.fields, found.fingerprint) == (made.shards, made.fields, made.fingerprint)
+    assert (found.shards, found.fields, found.fingerprint) == (
+        made.shards,
+        made.fields,
+        made.fingerprint,
+    )
     for number in range(21):
         assert found.key(number) == made.key(number)
         assert found.members(number) == made.members(number)
@@ -165,7 +175,9 @@ def test_single_shards_of_an_indexed_folder_keep_their_labels_and_checksums(tmp_
     assert index.labels[0].classes == ("cat", "dog")
     assert index.shards[0].sha256
     assert len(index.table.member_crc) == 10
-    both = open_index([tmp_path / "out" / "train-000002.tar", tmp_path / "out" / "train-000000.tar"])
+    both = open_index(
+        [tmp_path / "out" / "train-000002.tar", tmp_path / "out" / "train-000000.tar"]
+    )
     assert both.counts.tolist() == [2, 5]
     assert len({both.key(i) for i in range(7)}) == 7
 
@@ -183,7 +195,9 @@ def test_a_shard_that_changed_since_it_was_indexed_is_refused(shards: Path) -> N
 def test_a_cut_shard_without_an_index_is_refused(shards: Path) -> None:
     size = (shards / "part-001.tar").stat().st_size
     os.truncate(shards / "part-001.tar", size - 1024)
-    with pytest.raises(ShardError, match="part-001.tar ends at byte .* without the two zero blocks"):
+    with pytest.raises(
+        ShardError, match="part-001.tar ends at byte .* without the two zero blocks"
+    ):
         open_index(shards)
 
 
@@ -194,7 +208,9 @@ def test_a_folder_that_is_being_filled_is_refused(shards: Path) -> None:
             open_index(urls)
 
 
-def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(shards: Path, tmp_path: Path) -> None:
+def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(
+    shards: Path, tmp_path: Path
+) -> None:
     wt.index(shards)
     document = json.loads((shards / "index.json").read_text())
     document["shardlist"][0]["split"] = "val"
@@ -212,7 +228,9 @@ def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_
     from wdstrain.packing.options import Options
 
     write_class_folder(tmp_path / "in", {"cat": 4, "dog": 4})
-    made = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4)).index
+    made = convert(
+        list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4)
+    ).index
     again = wt.index(tmp_path / "out")
     assert again.shards == made.shards
     assert again.labels == made.labels
@@ -227,7 +245,9 @@ def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> Non
         wt.index([shards, tmp_path / "other"])
 
 
-def test_a_pair_of_files_that_does_not_belong_together_is_refused(shards: Path, tmp_path: Path) -> None:
+def test_a_pair_of_files_that_does_not_belong_together_is_refused(
+    shards: Path, tmp_path: Path
+) -> None:
     wt.index(shards)
     other = write_shards(tmp_path / "other", [7, 13, 2])
     wt.index(other)
@@ -280,9 +300,13 @@ def test_a_split_is_named_where_several_lie_together(tmp_path: Path) -> None:
     document["shardlist"][0]["split"], document["shardlist"][1]["split"] = "train", "val"
     (folder / "index.json").write_text(json.dumps(document))
     for urls in (folder, [folder], folder / "index.json", f"{folder}/*.tar"):
-        with pytest.raises(UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"):
+        with pytest.raises(
+            UsageError, match=r"several splits: train, val. Name one of: .*train-\*.tar"
+        ):
             wt.Loader(urls)
-    assert len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7  # both were named
+    assert (
+        len(wt.Loader([folder / "part-000.tar", folder / "part-001.tar"], batch_size=1)) == 7
+    )  # both were named
 
 
 def test_shards_without_a_split_beside_a_split_are_named_in_words(tmp_path: Path) -> None:
@@ -351,7 +375,9 @@ def test_a_shard_under_two_names_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").symlink_to(shards)
     (tmp_path / "link.tar").symlink_to(shards / "part-000.tar")
-    other = {"absolute": shards, "link to the folder": "folder", "link to the shard": "link.tar"}[spelling]
+    other = {"absolute": shards, "link to the folder": "folder", "link to the shard": "link.tar"}[
+        spelling
+    ]
     with pytest.raises(UsageError, match="is named twice .also as shards/part-000.tar"):
         wt.Loader(["shards", other], batch_size=1)
 
@@ -360,7 +386,9 @@ def test_a_shard_under_two_names_is_refused(
 
 
 @pytest.mark.parametrize("how", ["written", "moved"])
-def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(tmp_path: Path, how: str) -> None:
+def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(
+    tmp_path: Path, how: str
+) -> None:
     """Its size is the same, and its samples lie elsewhere in it."""
     samples = [(f"s{i:02d}", {"txt": f"{i:02d}".encode()}) for i in range(8)]
     other = write_tar(tmp_path / "other" / "a.tar", samples[::-1])
@@ -370,14 +398,22 @@ def test_a_shard_that_was_replaced_after_it_was_indexed_is_refused(tmp_path: Pat
         os.replace(other, shard)
     else:
         shard.write_bytes(other.read_bytes())
-    with pytest.raises(ShardError, match="a.tar holds other samples than its index says.*wdstrain index"):
+    with pytest.raises(
+        ShardError, match="a.tar holds other samples than its index says.*wdstrain index"
+    ):
         wt.Loader(tmp_path / "set", batch_size=4)
     wt.index(tmp_path / "set")
     with closing(wt.Loader(tmp_path / "set", {"txt": wt.text()}, batch_size=4)) as loader:
-        assert all(key == f"s{text}" for batch in loader for key, text in zip(batch["__key__"], batch["txt"], strict=True))
+        assert all(
+            key == f"s{text}"
+            for batch in loader
+            for key, text in zip(batch["__key__"], batch["txt"], strict=True)
+        )
 
 
-def test_a_set_that_was_copied_after_its_index_is_walked_over_once(shards: Path, tmp_path: Path) -> None:
+def test_a_set_that_was_copied_after_its_index_is_walked_over_once(
+    shards: Path, tmp_path: Path
+) -> None:
     wt.index(shards)
     (tmp_path / "copy").mkdir()
     for name in ("index.json", "index.bin", *(f"part-00{i}.tar" for i in range(3))):
@@ -385,9 +421,14 @@ def test_a_set_that_was_copied_after_its_index_is_walked_over_once(shards: Path,
     assert [walked(tmp_path / "copy"), walked(tmp_path / "copy")] == [21, 0]
 
 
-def test_a_state_of_other_samples_in_shards_of_the_same_names_and_sizes_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_other_samples_in_shards_of_the_same_names_and_sizes_is_refused(
+    tmp_path: Path,
+) -> None:
     for name, first in (("a", 0), ("b", 50)):
-        write_tar(tmp_path / name / "x.tar", [(f"s{i:02d}", {"txt": b"x"}) for i in range(first, first + 20)])
+        write_tar(
+            tmp_path / name / "x.tar",
+            [(f"s{i:02d}", {"txt": b"x"}) for i in range(first, first + 20)],
+        )
     with closing(wt.Loader(tmp_path / "a", batch_size=4)) as loader:
         next(iter(loader))
         state = loader.state_dict()
@@ -407,7 +448,11 @@ def npy(number: int) -> bytes:
 
 def damaged_set(folder: Path) -> tuple[Path, Path, str]:
     """A packed set with one changed byte in an array, a foreign one of the same fields, and the key of the changed sample."""
-    wt.pack(({"__key__": f"p{i}", "npy": npy(i)} for i in range(12)), str(folder / "packed"), shard_samples=4)
+    wt.pack(
+        ({"__key__": f"p{i}", "npy": npy(i)} for i in range(12)),
+        str(folder / "packed"),
+        shard_samples=4,
+    )
     write_tar(folder / "foreign" / "a.tar", [(f"f{i}", {"npy": npy(i)}) for i in range(4)])
     index = open_index(folder / "packed")
     ((_, offset, size),) = index.members(6)
@@ -417,12 +462,20 @@ def damaged_set(folder: Path) -> tuple[Path, Path, str]:
     return folder / "packed", folder / "foreign", index.key(6)
 
 
-FIELDS = {"none": None, "loose": {"x": wt.array("npy")}, "landing": {"x": wt.array("npy", shape=(64, 64), dtype="uint8")}}
+FIELDS = {
+    "none": None,
+    "loose": {"x": wt.array("npy")},
+    "landing": {"x": wt.array("npy", shape=(64, 64), dtype="uint8")},
+}
 
 
 @pytest.mark.parametrize("fields", list(FIELDS))
-@pytest.mark.parametrize("how", ["packed first", "foreign first", "mixture", "indexed", "indexed twice"])
-def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(tmp_path: Path, how: str, fields: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["packed first", "foreign first", "mixture", "indexed", "indexed twice"]
+)
+def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(
+    tmp_path: Path, how: str, fields: str
+) -> None:
     packed, foreign, key = damaged_set(tmp_path)
     if "indexed" in how:
         os.rename(foreign / "a.tar", packed / "a.tar")
@@ -433,7 +486,13 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(tmp_path: Path, 
 
     def loader(**options: Any) -> wt.Loader:
         if how == "mixture":
-            return wt.mix({"a": packed, "b": foreign}, FIELDS[fields], weights={"a": 3, "b": 1}, batch_size=4, **options)
+            return wt.mix(
+                {"a": packed, "b": foreign},
+                FIELDS[fields],
+                weights={"a": 3, "b": 1},
+                batch_size=4,
+                **options,
+            )
         return wt.Loader(urls, FIELDS[fields], batch_size=4, **options)
 
     with pytest.raises(wt.SampleError, match=f"'{key}'.*not those that were packed"):
@@ -444,15 +503,27 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(tmp_path: Path, 
         assert [one["key"] for one in replacing.report()["bad_samples"]] == [key]
 
 
-def test_an_index_that_is_made_again_counts_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_index_that_is_made_again_counts_what_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "set"
     rows = [{"__key__": f"s{i}", "cls": i % 2} for i in range(20)]
-    wt.pack(rows, str(folder), classes=["cat", "dog"], split={"train": 0.8, "val": 0.2}, shuffle=False)
+    wt.pack(
+        rows, str(folder), classes=["cat", "dog"], split={"train": 0.8, "val": 0.2}, shuffle=False
+    )
     before = open_index(folder).info["samples"]
     assert wt.index(str(folder)).info["samples"] == before
-    write_tar(folder / "more.tar", [("x", {"cls": b"1"}), ("y", {"txt": b"no label"}), ("z", {"cls": b"1"})])
+    write_tar(
+        folder / "more.tar",
+        [("x", {"cls": b"1"}), ("y", {"txt": b"no label"}), ("z", {"cls": b"1"})],
+    )
     with caplog.at_level("WARNING", "wdstrain"):
         assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, **before}
-    assert "more.tar. Numbers in their cls are class numbers of this set: 0 cat, 1 dog" in caplog.text
+    assert (
+        "more.tar. Numbers in their cls are class numbers of this set: 0 cat, 1 dog" in caplog.text
+    )
     os.unlink(folder / "val-000000.tar")
-    assert wt.index(str(folder)).info["samples"] == {"": {"dog": 2, "": 1}, "train": before["train"]}
+    assert wt.index(str(folder)).info["samples"] == {
+        "": {"dog": 2, "": 1},
+        "train": before["train"],
+    }

@@ -55,7 +55,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with webdataset.TarWriter(str(folder / f"s-{shard:02d}.tar")) as writer:
             for _ in range(150):
                 data = pictures[number % 50] + bits.bytes(int(bits.integers(7_000, 11_000)))
-                fields = {"png": data, "cls": number % 3, "json": {"n": number, "even": number % 2 == 0}}
+                fields = {
+                    "png": data,
+                    "cls": number % 3,
+                    "json": {"n": number, "even": number % 2 == 0},
+                }
                 writer.write({"__key__": f"k{number:06d}", **fields})
                 number += 1
     return folder
@@ -72,7 +76,9 @@ def foreign(written: Path, tmp_path: Path) -> Path:
 
 def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 30, "dog": 10})
-    wt.pack_folder(str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, shard_samples=10)
+    wt.pack_folder(
+        str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, shard_samples=10
+    )
     index = wt.index(tmp_path / "out")
     found = wt.info(tmp_path / "out")
     assert found.exact
@@ -83,7 +89,12 @@ def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
     assert sum(found.split_shards.values()) == found.shards
     sizes = [path.stat().st_size for path in photos.rglob("*.png")]
     png, cls = found.contents
-    assert (png.name, png.samples, png.sizes.total, png.sizes.smallest) == ("png", 40, sum(sizes), min(sizes))
+    assert (png.name, png.samples, png.sizes.total, png.sizes.smallest) == (
+        "png",
+        40,
+        sum(sizes),
+        min(sizes),
+    )
     assert png.sizes.largest == max(sizes)
     assert found.overhead == found.bytes - sum(sizes) - 40
     assert cls.content.what == "whole number, 0 to 1"
@@ -101,7 +112,9 @@ def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", np.array([0, 2, 2, 2]))
     np.save(tmp_path / "x.npy", np.zeros((4, 5), np.float32))
     wt.pack_arrays(
-        {"x": str(tmp_path / "x.npy"), "cls": str(tmp_path / "y.npy")}, str(tmp_path / "out"), classes=["a", "b", "c"]
+        {"x": str(tmp_path / "x.npy"), "cls": str(tmp_path / "y.npy")},
+        str(tmp_path / "out"),
+        classes=["a", "b", "c"],
     )
     found = wt.info(tmp_path / "out")
     assert found.histograms[0].classes == {"a": 1, "b": 0, "c": 3}
@@ -112,17 +125,27 @@ def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
 def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> None:
     angles = [json.dumps(float("nan") if i == 0 else i / 4) for i in range(9)]
     rows = [
-        {"__key__": f"k{i}", "json": f'{{"angle": {angle}, "tags": {json.dumps(["a", "b"][: i % 3])}}}'.encode()}
+        {
+            "__key__": f"k{i}",
+            "json": f'{{"angle": {angle}, "tags": {json.dumps(["a", "b"][: i % 3])}}}'.encode(),
+        }
         for i, angle in enumerate(angles)
     ]
-    labels = [wt.Label("angle", "number", "json", "angle"), wt.Label("tags", "multi", "json", "tags", ("a", "b", "c"))]
+    labels = [
+        wt.Label("angle", "number", "json", "angle"),
+        wt.Label("tags", "multi", "json", "tags", ("a", "b", "c")),
+    ]
     wt.pack(rows, str(tmp_path / "out"), labels=labels)
     angle, tags = wt.info(tmp_path / "out").histograms
     values = np.arange(1, 9) / 4
     assert angle.numbers is not None
     assert angle.numbers.mean == pytest.approx(values.mean())
     assert angle.numbers.deviation == pytest.approx(values.std())
-    assert (angle.numbers.smallest, angle.numbers.largest, angle.numbers.not_finite) == (0.25, 2.0, 1)
+    assert (angle.numbers.smallest, angle.numbers.largest, angle.numbers.not_finite) == (
+        0.25,
+        2.0,
+        1,
+    )
     assert angle.numbers.quartiles == pytest.approx(tuple(np.quantile(values, (0.25, 0.5, 0.75))))
     assert angle.numbers.commonest[1] == 1 / 8
     assert tags.classes == {"a": 6, "b": 3, "c": 0}
@@ -185,7 +208,10 @@ def test_a_huge_shard_is_answered_from_its_beginning(tmp_path: Path) -> None:
 
 
 def test_large_samples_are_found_by_their_headers_within_bounds(tmp_path: Path) -> None:
-    rows: list[Sample] = [(f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(3_000_000), "cls": b"1"}) for i in range(30)]
+    rows: list[Sample] = [
+        (f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(3_000_000), "cls": b"1"})
+        for i in range(30)
+    ]
     path = write_tar(tmp_path / "s" / "films.tar", rows)
     found = wt.info(path)
     assert found.looked is not None
@@ -213,14 +239,18 @@ def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path
     assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
-def test_of_very_many_shards_only_some_are_asked_for(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_shards_only_some_are_asked_for(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(glimpses, "LOOKED_INTO", 2)
     monkeypatch.setattr(glimpses, "_SIZED", 3)
     with Server(foreign) as server:
         found = wt.info(f"{server.url}s-{{00..11}}.tar")
         assert server.requests <= 2 * 2 + 1 + 1
     assert found.shards == 12
-    assert found.bytes == pytest.approx(sum(path.stat().st_size for path in foreign.glob("*.tar")), rel=0.1)
+    assert found.bytes == pytest.approx(
+        sum(path.stat().st_size for path in foreign.glob("*.tar")), rel=0.1
+    )
     assert found.samples == pytest.approx(1800, rel=0.1)
 
 
@@ -232,18 +262,32 @@ def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -
         there = wt.info(server.url)
         assert server.requests <= 2 + glimpses.LOOKED_INTO
     assert there.exact
-    for name in ("samples", "shards", "bytes", "splits", "overhead", "per_shard", "made", "histograms", "keys"):
+    for name in (
+        "samples",
+        "shards",
+        "bytes",
+        "splits",
+        "overhead",
+        "per_shard",
+        "made",
+        "histograms",
+        "keys",
+    ):
         assert getattr(there, name) == getattr(here, name)
     assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
     assert there.contents[0].content.images.formats == {"PNG": there.contents[0].content.looked_at}  # type: ignore[union-attr]
 
 
-def test_exact_is_the_same_from_a_server_as_from_a_disk(foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_is_the_same_from_a_server_as_from_a_disk(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with Server(foreign) as server:
         there = wt.info(f"{server.url}s-{{00..02}}.tar", exact=True)
         size = sum((foreign / f"s-{number:02d}.tar").stat().st_size for number in range(3))
-        assert server.bytes < 4 * size  # walked over, read for its labels, and what was on its way when a connection ended
+        assert (
+            server.bytes < 4 * size
+        )  # walked over, read for its labels, and what was on its way when a connection ended
     here = wt.info(f"{foreign}/s-0[0-2].tar", exact=True)
     assert there.samples == here.samples == 450
     assert there.histograms == here.histograms
@@ -252,7 +296,9 @@ def test_exact_is_the_same_from_a_server_as_from_a_disk(foreign: Path, tmp_path:
 
 def test_labels_far_inside_large_samples_are_asked_for(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{i}", "bin": bytes(1_200_000), "json": {"x": i}} for i in range(5)]
-    wt.pack(rows, str(tmp_path / "out"), labels=[wt.Label("x", "number", "json", "x")], shuffle=False)
+    wt.pack(
+        rows, str(tmp_path / "out"), labels=[wt.Label("x", "number", "json", "x")], shuffle=False
+    )
     with Server(tmp_path / "out") as server:
         found = wt.info(server.url)
     assert found.histograms[0].numbers is not None
@@ -265,8 +311,12 @@ def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path)
         with serving(foreign) as server:
             server.faults += [stall(1000, released) for _ in range(12)]
             command = [sys.executable, "-m", "wdstrain", "info", f"{server.url}/s-{{00..11}}.tar"]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-                wait_for(lambda: any(path.endswith(".tar") for path, _ in list(server.requests)), process)
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                wait_for(
+                    lambda: any(path.endswith(".tar") for path, _ in list(server.requests)), process
+                )
                 process.send_signal(signal.SIGINT)
                 out, err = process.communicate(timeout=10)  # a stalled read is given up after 20 s
             released.set()
@@ -282,7 +332,9 @@ def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_damaged_shard_of_many_is_named_and_the_others_are_told_of(shards: Path, exact: bool, capsys: Any) -> None:
+def test_a_damaged_shard_of_many_is_named_and_the_others_are_told_of(
+    shards: Path, exact: bool, capsys: Any
+) -> None:
     os.truncate(shards / "part-001.tar", 4000)
     found = wt.info(shards, exact=exact)
     assert found.samples == 8
@@ -354,9 +406,17 @@ def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Pa
         ("score", [b"0.5", b"-2"], "number, -2 to 0.5"),
         ("txt", ["größe".encode(), "\ufeffab".encode()], "text (UTF-8), 2 to 5 characters"),
         ("score", [b"0.5", b"-2", b"7"], "number, -2 to 7"),
-        ("txt", [b"a few", b"1"], "text (UTF-8), 5 to 5 characters (1 of 2); whole number, 1 to 1 (1 of 2)"),
+        (
+            "txt",
+            [b"a few", b"1"],
+            "text (UTF-8), 5 to 5 characters (1 of 2); whole number, 1 to 1 (1 of 2)",
+        ),
         ("txt", [b""], "empty"),
-        ("npy", [npy(np.zeros((2, 3), np.uint8)), npy(np.zeros((4, 3), np.uint8))], "array of uint8, shapes differ: [2-4, 3]"),
+        (
+            "npy",
+            [npy(np.zeros((2, 3), np.uint8)), npy(np.zeros((4, 3), np.uint8))],
+            "array of uint8, shapes differ: [2-4, 3]",
+        ),
         ("npy", [npy(np.float32(2)), npy(np.float32(5))], "number in .npy (float32), 2 to 5"),
         ("npy", [npy(np.array([{}], object))], "array of Python objects (never loaded)"),
         ("pyd", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
@@ -377,7 +437,14 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
             return (os.mkdir, (str(tmp_path / "sprung"),))
 
     rows: list[Sample] = [
-        ("a", {"pyd": pickle.dumps(Trap()), "npy": npy(np.array([Trap()], object)), "cls": pickle.dumps(Trap())})
+        (
+            "a",
+            {
+                "pyd": pickle.dumps(Trap()),
+                "npy": npy(np.array([Trap()], object)),
+                "cls": pickle.dumps(Trap()),
+            },
+        )
     ]
     path = write_tar(tmp_path / "s" / "a.tar", rows)
     assert wt.info(path, exact=True).samples == 1
@@ -394,7 +461,14 @@ def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
     half = picture(1, size=(600, 400), kind="JPEG")[:2000]  # its pixels are not there
     grey = io.BytesIO()
     Image.new("L", (10, 10)).save(grey, "PNG")
-    found = content("jpg", turned.getvalue(), late.getvalue(), half, grey.getvalue(), b"\xff\xd8\xff\xe0 no picture").images
+    found = content(
+        "jpg",
+        turned.getvalue(),
+        late.getvalue(),
+        half,
+        grey.getvalue(),
+        b"\xff\xd8\xff\xe0 no picture",
+    ).images
     assert found.formats == {"JPEG": 3, "PNG": 1}
     assert found.modes == {"RGB": 3, "L": 1}
     assert found.width == (10, 40, 600)
@@ -404,7 +478,11 @@ def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
 
 
 def test_pictures_that_break_decoders_are_told_of(data: Any) -> None:
-    files = [path for path in data("difficult").iterdir() if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif")]
+    files = [
+        path
+        for path in data("difficult").iterdir()
+        if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif")
+    ]
     found = content("jpg", *(path.read_bytes() for path in files if path.stat().st_size))
     images = found.images
     assert images.looked_at == sum(path.stat().st_size > 0 for path in files)
@@ -415,20 +493,42 @@ def test_pictures_that_break_decoders_are_told_of(data: Any) -> None:
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def test_a_table_is_readable_at_eighty_columns(foreign: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_readable_at_eighty_columns(
+    foreign: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["info", str(foreign)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
-    for word in ("about", "looked at", "png", "PNG image; 24 x 20; RGB", "█", "median", "99 %", "by another program"):
+    for word in (
+        "about",
+        "looked at",
+        "png",
+        "PNG image; 24 x 20; RGB",
+        "█",
+        "median",
+        "99 %",
+        "by another program",
+    ):
         assert word in text
 
 
 def test_json_has_the_whole_of_it(foreign: Path, capsys: Any) -> None:
     assert main(["info", str(foreign), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"samples", "shards", "bytes", "splits", "fields", "labels", "info", "exact", "error", "ok"} <= found.keys()
+    assert {
+        "samples",
+        "shards",
+        "bytes",
+        "splits",
+        "fields",
+        "labels",
+        "info",
+        "exact",
+        "error",
+        "ok",
+    } <= found.keys()
     assert found["fields"] == ["cls", "json", "png"]
     assert found["contents"][0]["sizes"]["total"] == found["samples"]
     assert found == wt.info(foreign).as_dict()
@@ -465,7 +565,9 @@ def test_a_shard_without_samples_is_told_of(tmp_path: Path, capsys: Any) -> None
 
 def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> None:
     name = b"k\x1b[31m\xff"
-    rows: list[Sample] = [(name.decode("utf-8", "surrogateescape"), {"json": b'{"\\u001b[2J": 1}', "cls": b"\x1b"})]
+    rows: list[Sample] = [
+        (name.decode("utf-8", "surrogateescape"), {"json": b'{"\\u001b[2J": 1}', "cls": b"\x1b"})
+    ]
     path = write_tar(tmp_path / "s" / "a.tar", rows)
     for words in ([], ["--json"]):
         assert main(["info", str(path), *words]) == 0
@@ -473,10 +575,18 @@ def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> N
 
 
 @pytest.mark.parametrize("other", ["unlabelled", "numbered"])
-def test_a_label_that_differs_between_sets_is_shown_with_what_differs(tmp_path: Path, other: str, capsys: Any) -> None:
+def test_a_label_that_differs_between_sets_is_shown_with_what_differs(
+    tmp_path: Path, other: str, capsys: Any
+) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     wt.pack([{"__key__": f"k{n}", "cls": n % 2} for n in range(6)], a, classes=["cat", "dog"])
-    wt.pack([{"__key__": f"m{n}", **({"txt": "x"} if other == "unlabelled" else {"cls": n % 2})} for n in range(6)], b)
+    wt.pack(
+        [
+            {"__key__": f"m{n}", **({"txt": "x"} if other == "unlabelled" else {"cls": n % 2})}
+            for n in range(6)
+        ],
+        b,
+    )
     why = {"unlabelled": "no label", "numbered": "2 classes without names"}[other]
     for urls in ([a, b], [b, a]):
         found = wt.info(urls)

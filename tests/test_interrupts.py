@@ -27,12 +27,25 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def interrupt(urls: str, case: str, times: str = "once") -> None:
     options, count = CASES[case]
-    words = [sys.executable, "-m", "tests.interrupting", urls, json.dumps(options), str(count), "7", times]
-    done = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "tests.interrupting",
+        urls,
+        json.dumps(options),
+        str(count),
+        "7",
+        times,
+    ]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["moments"] > 1000
-    assert said["interrupted"] > count / 2  # the others come where Python drops them, or when the loop has ended
+    assert (
+        said["interrupted"] > count / 2
+    )  # the others come where Python drops them, or when the loop has ended
 
 
 @pytest.fixture
@@ -43,8 +56,13 @@ def shards(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("times", ["once", pytest.param("twice", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("bytes", "threads"))])
-def test_after_an_interrupt_at_any_moment_the_next_epoch_is_whole(shards: Path, case: str, times: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("bytes", "threads"))],
+)
+def test_after_an_interrupt_at_any_moment_the_next_epoch_is_whole(
+    shards: Path, case: str, times: str
+) -> None:
     """twice: another Ctrl-C comes within two milliseconds, while the first is being answered."""
     interrupt(str(shards), case, times)
 

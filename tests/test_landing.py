@@ -18,7 +18,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 SHAPE = (40, 40)
 FIELDS: dict[str, Any] = {"x": wt.array("x.npy", shape=SHAPE, dtype="float32"), "label": wt.label()}
-COPIED: dict[str, Any] = {"x": wt.array("x.npy"), "label": wt.label()}  # without a shape nothing lands
+COPIED: dict[str, Any] = {
+    "x": wt.array("x.npy"),
+    "label": wt.label(),
+}  # without a shape nothing lands
 
 
 def npy(array: Any) -> bytes:
@@ -42,8 +45,13 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack(tmp_path_factory.mktemp("arrays") / "set")
 
 
-def epoch(loader: wt.Loader, number: int = 0, start: int = 0) -> list[tuple[list[str], Any, list[int]]]:
-    return [(b["__key__"], b["x"].numpy().copy(), b["label"].tolist()) for b in loader.epoch(number, start=start)]
+def epoch(
+    loader: wt.Loader, number: int = 0, start: int = 0
+) -> list[tuple[list[str], Any, list[int]]]:
+    return [
+        (b["__key__"], b["x"].numpy().copy(), b["label"].tolist())
+        for b in loader.epoch(number, start=start)
+    ]
 
 
 def landing(loader: wt.Loader) -> bool:
@@ -58,7 +66,9 @@ def same(one: list[Any], other: list[Any]) -> bool:
 
 @pytest.mark.parametrize("window", [1, 7, 40, None])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_lands_is_what_would_be_copied(arrays: Path, window: int | None, num_workers: int) -> None:
+def test_what_lands_is_what_would_be_copied(
+    arrays: Path, window: int | None, num_workers: int
+) -> None:
     options: dict[str, Any] = {"batch_size": 8, "seed": 3, "shuffle": window != 1}
     options["shuffle_buffer"] = None if window == 1 else window
     direct = wt.Loader(arrays, FIELDS, num_workers=num_workers, **options)
@@ -66,7 +76,11 @@ def test_what_lands_is_what_would_be_copied(arrays: Path, window: int | None, nu
     for number in range(3):
         found = epoch(direct, number)
         assert same(found, epoch(copied, number))
-        assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+        assert all(
+            np.array_equal(x[i], values(int(key[1:])))
+            for keys, x, _ in found
+            for i, key in enumerate(keys)
+        )
     assert landing(direct)
     assert not landing(copied)
     assert same(epoch(direct, 1, start=4), epoch(copied, 1)[4:])
@@ -80,7 +94,9 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
 ) -> None:
     """Where as many are, the reader reads itself, by the same way: also what is damaged."""
     monkeypatch.setattr("wdstrain.reader.slot_sink._OPEN_FILES", files)
-    direct, copied = (wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED))
+    direct, copied = (
+        wt.Loader(arrays, fields, batch_size=8, shuffle_buffer=None) for fields in (FIELDS, COPIED)
+    )
     for number in range(2):
         assert same(epoch(direct, number), epoch(copied, number))
     assert landing(direct)
@@ -89,14 +105,26 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.9)
     found = epoch(loader)
     assert loader.report()["bad"] > 0
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
 
 
 def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
     for world_size, lanes in ((2, 2), (2, 4), (1, 4)):
         for rank in range(world_size):
             loaders = [
-                wt.Loader(arrays, fields, batch_size=8, rank=rank, world_size=world_size, lanes=lanes, shuffle_buffer=11)
+                wt.Loader(
+                    arrays,
+                    fields,
+                    batch_size=8,
+                    rank=rank,
+                    world_size=world_size,
+                    lanes=lanes,
+                    shuffle_buffer=11,
+                )
                 for fields in (FIELDS, COPIED)
             ]
             found = [[*epoch(loader, 0), *epoch(loader, 1)] for loader in loaders]
@@ -106,7 +134,13 @@ def test_ranks_and_lanes_get_the_same_as_by_copies(arrays: Path) -> None:
 
 def test_several_arrays_land_beside_fields_that_do_not(tmp_path: Path) -> None:
     samples = (
-        {"__key__": f"n{n:02d}", "x.npy": values(n), "txt": f"number {n}", "y.npy": np.full(2000, n, np.int32), "cls": n}
+        {
+            "__key__": f"n{n:02d}",
+            "x.npy": values(n),
+            "txt": f"number {n}",
+            "y.npy": np.full(2000, n, np.int32),
+            "cls": n,
+        }
         for n in range(40)
     )
     wt.pack(samples, str(tmp_path), shard_samples=15)
@@ -165,23 +199,34 @@ def test_arrays_that_lie_otherwise_are_read_by_their_field(tmp_path: Path) -> No
 
 
 def test_where_the_first_array_lies_otherwise_none_lands(tmp_path: Path) -> None:
-    samples: list[Sample] = [(f"n{n:02d}", {"x.npy": npy(values(n).astype(">f4")), "cls": b"1"}) for n in range(20)]
+    samples: list[Sample] = [
+        (f"n{n:02d}", {"x.npy": npy(values(n).astype(">f4")), "cls": b"1"}) for n in range(20)
+    ]
     write_tar(tmp_path / "a.tar", samples)
     fields = {**FIELDS, "x": wt.array("x.npy", shape=SHAPE, dtype="float32")}
     loader = wt.Loader(tmp_path, fields, batch_size=5)
     with pytest.raises(wt.SampleError, match=r">f4\[40, 40\]"):
         epoch(loader)
-    fortran: list[Sample] = [(key, {"x.npy": npy(np.asfortranarray(values(n)))}) for n, (key, _) in enumerate(samples)]
+    fortran: list[Sample] = [
+        (key, {"x.npy": npy(np.asfortranarray(values(n)))}) for n, (key, _) in enumerate(samples)
+    ]
     write_tar(tmp_path / "f" / "a.tar", fortran)
     loader = wt.Loader(tmp_path / "f", {"x": FIELDS["x"]}, batch_size=5)
     for batch in loader:
-        assert all(np.array_equal(x, values(int(key[1:]))) for key, x in zip(batch["__key__"], batch["x"], strict=True))
+        assert all(
+            np.array_equal(x, values(int(key[1:])))
+            for key, x in zip(batch["__key__"], batch["x"], strict=True)
+        )
     assert not landing(loader)
 
 
 def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
     samples: list[Sample] = [
-        (f"n{n:02d}", {"x.npy": npy(values(n).reshape((40, 40) if n != 7 else (20, 80))), "cls": b"1"}) for n in range(20)
+        (
+            f"n{n:02d}",
+            {"x.npy": npy(values(n).reshape((40, 40) if n != 7 else (20, 80))), "cls": b"1"},
+        )
+        for n in range(20)
     ]
     write_tar(tmp_path / "a.tar", samples)
     with pytest.raises(wt.SampleError, match=r"'n07'.*float32\[20, 80\]"):
@@ -189,7 +234,11 @@ def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
     loader = wt.Loader(tmp_path, FIELDS, batch_size=5, on_bad="replace", max_bad=0.2)
     found = epoch(loader)
     assert [one["key"] for one in loader.report()["bad_samples"]] == ["n07"]
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
     assert "n07" not in [key for keys, _, _ in found for key in keys]
 
 
@@ -211,13 +260,19 @@ def test_a_flipped_byte_is_a_bad_sample(tmp_path: Path, field: str) -> None:
     stamp = os.stat(folder / "train-000001.tar")
     _flip(folder, "train-000001.tar", "n0020", field)
     os.utime(folder / "train-000001.tar", ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    with pytest.raises(wt.SampleError, match=r"train-000001.tar: 'n0020'.*not those that were packed"):
+    with pytest.raises(
+        wt.SampleError, match=r"train-000001.tar: 'n0020'.*not those that were packed"
+    ):
         epoch(wt.Loader(folder, FIELDS, batch_size=8))
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.2)
     found = epoch(loader)
     assert loader.report()["bad"] == 1
     assert loader.report()["reread"] >= 1
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
     assert "n0020" not in [key for keys, _, _ in found for key in keys]
 
 
@@ -235,13 +290,19 @@ def test_a_batch_of_bad_samples_alone_is_replaced(tmp_path: Path) -> None:
 def test_what_a_cut_shard_has_not_is_lost_and_replaced(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 40)
     index = wt.index(str(folder))
-    os.truncate(folder / "train-000001.tar", int(index.table.start[26]) + 100)  # n0026 and what follows in its shard
+    os.truncate(
+        folder / "train-000001.tar", int(index.table.start[26]) + 100
+    )  # n0026 and what follows in its shard
     with pytest.raises(wt.WdstrainError, match=r"train-000001\.tar"):
         epoch(wt.Loader(folder, FIELDS, batch_size=8))
     loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.5)
     found = epoch(loader)
     assert loader.report()["bad"] == 8
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
 
 
 def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
@@ -250,11 +311,16 @@ def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
     assert sum(int(batch["__valid__"].sum()) for batch in padded) == 90
     assert not landing(padded)
     samples: list[Sample] = [
-        (f"n{n:02d}", {"x.npy": npy(values(n)), "cls": b"1"} | ({"txt": b"more"} if n == 3 else {})) for n in range(20)
+        (f"n{n:02d}", {"x.npy": npy(values(n)), "cls": b"1"} | ({"txt": b"more"} if n == 3 else {}))
+        for n in range(20)
     ]
     write_tar(tmp_path / "a.tar", samples)
     loader = wt.Loader(tmp_path, FIELDS, batch_size=5)
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in epoch(loader) for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in epoch(loader)
+        for i, key in enumerate(keys)
+    )
     assert not landing(loader)
     mixed = wt.mix({"a": arrays, "b": arrays}, FIELDS, batch_size=8)
     batch = next(iter(mixed))
@@ -266,11 +332,18 @@ def test_what_cannot_land_is_copied(tmp_path: Path, arrays: Path) -> None:
 
 
 def test_two_fields_may_read_the_same_array(arrays: Path) -> None:
-    fields = {"x": FIELDS["x"], "again": wt.array("x.npy", shape=SHAPE, dtype="float32"), "loose": wt.array("x.npy")}
+    fields = {
+        "x": FIELDS["x"],
+        "again": wt.array("x.npy", shape=SHAPE, dtype="float32"),
+        "loose": wt.array("x.npy"),
+    }
     loader = wt.Loader(arrays, fields, batch_size=8)
     for batch in loader:
         for name in fields:
-            assert all(np.array_equal(x, values(int(key[1:]))) for key, x in zip(batch["__key__"], batch[name], strict=True))
+            assert all(
+                np.array_equal(x, values(int(key[1:])))
+                for key, x in zip(batch["__key__"], batch[name], strict=True)
+            )
 
 
 @pytest.mark.parametrize("start", [0, 2, 3])
@@ -292,7 +365,9 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
         os.truncate(folder / "a.tar", int(index.table.start[48]) + 100)
     found = {}
     for name, fields in (("direct", FIELDS), ("copied", COPIED)):
-        loader = wt.Loader(str(folder), fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9)
+        loader = wt.Loader(
+            str(folder), fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9
+        )
         found[name] = [epoch(loader, 1, start), loader.report()["bad"]]
         loader.close()
     assert same(found["direct"][0], found["copied"][0])
@@ -320,7 +395,9 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
             damaged.append(True)
             i = ids.tolist().index(20)
             rest = arena.view[part.offsets[i] : part.offsets[i] + stops[i] - starts[i] - self.bytes]
-            rest[len(bytes(rest).rstrip(b"\0")) - 1] ^= 1  # the last of it that is not padding: the value of cls
+            rest[len(bytes(rest).rstrip(b"\0")) - 1] ^= (
+                1  # the last of it that is not padding: the value of cls
+            )
 
     damaged: list[bool] = []
     monkeypatch.setattr(module.SlotSink, "_read", once)
@@ -330,19 +407,32 @@ def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
     assert damaged
     assert loader.report()["reread"] == 1
     assert loader.report()["bad"] == 0
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "batch_size", "options"),
-    [(3000, 1, {"shuffle": False}), (3000, 8, {"shuffle_buffer": 24_000}), (3000, 8, {"shuffle_buffer": 2990})],
+    [
+        (3000, 1, {"shuffle": False}),
+        (3000, 8, {"shuffle_buffer": 24_000}),
+        (3000, 8, {"shuffle_buffer": 2990}),
+    ],
 )
 def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
     tmp_path: Path, count: int, batch_size: int, options: dict[str, Any]
 ) -> None:
     samples = ({"__key__": f"n{n:04d}", "x.npy": np.full(1024, n, np.int32)} for n in range(count))
     wt.pack(samples, str(tmp_path), shuffle=False)
-    loader = wt.Loader(tmp_path, {"x": wt.array("x.npy", shape=(1024,), dtype="int32")}, batch_size=batch_size, **options)
+    loader = wt.Loader(
+        tmp_path,
+        {"x": wt.array("x.npy", shape=(1024,), dtype="int32")},
+        batch_size=batch_size,
+        **options,
+    )
     for number in range(4):
         for step, batch in enumerate(loader.epoch(number)):
             assert batch["x"][0, 0] == batch["x"][0, -1] == int(batch["__key__"][0][1:])
@@ -372,22 +462,39 @@ def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
 
 def test_a_shard_that_is_gone_is_replaced_while_it_is_gone(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 60)
-    loader = wt.Loader(folder, FIELDS, batch_size=5, shuffle_buffer=10, on_bad="replace", max_bad=0.9)
+    loader = wt.Loader(
+        folder, FIELDS, batch_size=5, shuffle_buffer=10, on_bad="replace", max_bad=0.9
+    )
     (folder / "train-000001.tar").rename(tmp_path / "away.tar")
     found = epoch(loader)
     assert loader.report()["bad"] == 17
-    assert all(np.array_equal(x[i], values(int(key[1:]))) for keys, x, _ in found for i, key in enumerate(keys))
+    assert all(
+        np.array_equal(x[i], values(int(key[1:])))
+        for keys, x, _ in found
+        for i, key in enumerate(keys)
+    )
     (tmp_path / "away.tar").rename(folder / "train-000001.tar")
-    for number in (1, 2, 3):  # what of the next epochs was read ahead is lost, what is read from now on is not
+    for number in (
+        1,
+        2,
+        3,
+    ):  # what of the next epochs was read ahead is lost, what is read from now on is not
         epoch(loader, number)
     assert loader.report()["bad"] == 0
     loader.close()
 
 
 def test_an_array_beside_a_large_picture_is_copied(tmp_path: Path) -> None:
-    samples: list[Sample] = [(f"n{n:02d}", {"x.npy": npy(np.full(1024, n, np.int32)), "png": picture(n)}) for n in range(20)]
+    samples: list[Sample] = [
+        (f"n{n:02d}", {"x.npy": npy(np.full(1024, n, np.int32)), "png": picture(n)})
+        for n in range(20)
+    ]
     write_tar(tmp_path / "a.tar", samples)
     fields = {"x": wt.array("x.npy", shape=(1024,), dtype="int32"), "image": wt.image(size=96)}
     loader = wt.Loader(tmp_path, fields, batch_size=5)
-    assert all(int(x[0]) == int(key[1:]) for batch in loader for key, x in zip(batch["__key__"], batch["x"], strict=True))
+    assert all(
+        int(x[0]) == int(key[1:])
+        for batch in loader
+        for key, x in zip(batch["__key__"], batch["x"], strict=True)
+    )
     assert not landing(loader)

@@ -14,11 +14,19 @@ from tests.conftest import ROOT
 
 def load(**words: object) -> str:
     """The table that the load prints. It has ended, and so has everything it started."""
-    command = [sys.executable, str(ROOT / "scripts" / "load.py"), *(f"--{name}={value}" for name, value in words.items())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "load.py"),
+        *(f"--{name}={value}" for name, value in words.items()),
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         try:
             found, _ = process.communicate()
-        except BaseException:  # the patience of a test is over: it ends what it started, as on Ctrl-C
+        except (
+            BaseException
+        ):  # the patience of a test is over: it ends what it started, as on Ctrl-C
             process.send_signal(signal.SIGINT)
             process.wait(60)
             raise
@@ -36,7 +44,9 @@ def number(found: str, name: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_reader_that_is_killed_and_one_that_breaks_off_get_what_is_planned_from_a_server_that_fails() -> None:
+def test_a_reader_that_is_killed_and_one_that_breaks_off_get_what_is_planned_from_a_server_that_fails() -> (
+    None
+):
     found = load(minutes=0.1, processes=2, workers=1)
     assert number(found, "epochs from their first batch to their last") > 0
     assert number(found, "readers killed and started again") > 0

@@ -35,7 +35,11 @@ from wdstrain.packing.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-FIELDS = {"image": wt.image(size=(16, 20), augment="rrc+flip"), "label": wt.label(), "text": wt.text()}
+FIELDS = {
+    "image": wt.image(size=(16, 20), augment="rrc+flip"),
+    "label": wt.label(),
+    "text": wt.text(),
+}
 
 
 def keys(loader: wt.Loader) -> list[list[str]]:
@@ -52,7 +56,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(count):
             kind = "JPEG" if number % 3 == 0 else "PNG"
             data = picture(number, size=(24 + number % 5, 20 + number % 7), kind=kind)
-            fields = {kind.lower().replace("jpeg", "jpg"): data, "cls": b"%d" % number, "txt": b"n%d" % number}
+            fields = {
+                kind.lower().replace("jpeg", "jpg"): data,
+                "cls": b"%d" % number,
+                "txt": b"n%d" % number,
+            }
             samples.append((f"s{number:06d}", fields))
             number += 1
         write_tar(folder / f"p-{shard}.tar", samples)
@@ -77,10 +85,19 @@ def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: 
     index = wt.index(folder)
     tried = 0
     tails: list[Any] = ["drop", "pad", "keep"]
-    for world, lanes, size, tail, buffer in itertools.product([1, 2, 4], [None, 4], [1, 3, 8], tails, [1, 9, None]):
-        options: dict[str, Any] = {"batch_size": size, "lanes": lanes, "tail": tail, "shuffle_buffer": buffer}
+    for world, lanes, size, tail, buffer in itertools.product(
+        [1, 2, 4], [None, 4], [1, 3, 8], tails, [1, 9, None]
+    ):
+        options: dict[str, Any] = {
+            "batch_size": size,
+            "lanes": lanes,
+            "tail": tail,
+            "shuffle_buffer": buffer,
+        }
         try:
-            loaders = [wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)]
+            loaders = [
+                wt.Loader(index, rank=rank, world_size=world, **options) for rank in range(world)
+            ]
         except UsageError:
             continue
         tried += 1
@@ -90,8 +107,14 @@ def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: 
                 batches = list(loader.epoch(epoch))
                 assert len(batches) == len(loader) == len(loaders[0])
                 for batch in batches:
-                    valid = batch["__valid__"].tolist() if tail == "pad" else [True] * len(batch["__key__"])
-                    for key, number, text, ok in zip(batch["__key__"], batch["cls"], batch["txt"], valid, strict=True):
+                    valid = (
+                        batch["__valid__"].tolist()
+                        if tail == "pad"
+                        else [True] * len(batch["__key__"])
+                    )
+                    for key, number, text, ok in zip(
+                        batch["__key__"], batch["cls"], batch["txt"], valid, strict=True
+                    ):
                         assert (f"s{int(number):06d}", b"sample " + number) == (key, text)
                         found += [key] if ok else []
             assert len(set(found)) == len(found)
@@ -102,7 +125,11 @@ def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: 
 
 
 def test_file_order_without_shuffle(shards: Path) -> None:
-    found = [key for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep")) for key in batch]
+    found = [
+        key
+        for batch in keys(wt.Loader(shards, batch_size=4, shuffle=False, tail="keep"))
+        for key in batch
+    ]
     assert found == [f"s{i:06d}" for i in range(21)]
 
 
@@ -119,10 +146,16 @@ def test_every_for_is_the_next_epoch_and_a_new_loader_repeats_them(shards: Path)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
-def test_any_number_of_workers_gives_the_same_batches_and_pixels(pictures: Path, num_workers: int) -> None:
+def test_any_number_of_workers_gives_the_same_batches_and_pixels(
+    pictures: Path, num_workers: int
+) -> None:
     def epochs(workers: int) -> list[Any]:
         loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=workers, shuffle_buffer=11)
-        found = [(b["__key__"], b["label"].tolist(), b["text"], b["image"].clone()) for _ in range(3) for b in loader]
+        found = [
+            (b["__key__"], b["label"].tolist(), b["text"], b["image"].clone())
+            for _ in range(3)
+            for b in loader
+        ]
         loader.close()
         return found
 
@@ -135,7 +168,9 @@ def test_any_number_of_workers_gives_the_same_batches_and_pixels(pictures: Path,
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_any_start_method_gives_the_same_batches(pictures: Path, context: Any) -> None:
     wanted = keys(wt.Loader(pictures, FIELDS, batch_size=8))
-    loader = wt.Loader(pictures, FIELDS, batch_size=8, num_workers=1, multiprocessing_context=context)
+    loader = wt.Loader(
+        pictures, FIELDS, batch_size=8, num_workers=1, multiprocessing_context=context
+    )
     assert keys(loader) == wanted
     loader.close()
 
@@ -153,7 +188,9 @@ def test_a_batch_is_a_tensor_per_field_in_the_promised_shape(pictures: Path) -> 
 def test_batches_that_are_kept_stay_as_they_were(pictures: Path, num_workers: int) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=num_workers)
     first = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in loader.epoch(0)]
-    kept = [batch for _ in range(3) for batch in loader.epoch(0)]  # 30 batches, far more than there are slots
+    kept = [
+        batch for _ in range(3) for batch in loader.epoch(0)
+    ]  # 30 batches, far more than there are slots
     again = [(batch["label"].tolist(), batch["image"].sum().item()) for batch in kept]
     assert again == first * 3
     assert loader.report()["copies"] > 0
@@ -190,9 +227,15 @@ def test_ranks_share_the_epoch_without_overlap(shards: Path) -> None:
 def test_lanes_give_the_same_global_batches_for_any_world_size(shards: Path) -> None:
     def steps(world: int) -> list[list[str]]:
         loaders = [
-            wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world, shuffle_buffer=3) for r in range(world)
+            wt.Loader(
+                shards, batch_size=8 // world, lanes=4, rank=r, world_size=world, shuffle_buffer=3
+            )
+            for r in range(world)
         ]
-        return [sorted(key for batch in batches for key in batch) for batches in zip(*map(keys, loaders), strict=True)]
+        return [
+            sorted(key for batch in batches for key in batch)
+            for batches in zip(*map(keys, loaders), strict=True)
+        ]
 
     assert steps(1) == steps(2) == steps(4)
 
@@ -200,11 +243,17 @@ def test_lanes_give_the_same_global_batches_for_any_world_size(shards: Path) -> 
 def test_padding_is_marked_and_every_sample_is_there_once(shards: Path) -> None:
     found: list[str] = []
     for rank in range(2):
-        loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4, tail="pad", rank=rank, world_size=2)
+        loader = wt.Loader(
+            shards, {"label": wt.label()}, batch_size=4, tail="pad", rank=rank, world_size=2
+        )
         for batch in loader:
             assert batch["__valid__"].dtype == torch.bool
             assert len(batch["label"]) == 4
-            found += [key for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True) if valid]
+            found += [
+                key
+                for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
+                if valid
+            ]
         assert loader.report()["padded"] == (1 if rank == 0 else 2)
     assert sorted(found) == [f"s{i:06d}" for i in range(21)]
 
@@ -214,11 +263,17 @@ def test_more_ranks_than_samples_can_pad(tmp_path: Path) -> None:
     found = []
     for rank in range(4):
         for batch in wt.Loader(folder, batch_size=3, tail="pad", rank=rank, world_size=4):
-            found += [key for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True) if valid]
+            found += [
+                key
+                for key, valid in zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
+                if valid
+            ]
     assert sorted(found) == ["s000000", "s000001"]
 
 
-def test_the_rank_is_found_in_the_environment(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_found_in_the_environment(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     loader = wt.Loader(shards, batch_size=2)
@@ -238,7 +293,11 @@ def test_a_state_goes_on_where_it_was_taken(pictures: Path, num_workers: int, st
         if taken == step:
             break
     state = json.loads(
-        json.dumps(first.state_dict() if step else wt.Loader(pictures, batch_size=4, shuffle_buffer=9).state_dict())
+        json.dumps(
+            first.state_dict()
+            if step
+            else wt.Loader(pictures, batch_size=4, shuffle_buffer=9).state_dict()
+        )
     )
     first.close()
     second = wt.Loader(pictures, FIELDS, batch_size=4, shuffle_buffer=9)
@@ -280,18 +339,30 @@ def test_a_bad_sample_is_named_with_shard_key_field_and_offset(tmp_path: Path) -
         samples: list[Sample] = [(f"k{i}", {"png": picture(i), "cls": b"1"}) for i in range(5)]
         samples[3][1]["png"] = picture(3)[:60]
         write_tar(folder / "a.tar", samples)
-        loader = wt.Loader(folder, {"image": wt.image(size=8), "label": wt.label()}, batch_size=5, num_workers=workers)
+        loader = wt.Loader(
+            folder,
+            {"image": wt.image(size=8), "label": wt.label()},
+            batch_size=5,
+            num_workers=workers,
+        )
         offset = dict((name, at) for name, at, _ in loader.index.members(3))["png"]
-        with pytest.raises(SampleError, match=rf"a.tar: 'k3', field 'png' at offset {offset}: image file is truncated"):
+        with pytest.raises(
+            SampleError,
+            match=rf"a.tar: 'k3', field 'png' at offset {offset}: image file is truncated",
+        ):
             keys(loader)
 
 
 def test_a_missing_field_and_a_bad_label_are_named(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", [("k0", {"txt": b"x", "cls": b"1"}), ("k1", {"txt": b"x"})])
-    with pytest.raises(SampleError, match="'k1', the sample at offset 2048: it has none of cls .but txt"):
+    with pytest.raises(
+        SampleError, match="'k1', the sample at offset 2048: it has none of cls .but txt"
+    ):
         keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1, shuffle=False))
     write_tar(tmp_path / "a.tar", [("k0", {"cls": b"cat"})])
-    with pytest.raises(SampleError, match="'k0', field 'cls' at offset 512: 'cat' is not a whole number"):
+    with pytest.raises(
+        SampleError, match="'k0', field 'cls' at offset 512: 'cat' is not a whole number"
+    ):
         keys(wt.Loader(tmp_path, {"label": wt.label()}, batch_size=1))
 
 
@@ -300,7 +371,9 @@ def damaged(folder: Path, bad: set[int], count: int = 40) -> Path:
     samples: list[Sample] = []
     for i in range(count):
         data = picture(i, kind="JPEG")
-        samples.append((f"k{i:03d}", {"jpg": data[: len(data) // 2] if i in bad else data, "cls": b"%d" % i}))
+        samples.append(
+            (f"k{i:03d}", {"jpg": data[: len(data) // 2] if i in bad else data, "cls": b"%d" % i})
+        )
     write_tar(folder / "a.tar", samples)
     return folder
 
@@ -312,8 +385,12 @@ def test_bad_samples_are_replaced_alike_by_any_worker_and_counted(tmp_path: Path
     folder = damaged(tmp_path, {3, 4, 17})
 
     def epoch(workers: int) -> tuple[list[Any], dict[str, Any]]:
-        loader = wt.Loader(folder, PICTURE, batch_size=8, num_workers=workers, on_bad="replace", max_bad=0.1)
-        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader]
+        loader = wt.Loader(
+            folder, PICTURE, batch_size=8, num_workers=workers, on_bad="replace", max_bad=0.1
+        )
+        found = [
+            (batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader
+        ]
         loader.close()
         return found, loader.report()
 
@@ -347,40 +424,84 @@ def picky(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_too_many_bad_samples_are_an_error_with_their_reasons(tmp_path: Path) -> None:
-    loader = wt.Loader(damaged(tmp_path, set(range(0, 40, 4))), PICTURE, batch_size=8, on_bad="replace", max_bad=0.1)
-    with pytest.raises(SampleError, match=r"[5-9] of the 40 samples of epoch 0 are bad, more than max_bad=0.1.*[5-9] x jpg"):
+    loader = wt.Loader(
+        damaged(tmp_path, set(range(0, 40, 4))),
+        PICTURE,
+        batch_size=8,
+        on_bad="replace",
+        max_bad=0.1,
+    )
+    with pytest.raises(
+        SampleError,
+        match=r"[5-9] of the 40 samples of epoch 0 are bad, more than max_bad=0.1.*[5-9] x jpg",
+    ):
         keys(loader)
 
 
 def test_when_all_is_bad_the_wanted_and_the_found_fields_are_named(tmp_path: Path) -> None:
     write_tar(
         tmp_path / "a.tar",
-        [*[(f"k{i}", {"txt": b"x"}) for i in range(8)], ("k8", {"txt": b"x", "jpg": b"no picture"})],
+        [
+            *[(f"k{i}", {"txt": b"x"}) for i in range(8)],
+            ("k8", {"txt": b"x", "jpg": b"no picture"}),
+        ],
     )
-    loader = wt.Loader(tmp_path, {"image": wt.image(size=8)}, batch_size=4, shuffle=False, on_bad="replace", max_bad=1.0)
-    with pytest.raises(SampleError, match="'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found"):
+    loader = wt.Loader(
+        tmp_path,
+        {"image": wt.image(size=8)},
+        batch_size=4,
+        shuffle=False,
+        on_bad="replace",
+        max_bad=1.0,
+    )
+    with pytest.raises(
+        SampleError, match="'k0'.*it has none of jpg, jpeg, .*but txt.*No good sample was found"
+    ):
         keys(loader)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(tmp_path: Path, size: int) -> None:
-    bad = {0, 1, 2, 7, 38, 39}  # runs longer than a batch, at the start, and at the end, where the first good one follows
+def test_a_batch_of_bad_samples_alone_is_replaced_by_the_next_good_one(
+    tmp_path: Path, size: int
+) -> None:
+    bad = {
+        0,
+        1,
+        2,
+        7,
+        38,
+        39,
+    }  # runs longer than a batch, at the start, and at the end, where the first good one follows
     good = damaged(tmp_path, bad)
 
     def epoch(workers: int, start: int = 0) -> tuple[list[Any], dict[str, Any]]:
-        options: dict[str, Any] = {"batch_size": size, "num_workers": workers, "on_bad": "replace", "max_bad": 0.2}
+        options: dict[str, Any] = {
+            "batch_size": size,
+            "num_workers": workers,
+            "on_bad": "replace",
+            "max_bad": 0.2,
+        }
         loader = wt.Loader(good, PICTURE, shuffle=False, **options)
-        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].clone()) for batch in loader.epoch(0, start=start)]
+        found = [
+            (batch["__key__"], batch["label"].tolist(), batch["image"].clone())
+            for batch in loader.epoch(0, start=start)
+        ]
         loader.close()
         return found, loader.report()
 
     ours, report = epoch(0)
-    assert [key for keys, _, _ in ours for key in keys][:4] == ["k003"] * 4 if size == 1 else ["k003"] * 2 + ["k003"] * 2
+    assert (
+        [key for keys, _, _ in ours for key in keys][:4] == ["k003"] * 4
+        if size == 1
+        else ["k003"] * 2 + ["k003"] * 2
+    )
     assert ours[-1][0] == ["k003"] * size
     assert report["bad"] == 6
     for start, workers in ((0, 2), (1, 0)):
         again = epoch(workers, start)[0]
-        for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(ours[start:], again, strict=True):
+        for (keys_a, labels_a, image_a), (keys_b, labels_b, image_b) in zip(
+            ours[start:], again, strict=True
+        ):
             assert keys_a == keys_b
             assert [int(key[1:]) for key in keys_a] == labels_a == labels_b
             assert torch.equal(image_a, image_b)
@@ -390,7 +511,14 @@ def test_a_stand_in_is_transformed_as_in_a_worker_process(shards: Path) -> None:
     torch.manual_seed(1)
     numbers = []
     for workers in (1, 2):
-        loader = wt.Loader(shards, transform=picky_and_random, batch_size=1, num_workers=workers, on_bad="replace", max_bad=0.5)
+        loader = wt.Loader(
+            shards,
+            transform=picky_and_random,
+            batch_size=1,
+            num_workers=workers,
+            on_bad="replace",
+            max_bad=0.5,
+        )
         numbers.append([(batch["n"].item(), batch["drawn"].tolist()) for batch in loader])
         loader.close()
     assert numbers[0] == numbers[1]
@@ -404,21 +532,32 @@ def test_a_stand_in_is_transformed_as_in_a_worker_process(shards: Path) -> None:
 
 
 def picky_and_random(sample: dict[str, Any]) -> dict[str, Any]:
-    return {**picky(sample), "drawn": np.array([random.random(), np.random.rand(), torch.rand(1).item()])}
+    return {
+        **picky(sample),
+        "drawn": np.array([random.random(), np.random.rand(), torch.rand(1).item()]),
+    }
 
 
 def test_an_empty_last_batch_is_of_the_kind_of_the_others(pictures: Path) -> None:
     def made(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"n": int(sample["cls"]), "pair": (np.ones(3), "word"), "deep": {"x": 1.5}, "text": "word"}
+        return {
+            "n": int(sample["cls"]),
+            "pair": (np.ones(3), "word"),
+            "deep": {"x": 1.5},
+            "text": "word",
+        }
 
     fields = {"image": wt.image(size=8), "text": wt.text(), "array": Squared()}
     for options in ({"fields": fields}, {"transform": made}, {}):
-        loaders = [wt.Loader(pictures, batch_size=1, rank=i, world_size=3, tail="keep", **options) for i in range(3)]  # type: ignore[arg-type]
+        loaders = [
+            wt.Loader(pictures, batch_size=1, rank=i, world_size=3, tail="keep", **options)
+            for i in range(3)
+        ]  # type: ignore[arg-type]
         assert [len(loader) for loader in loaders] == [14, 14, 14]  # 41 samples
         found = [list(loader) for loader in loaders]
-        assert sorted(key for batches in found for batch in batches for key in batch["__key__"]) == [
-            f"s{i:06d}" for i in range(41)
-        ]
+        assert sorted(
+            key for batches in found for batch in batches for key in batch["__key__"]
+        ) == [f"s{i:06d}" for i in range(41)]
         last = found[2][-1]
         assert last["__key__"] == []
         assert loaders[2].report()["samples"] == 13
@@ -448,23 +587,36 @@ class Squared:
 
 
 def test_a_field_that_no_shard_has_is_refused_at_once(shards: Path) -> None:
-    with pytest.raises(UsageError, match="field 'image' looks for jpg, png; these shards hold cls, txt"):
+    with pytest.raises(
+        UsageError, match="field 'image' looks for jpg, png; these shards hold cls, txt"
+    ):
         wt.Loader(shards, {"image": wt.image("jpg;png", size=8)})
 
 
 @pytest.mark.parametrize("when", ["before", "while it is used"])
-def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(tmp_path: Path, when: str) -> None:
+def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(
+    tmp_path: Path, when: str
+) -> None:
     """The others of that shard are delivered; none is delivered in part."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), shard_samples=30, shuffle=False)
     cut = int(index.table.start[25] + 700)  # in the data of the sample 25
     if when == "before":
         os.truncate(tmp_path / "s" / "train-000000.tar", cut)
-    options: dict[str, Any] = {"batch_size": 6, "shuffle": False, "on_bad": "replace", "max_bad": 0.1}
+    options: dict[str, Any] = {
+        "batch_size": 6,
+        "shuffle": False,
+        "on_bad": "replace",
+        "max_bad": 0.1,
+    }
     loader = wt.Loader(tmp_path / "s", **options)
     if when != "before":
         os.truncate(tmp_path / "s" / "train-000000.tar", cut)
-    found = [(key, data) for batch in loader for key, data in zip(batch["__key__"], batch["bin"], strict=True)]
+    found = [
+        (key, data)
+        for batch in loader
+        for key, data in zip(batch["__key__"], batch["bin"], strict=True)
+    ]
     report = loader.report()
     loader.close()
     assert all(data == bytes([int(key[1:])]) * 3000 for key, data in found)
@@ -526,7 +678,11 @@ def test_a_transform_sees_its_own_random_numbers_in_any_worker(shards: Path) -> 
 def test_global_generators_are_seeded_per_sample_in_worker_processes(shards: Path) -> None:
     def noise(workers: int) -> list[list[Any]]:
         loader = wt.Loader(shards, transform=varied, batch_size=4, num_workers=workers)
-        found = [[batch[name].tolist() for name in ("crop", "numpy", "python")] for _ in range(2) for batch in loader]
+        found = [
+            [batch[name].tolist() for name in ("crop", "numpy", "python")]
+            for _ in range(2)
+            for batch in loader
+        ]
         loader.close()
         return found
 
@@ -539,7 +695,9 @@ def seeded(sample: dict[str, Any]) -> dict[str, Any]:
     return {"noise": torch.rand(3)}
 
 
-def test_what_torch_draws_for_a_sample_in_a_worker_process_is_told_by_seed_epoch_and_number(shards: Path) -> None:
+def test_what_torch_draws_for_a_sample_in_a_worker_process_is_told_by_seed_epoch_and_number(
+    shards: Path,
+) -> None:
     loader = wt.Loader(shards, transform=seeded, batch_size=1, num_workers=1, seed=7)
     batches = loader.epoch(0)
     for batch in batches:
@@ -554,8 +712,15 @@ def test_what_a_transform_raises_is_named(shards: Path) -> None:
 
 
 def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
-    with pytest.raises(UsageError, match="transform cannot be sent to worker processes.*num_workers=0"):
-        wt.Loader(shards, transform=lambda sample: {"n": 1}, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(
+        UsageError, match="transform cannot be sent to worker processes.*num_workers=0"
+    ):
+        wt.Loader(
+            shards,
+            transform=lambda sample: {"n": 1},
+            num_workers=1,
+            multiprocessing_context="spawn",
+        )
     local = wt.Loader(shards, transform=lambda sample: {"n": 1}, batch_size=4)
     assert len(keys(local)) == 5
 
@@ -579,7 +744,9 @@ def test_a_lambda_that_cannot_travel_is_a_sentence(shards: Path) -> None:
         ({"collate_fn": 3, "transform": double}, "collate_fn=3: must be a function"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(shards: Path, options: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_refused_at_once(
+    shards: Path, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         wt.Loader(shards, **options)
 
@@ -593,20 +760,28 @@ def test_a_tiny_set_can_be_read_for_many_epochs(tmp_path: Path) -> None:
 
 
 def test_a_loader_says_what_it_holds(shards: Path) -> None:
-    assert "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds about 0.0 MB" in repr(
-        wt.Loader(shards, batch_size=4)
+    assert (
+        "21 samples in 3 shards, 5 batches of 4 on rank 0 of 1, shuffle_buffer=168 holds about 0.0 MB"
+        in repr(wt.Loader(shards, batch_size=4))
     )
 
 
 def test_to_device_gives_the_same_batches(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
-    ours = [(batch["__key__"], batch["label"].tolist()) for batch in wt.to_device(loader.epoch(0), "cpu")]
+    ours = [
+        (batch["__key__"], batch["label"].tolist())
+        for batch in wt.to_device(loader.epoch(0), "cpu")
+    ]
     assert ours == [(batch["__key__"], batch["label"].tolist()) for batch in loader.epoch(0)]
 
 
-def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_forward_in_large_pieces_with_one_shard_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Offsets only grow within a shard, no byte is read twice, a shard is read in as few pieces as its size allows."""
-    samples: list[list[Sample]] = [[(f"s{n}{i:05d}", {"bin": bytes(1400)}) for i in range(5000)] for n in range(3)]
+    samples: list[list[Sample]] = [
+        [(f"s{n}{i:05d}", {"bin": bytes(1400)}) for i in range(5000)] for n in range(3)
+    ]
     for n, shard in enumerate(samples):
         write_tar(tmp_path / f"b-{n}.tar", shard)
     reads: list[tuple[str, int, int]] = []
@@ -625,7 +800,9 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, 
     loader.close()
     epoch = []
     for path, offset, length in reads:
-        if sum(size for _, _, size in epoch) == sum(int(t) for t in (index.table.stop - index.table.start)):
+        if sum(size for _, _, size in epoch) == sum(
+            int(t) for t in (index.table.stop - index.table.start)
+        ):
             break
         epoch.append((path, offset, length))
     shards_in_turn = list(dict.fromkeys(path for path, _, _ in epoch))
@@ -634,13 +811,24 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(tmp_path: Path, 
         mine = [(offset, length) for one, offset, length in epoch if one == path]
         assert all(a + length == b for (a, length), (b, _) in itertools.pairwise(mine))
         assert all(length > 1 << 20 for _, length in mine[:-1])
-    assert [path for path, _, _ in epoch] == sorted([path for path, _, _ in epoch], key=shards_in_turn.index)
+    assert [path for path, _, _ in epoch] == sorted(
+        [path for path, _, _ in epoch], key=shards_in_turn.index
+    )
 
 
 def test_mixed_and_upper_case_extensions_are_one_image_field(tmp_path: Path) -> None:
     kinds = [("jpg", "JPEG"), ("JPEG", "JPEG"), ("png", "PNG"), ("PNG", "PNG")]
-    write_tar(tmp_path / "a.tar", [(f"k{i}", {name: picture(i, kind=kind)}) for i, (name, kind) in enumerate(kinds)])
-    batch = next(iter(wt.Loader(tmp_path, {"image": wt.image("jpg;jpeg;png", size=8)}, batch_size=4, shuffle=False)))
+    write_tar(
+        tmp_path / "a.tar",
+        [(f"k{i}", {name: picture(i, kind=kind)}) for i, (name, kind) in enumerate(kinds)],
+    )
+    batch = next(
+        iter(
+            wt.Loader(
+                tmp_path, {"image": wt.image("jpg;jpeg;png", size=8)}, batch_size=4, shuffle=False
+            )
+        )
+    )
     assert batch["image"].shape == (4, 3, 8, 8)
     assert len({int(image.sum()) for image in batch["image"]}) == 4
 
@@ -649,17 +837,27 @@ def test_a_new_process_gives_the_same_order(shards: Path) -> None:
     code = "import json, sys, wdstrain as wt; print(json.dumps([b['__key__'] for b in wt.Loader(sys.argv[1], batch_size=4)]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(shards)], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", code, str(shards)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     assert json.loads(done.stdout) == keys(wt.Loader(shards, batch_size=4))
 
 
 def test_a_state_can_be_taken_up_by_another_number_of_ranks(shards: Path) -> None:
     def loaders(world: int) -> list[wt.Loader]:
-        return [wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world) for r in range(world)]
+        return [
+            wt.Loader(shards, batch_size=8 // world, lanes=4, rank=r, world_size=world)
+            for r in range(world)
+        ]
 
     def steps(ranks: list[wt.Loader]) -> list[list[str]]:
-        return [sorted(key for batch in batches for key in batch) for batches in zip(*map(keys, ranks), strict=True)]
+        return [
+            sorted(key for batch in batches for key in batch)
+            for batches in zip(*map(keys, ranks), strict=True)
+        ]
 
     whole = steps(loaders(2))
     (first,) = loaders(1)
@@ -684,7 +882,9 @@ def test_broken_off_loops_leave_nothing_behind(pictures: Path, num_workers: int)
     with pytest.raises(ZeroDivisionError):
         list(1 // 0 for _ in loader)
     loader.close()
-    assert not os.path.exists("/dev/shm") or not [name for name in os.listdir("/dev/shm") if "wdstrain" in name]
+    assert not os.path.exists("/dev/shm") or not [
+        name for name in os.listdir("/dev/shm") if "wdstrain" in name
+    ]
 
 
 def test_a_forked_child_does_not_end_what_its_parent_started(shards: Path) -> None:
@@ -712,9 +912,14 @@ def test_a_flipped_byte_is_a_bad_sample_where_the_index_knows_the_checksums(tmp_
     path.write_bytes(data)
     for options in ({"fields": {"image": wt.image(size=8)}}, {"transform": picky_jpg}, {}):
         loader = wt.Loader(tmp_path / "out", batch_size=9, **options)
-        with pytest.raises(SampleError, match=rf"'{index.key(4)}', field 'jpg' at offset {offset}: its bytes are not those"):
+        with pytest.raises(
+            SampleError,
+            match=rf"'{index.key(4)}', field 'jpg' at offset {offset}: its bytes are not those",
+        ):
             keys(loader)
-    loader = wt.Loader(tmp_path / "out", {"image": wt.image(size=8)}, batch_size=9, on_bad="replace", max_bad=0.2)
+    loader = wt.Loader(
+        tmp_path / "out", {"image": wt.image(size=8)}, batch_size=9, on_bad="replace", max_bad=0.2
+    )
     assert [len(batch) for batch in keys(loader)] == [9]
     assert loader.report()["bad"] == 1
 
@@ -738,7 +943,9 @@ def test_a_value_that_cannot_travel_is_a_sentence_and_not_a_hang(shards: Path) -
 
 
 def test_an_example_that_is_no_dict_is_refused(shards: Path) -> None:
-    with pytest.raises(SampleError, match="transform returned tuple; an example must be a dict.*collate_fn"):
+    with pytest.raises(
+        SampleError, match="transform returned tuple; an example must be a dict.*collate_fn"
+    ):
         keys(wt.Loader(shards, transform=lambda sample: (1, 2), batch_size=4))
 
 
@@ -765,12 +972,17 @@ def padded(examples: list[tuple[Any, int]]) -> dict[str, Any]:
 
 
 def test_a_transform_that_gives_nothing_or_ragged_values_is_told_what_to_do(shards: Path) -> None:
-    with pytest.raises(SampleError, match=r'returned None.*--select\)\. on_bad="replace" goes on without it'):
+    with pytest.raises(
+        SampleError, match=r'returned None.*--select\)\. on_bad="replace" goes on without it'
+    ):
         keys(wt.Loader(shards, transform=ragged, batch_size=1))
     for on_bad in ("raise", "replace"):
-        loader = wt.Loader(shards, transform=ragged, batch_size=4, shuffle=False, on_bad=on_bad, max_bad=1)
+        loader = wt.Loader(
+            shards, transform=ragged, batch_size=4, shuffle=False, on_bad=on_bad, max_bad=1
+        )
         with pytest.raises(
-            SampleError, match="a batch that begins with.*cannot be stacked: stack expects.*collate_fn"
+            SampleError,
+            match="a batch that begins with.*cannot be stacked: stack expects.*collate_fn",
         ) as caught:
             keys(loader)
         assert "on_bad" not in str(caught.value)
@@ -833,16 +1045,26 @@ def a_tuple(examples: list[Any]) -> Any:
 )
 def test_a_collate_fn_that_fails_is_told(shards: Path, collate_fn: Any, words: str) -> None:
     for num_workers in (0, 1):
-        loader = wt.Loader(shards, transform=double, collate_fn=collate_fn, batch_size=4, num_workers=num_workers)
+        loader = wt.Loader(
+            shards, transform=double, collate_fn=collate_fn, batch_size=4, num_workers=num_workers
+        )
         with pytest.raises(SampleError, match=words):
             keys(loader)
         loader.close()
     with pytest.raises(UsageError, match="collate_fn cannot be sent to worker processes"):
-        wt.Loader(shards, transform=double, collate_fn=lambda found: found[0], num_workers=1, multiprocessing_context="spawn")
+        wt.Loader(
+            shards,
+            transform=double,
+            collate_fn=lambda found: found[0],
+            num_workers=1,
+            multiprocessing_context="spawn",
+        )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_images_without_a_size_are_a_list_also_where_their_sizes_agree(tmp_path: Path, num_workers: int) -> None:
+def test_images_without_a_size_are_a_list_also_where_their_sizes_agree(
+    tmp_path: Path, num_workers: int
+) -> None:
     folder = tmp_path / "shards"
     write_tar(folder / "a.tar", [(f"k{i}", {"png": picture(i)}) for i in range(8)])
     loader = wt.Loader(folder, {"image": wt.image()}, batch_size=4, num_workers=num_workers)
@@ -855,7 +1077,14 @@ def test_images_without_a_size_are_a_list_also_where_their_sizes_agree(tmp_path:
 def test_a_batch_without_rows_has_no_images(tmp_path: Path) -> None:
     write_tar(tmp_path / "shards" / "a.tar", [("k", {"png": picture(1)})])
     for rank, rows in enumerate([1, 0]):
-        loader = wt.Loader(tmp_path / "shards", {"image": wt.image()}, batch_size=4, rank=rank, world_size=2, tail="keep")
+        loader = wt.Loader(
+            tmp_path / "shards",
+            {"image": wt.image()},
+            batch_size=4,
+            rank=rank,
+            world_size=2,
+            tail="keep",
+        )
         assert [(len(batch["image"]), len(batch["__key__"])) for batch in loader] == [(rows, rows)]
 
 
@@ -867,7 +1096,10 @@ class OwnField:
         return 1
 
 
-@pytest.mark.parametrize("field", [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), OwnField()])
+@pytest.mark.parametrize(
+    "field",
+    [wt.image(), wt.image(size=8), wt.label(), wt.number("x"), wt.text(), wt.array(), OwnField()],
+)
 def test_fields_are_recognised(field: Any) -> None:
     assert isinstance(field, wt.Field)
 
@@ -878,7 +1110,9 @@ def test_other_values_are_no_fields(value: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(shards: Path, num_workers: int) -> None:
+def test_a_loader_leaves_torchs_threads_and_random_numbers_alone(
+    shards: Path, num_workers: int
+) -> None:
     threads = torch.get_num_threads()
     torch.manual_seed(3)
     wanted = torch.rand(1)
@@ -911,7 +1145,9 @@ def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        loader = wt.Loader(shards, {"threads": CountsThreads()}, batch_size=4, num_workers=num_workers)
+        loader = wt.Loader(
+            shards, {"threads": CountsThreads()}, batch_size=4, num_workers=num_workers
+        )
         assert {count for batch in loader for count in batch["threads"]} == {1}
         assert torch.get_num_threads() == 3
         loader.close()
@@ -919,7 +1155,9 @@ def test_a_decoder_computes_on_one_core(shards: Path, num_workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def test_a_loader_collected_in_one_of_its_own_threads_does_not_wait_for_itself(shards: Path) -> None:
+def test_a_loader_collected_in_one_of_its_own_threads_does_not_wait_for_itself(
+    shards: Path,
+) -> None:
     code = """
     import gc, sys, wdstrain as wt
     gc.disable()
@@ -949,14 +1187,21 @@ def test_a_state_that_was_loaded_is_the_state_until_the_loop_begins(shards: Path
     loader.set_epoch(4)
     assert loader.state_dict() == state
     assert len(list(batches)) == 2
-    for wrong in ({**state, "step": 99}, {**state, "epoch": "x"}, {k: v for k, v in state.items() if k != "epoch"}):
+    for wrong in (
+        {**state, "step": 99},
+        {**state, "epoch": "x"},
+        {k: v for k, v in state.items() if k != "epoch"},
+    ):
         with pytest.raises(UsageError, match="no position in an epoch of 5 steps"):
             loader.load_state_dict(wrong)
 
 
 def run_python(text: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(text), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(text), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -1009,7 +1254,9 @@ HARDLY_BEGUN = """
 """
 
 
-def test_workers_that_have_hardly_begun_end_where_the_first_read_fails(shards: Path, tmp_path: Path) -> None:
+def test_workers_that_have_hardly_begun_end_where_the_first_read_fails(
+    shards: Path, tmp_path: Path
+) -> None:
     shutil.copytree(shards, tmp_path / "copy")
     with run_python(HARDLY_BEGUN, str(tmp_path / "copy")) as process:
         said, _ = process.communicate(timeout=30)
@@ -1039,7 +1286,9 @@ OTHERS_CHILD = """
 """
 
 
-def test_a_start_that_is_interrupted_ends_the_loaders_workers_and_no_other_child(shards: Path) -> None:
+def test_a_start_that_is_interrupted_ends_the_loaders_workers_and_no_other_child(
+    shards: Path,
+) -> None:
     with run_python(OTHERS_CHILD, str(shards)) as process:
         said, _ = process.communicate(timeout=30)
     assert said.split("\n")[:2] == ["interrupted", "alive 1"]
@@ -1117,7 +1366,9 @@ def wait_until(done: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads(tmp_path: Path) -> None:
+def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads(
+    tmp_path: Path,
+) -> None:
     """Small ones are sent as they are, others as files in memory."""
     shards = write_shards(tmp_path / "s", [8])
 
@@ -1141,7 +1392,11 @@ def test_tensors_of_any_kind_and_size_come_from_worker_processes_as_from_threads
             "large": torch.full((100_000,), int(number)),
         }
 
-    options: dict[str, Any] = {"transform": transform, "batch_size": 4, "multiprocessing_context": "fork"}
+    options: dict[str, Any] = {
+        "transform": transform,
+        "batch_size": 4,
+        "multiprocessing_context": "fork",
+    }
     here, there = (list(wt.Loader(shards, num_workers=workers, **options)) for workers in (0, 2))
     for one, other in zip(here, there, strict=True):
         assert one.keys() == other.keys()

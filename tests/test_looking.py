@@ -58,7 +58,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def foreign(folder: Path, count: int = 40, size: tuple[int, int] = (24, 20)) -> Path:
     """Two shards of somebody else's, without an index."""
-    samples = [(f"s{i:04d}", {"png": picture(i, size=size), "cls": b"%d" % (i % 4)}) for i in range(count)]
+    samples = [
+        (f"s{i:04d}", {"png": picture(i, size=size), "cls": b"%d" % (i % 4)}) for i in range(count)
+    ]
     write_tar(folder / "a.tar", samples[: count // 2])
     write_tar(folder / "b.tar", samples[count // 2 :])
     return folder
@@ -80,7 +82,9 @@ def test_the_first_samples_are_shown_decoded_with_the_names_of_their_classes(pac
 
 
 def test_the_same_seed_shows_the_same_samples_at_random(packed: Path) -> None:
-    keys = [[one.key for one in wt.peek(packed, 20, order="random", seed=seed)] for seed in (3, 3, 4)]
+    keys = [
+        [one.key for one in wt.peek(packed, 20, order="random", seed=seed)] for seed in (3, 3, 4)
+    ]
     assert keys[0] == keys[1] != keys[2]
     assert len(set(keys[0])) == 20
     assert len({one.shard for one in wt.peek(packed, 20, order="random")}) > 1
@@ -91,7 +95,12 @@ def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(pa
     evenly = [one.labels["class"] for one in wt.peek(packed, 25, order="classes")]
     assert [evenly.count(name) for name in ("cat", "dog", "owl")] == [9, 8, 8]
     assert len(wt.peek(packed, 60, order="classes")) == 60
-    assert [one.labels["class"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == ["owl", "owl", "cat", "cat"]
+    assert [one.labels["class"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == [
+        "owl",
+        "owl",
+        "cat",
+        "cat",
+    ]
     assert {one.labels["class"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
     few = wt.peek(packed, 12, classes=["owl"])
     assert len(few) == 10
@@ -115,7 +124,10 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
     ("asked", "sentence"),
     [
         ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards; near are cat/0"),
-        ({"classes": ["dgo"]}, "there is no class 'dgo'; near are dog. The label class has 3: cat, dog, owl."),
+        (
+            {"classes": ["dgo"]},
+            "there is no class 'dgo'; near are dog. The label class has 3: cat, dog, owl.",
+        ),
         ({"label": "clas"}, "there is no label 'clas'; near are class"),
         ({"order": "last"}, "order='last' is none of first, random, classes"),
         ({"n": 0}, "n=0: 1 to 1000"),
@@ -124,15 +136,24 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
         ({"keys": ["cat/003"], "classes": ["cat"]}, "by key, by class or at random"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is_near(packed: Path, asked: dict[str, Any], sentence: str) -> None:
+def test_what_is_not_there_is_refused_with_what_is_near(
+    packed: Path, asked: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(wt.UsageError, match=re.escape(sentence)):
         wt.peek(packed, **asked)
 
 
 def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) -> None:
     good, objects = picture(1), npy(np.array([{"a": 1}], object))
-    samples = [("a", {"png": good}), ("b", {"png": good[:60]}), ("c", {"png": b"", "cls": b"2"}), ("d", {"npy": objects})]
-    found = wt.peek(write_tar(tmp_path / "x.tar", [*samples, ("e", {"json": b"{", "txt": b"\xff"})]), 9)
+    samples = [
+        ("a", {"png": good}),
+        ("b", {"png": good[:60]}),
+        ("c", {"png": b"", "cls": b"2"}),
+        ("d", {"npy": objects}),
+    ]
+    found = wt.peek(
+        write_tar(tmp_path / "x.tar", [*samples, ("e", {"json": b"{", "txt": b"\xff"})]), 9
+    )
     assert [bool(one.error) for one in found] == [False, True, True, True, True]
     assert found.broken == 4
     assert found[1].error.startswith("png: ")
@@ -146,16 +167,26 @@ def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) 
 def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> None:
     for path in packed.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    offset = next(at for name, at, _ in wt.Loader(packed, batch_size=1).index.members(2) if name == "png")
+    offset = next(
+        at for name, at, _ in wt.Loader(packed, batch_size=1).index.members(2) if name == "png"
+    )
     with open(tmp_path / "train-000000.tar", "r+b") as file:
         file.seek(offset + 40)
         file.write(b"\xaa")
-    assert [one.error for one in wt.peek(tmp_path, 4)] == ["", "", "png: its bytes are not those that were packed (crc32)", ""]
+    assert [one.error for one in wt.peek(tmp_path, 4)] == [
+        "",
+        "",
+        "png: its bytes are not those that were packed (crc32)",
+        "",
+    ]
 
 
 def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path: Path) -> None:
     rows, columns = np.mgrid[:20, :30]
-    plane, colours = (rows * columns).astype(np.float32), np.stack([rows, columns, rows]).astype(np.uint8)
+    plane, colours = (
+        (rows * columns).astype(np.float32),
+        np.stack([rows, columns, rows]).astype(np.uint8),
+    )
     sample = {
         "txt": b"a cat\n on a mat",
         "json": b'{"angle": 0.25, "kind": {"of": [1, 2]}}',
@@ -182,13 +213,28 @@ def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path:
 
 def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
     write_class_folder(tmp_path, {"cat": 3})
-    (tmp_path / "t.csv").write_text("f,angle,kind,speed\n" + "".join(f"cat/00{i}.png,{i / 4},k{i % 2},{i}\n" for i in range(3)))
+    (tmp_path / "t.csv").write_text(
+        "f,angle,kind,speed\n" + "".join(f"cat/00{i}.png,{i / 4},k{i % 2},{i}\n" for i in range(3))
+    )
     wt.pack_table(
-        str(tmp_path / "t.csv"), str(tmp_path / "out"), image="f", label=["angle:number", "kind"], shuffle=False, jobs=1
+        str(tmp_path / "t.csv"),
+        str(tmp_path / "out"),
+        image="f",
+        label=["angle:number", "kind"],
+        shuffle=False,
+        jobs=1,
     )
     found = wt.peek(tmp_path / "out")
-    assert [one.said for one in found] == ["angle 0, kind k0", "angle 0.25, kind k1", "angle 0.5, kind k0"]
-    assert [one.labels for one in wt.peek(tmp_path / "out", label="kind")] == [{"kind": "k0"}, {"kind": "k1"}, {"kind": "k0"}]
+    assert [one.said for one in found] == [
+        "angle 0, kind k0",
+        "angle 0.25, kind k1",
+        "angle 0.5, kind k0",
+    ]
+    assert [one.labels for one in wt.peek(tmp_path / "out", label="kind")] == [
+        {"kind": "k0"},
+        {"kind": "k1"},
+        {"kind": "k0"},
+    ]
     assert found[1].fields["json"] == "{speed: 1}"
 
 
@@ -223,17 +269,23 @@ def test_samples_with_an_index_take_a_request_each_wherever_they_lie(packed: Pat
 
 
 def test_what_cannot_be_shown_is_not_read(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [("a", {"cls": b"1", "mp4": bytes(3_000_000), "png": picture(1)})])
+    write_tar(
+        tmp_path / "a.tar", [("a", {"cls": b"1", "mp4": bytes(3_000_000), "png": picture(1)})]
+    )
     wt.index(tmp_path)
     with serving(tmp_path) as served:
         (seen,) = wt.peek(f"{served.url}/a.tar")
-        ranges = [ranged.removeprefix("bytes=").split("-") for _, ranged in served.requests if ranged]
+        ranges = [
+            ranged.removeprefix("bytes=").split("-") for _, ranged in served.requests if ranged
+        ]
     assert sum(int(stop) - int(start) + 1 for start, stop in ranges) < 10_000
     assert (seen.labels, seen.fields["mp4"]) == ({"cls": "1"}, "3 MB")
     np.testing.assert_array_equal(seen.picture, pixels_of(1))
 
 
-def test_picking_from_shards_without_an_index_says_what_it_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_picking_from_shards_without_an_index_says_what_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found = wt.peek(foreign(tmp_path), 8, order="classes")
     assert "walked over the headers of 40 samples" in caplog.text
     assert [one.labels["cls"] for one in found] == ["0", "0", "1", "1", "2", "2", "3", "3"]
@@ -247,7 +299,9 @@ def fields(**options: Any) -> dict[str, wt.Field]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_peeking_into_a_loader_shows_the_next_epoch_and_disturbs_no_loop(packed: Path, workers: int) -> None:
+def test_peeking_into_a_loader_shows_the_next_epoch_and_disturbs_no_loop(
+    packed: Path, workers: int
+) -> None:
     options: Any = {"batch_size": 8, "seed": 5}
     with_others = [list(wt.Loader(packed, fields(), **options).epoch(epoch)) for epoch in (0, 1)]
     loader = wt.Loader(packed, fields(), num_workers=workers, **options)
@@ -264,7 +318,10 @@ def test_peeking_into_a_loader_shows_the_next_epoch_and_disturbs_no_loop(packed:
         np.testing.assert_array_equal(one.picture, batch["image"][row].permute(1, 2, 0))
         assert one.labels == {"label": one.key.split("/")[0]}
         assert Path(one.shard).parent == packed
-    assert all(torch.equal(one["image"], other["image"]) for one, other in zip(given, with_others[0], strict=True))
+    assert all(
+        torch.equal(one["image"], other["image"])
+        for one, other in zip(given, with_others[0], strict=True)
+    )
     assert found.title == f"{packed}: the first 12 samples of epoch 1 of a Loader"
     loader.close()
 
@@ -283,7 +340,9 @@ def test_rows_in_which_another_stands_in_for_a_bad_sample_say_so(tmp_path: Path)
     samples = [(f"s{i}", {"png": picture(i) if i != 2 else b"no picture"}) for i in range(6)]
     shard = write_tar(tmp_path / "x.tar", samples)
     options: Any = {"batch_size": 6, "shuffle": False}
-    found = wt.peek(wt.Loader(shard, {"image": wt.image(size=8)}, on_bad="replace", max_bad=1.0, **options), 6)
+    found = wt.peek(
+        wt.Loader(shard, {"image": wt.image(size=8)}, on_bad="replace", max_bad=1.0, **options), 6
+    )
     assert [one.error for one in found] == ["", "", "it stands in for a bad sample", "", "", ""]
     assert found[2].key == "s1"
     assert any("'s2', field 'png'" in note for note in found.notes)
@@ -291,15 +350,27 @@ def test_rows_in_which_another_stands_in_for_a_bad_sample_say_so(tmp_path: Path)
         wt.peek(wt.Loader(shard, {"image": wt.image(size=8)}, **options))
 
 
-def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(packed: Path, tmp_path: Path) -> None:
+def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(
+    packed: Path, tmp_path: Path
+) -> None:
     plain = wt.peek(wt.Loader(packed, batch_size=4), 3)
-    assert all(one.picture is not None and one.labels == {"class": one.key.split("/")[0]} for one in plain)
+    assert all(
+        one.picture is not None and one.labels == {"class": one.key.split("/")[0]} for one in plain
+    )
     made = wt.peek(
-        wt.Loader(packed, transform=lambda sample: {"size": len(sample["png"]), "x": torch.ones(3)}, batch_size=4), 2
+        wt.Loader(
+            packed,
+            transform=lambda sample: {"size": len(sample["png"]), "x": torch.ones(3)},
+            batch_size=4,
+        ),
+        2,
     )
     assert made[0].fields == {"x": "float32[3] 1 1 1"}
     assert made[0].labels["size"].isdecimal()
-    mixed = wt.peek(wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10), 20)
+    mixed = wt.peek(
+        wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10),
+        20,
+    )
     assert {one.labels["source"] for one in mixed} == {"a", "b"}
 
 
@@ -315,7 +386,9 @@ def test_what_a_transform_makes_in_workers_is_shown_without_starting_one(packed:
     found = wt.peek(loader, 4)
     assert multiprocessing.active_children() == children
     batch = next(iter(loader))
-    assert [one.labels["draw"] for one in found] == [f"{value:.4g}" for value in batch["draw"].tolist()]
+    assert [one.labels["draw"] for one in found] == [
+        f"{value:.4g}" for value in batch["draw"].tolist()
+    ]
     assert [one.key for one in found] == batch["__key__"]
     loader.close()
 
@@ -335,15 +408,24 @@ def test_a_normalised_batch_is_brought_back_and_its_mixed_labels_are_shares(pack
     row = int(batch["label"].max(1).values.argmin())
     seen = wt.peek(batch, 16, classes=names)[row]
     largest = batch["label"][row].argmax()
-    assert seen.said.startswith(f"{names[int(largest)]} {float(batch['label'][row][largest]):.0%}, ")
+    assert seen.said.startswith(
+        f"{names[int(largest)]} {float(batch['label'][row][largest]):.0%}, "
+    )
     plain.close()
 
 
 @pytest.mark.parametrize(
     ("low", "high", "said"),
-    [(0.0, 1.0, "1 as white"), (0.0, 200.0, "255 as white"), (-1.0, 1.0, "-1 as black"), (-9.0, 7.0, "the least of the batch")],
+    [
+        (0.0, 1.0, "1 as white"),
+        (0.0, 200.0, "255 as white"),
+        (-1.0, 1.0, "-1 as black"),
+        (-9.0, 7.0, "the least of the batch"),
+    ],
 )
-def test_float_pictures_are_shown_by_what_their_numbers_say(low: float, high: float, said: str) -> None:
+def test_float_pictures_are_shown_by_what_their_numbers_say(
+    low: float, high: float, said: str
+) -> None:
     shares = torch.linspace(0, 1, 2 * 3 * 10 * 12).view(2, 3, 10, 12)
     found = wt.peek({"image": low + shares * (high - low)}, 2)
     assert said in found.notes[0]
@@ -357,22 +439,33 @@ def test_float_pictures_are_shown_by_what_their_numbers_say(low: float, high: fl
 
 def test_pictures_are_varied_as_a_loader_varies_them(packed: Path) -> None:
     augment, epochs = "rrc+flip+trivialaugment", (3, 4, 5)
-    found = peek_varied(str(packed), Wanted(6, "random", seed=9), image(size=32, augment=augment), epochs)
+    found = peek_varied(
+        str(packed), Wanted(6, "random", seed=9), image(size=32, augment=augment), epochs
+    )
     loader = wt.Loader(packed, {"image": wt.image(size=32, augment=augment)}, batch_size=20, seed=9)
     for epoch in epochs:
         delivered = {
-            key: pixels for batch in loader.epoch(epoch) for key, pixels in zip(batch["__key__"], batch["image"], strict=True)
+            key: pixels
+            for batch in loader.epoch(epoch)
+            for key, pixels in zip(batch["__key__"], batch["image"], strict=True)
         }
         for one in found:
-            np.testing.assert_array_equal(one.pictures[f"epoch {epoch}"], delivered[one.key].permute(1, 2, 0))
+            np.testing.assert_array_equal(
+                one.pictures[f"epoch {epoch}"], delivered[one.key].permute(1, 2, 0)
+            )
     loader.close()
 
 
 def test_the_picture_that_is_varied_is_the_one_a_loader_takes(tmp_path: Path) -> None:
-    samples = [("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}), ("b", {"txt": b"alone"})]
+    samples = [
+        ("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}),
+        ("b", {"txt": b"alone"}),
+    ]
     write_tar(tmp_path / "x.tar", samples)
     found = peek_varied(str(tmp_path), Wanted(2), image(size=16), [0])
-    loader = wt.Loader(tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_bad="replace", max_bad=1.0)
+    loader = wt.Loader(
+        tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_bad="replace", max_bad=1.0
+    )
     np.testing.assert_array_equal(found[0].picture, next(iter(loader))["image"][0].permute(1, 2, 0))
     assert [one.error.split(",")[0] for one in found] == ["", "it has none of jpg"]
     assert found[1].text == "alone"
@@ -391,11 +484,22 @@ def test_what_has_an_order_of_its_own_is_not_picked_from(packed: Path) -> None:
 
 # --- sheets and pages ------------------------------------------------------------------------------------------------
 
-ODD = ["<script>alert(1)<", "猫/ねこ", "ä" * 300, "rtl\u202eexe", "bad\udce9name", "tab\there\nnew", "plain"]
+ODD = [
+    "<script>alert(1)<",
+    "猫/ねこ",
+    "ä" * 300,
+    "rtl\u202eexe",
+    "bad\udce9name",
+    "tab\there\nnew",
+    "plain",
+]
 
 
 def odd(folder: Path) -> wt.Peek:
-    samples = [(key, {"png": picture(i), "txt": f"<b>{key}</b>".encode("utf-8", "replace")}) for i, key in enumerate(ODD)]
+    samples = [
+        (key, {"png": picture(i), "txt": f"<b>{key}</b>".encode("utf-8", "replace")})
+        for i, key in enumerate(ODD)
+    ]
     return wt.peek(write_tar(folder / "odd.tar", samples), 20)
 
 
@@ -439,7 +543,9 @@ def test_a_sheet_of_many_stays_bounded(tmp_path: Path) -> None:
     assert width * height < 50e6
 
 
-def test_other_endings_are_refused_and_a_failed_write_leaves_nothing(packed: Path, tmp_path: Path) -> None:
+def test_other_endings_are_refused_and_a_failed_write_leaves_nothing(
+    packed: Path, tmp_path: Path
+) -> None:
     found = wt.peek(packed, 2)
     with pytest.raises(wt.UsageError, match=r"ends in .png or .html"):
         found.save(tmp_path / "sheet.jpg")
@@ -520,7 +626,9 @@ def test_show_lists_what_it_showed(packed: Path, tmp_path: Path, capsys: Any) ->
 
 
 def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, capsys: Any) -> None:
-    shard = write_tar(tmp_path / "x.tar", [("a", {"png": b"no", "cls": b"1"}), ("bad\udce9", {"png": picture(1)})])
+    shard = write_tar(
+        tmp_path / "x.tar", [("a", {"png": b"no", "cls": b"1"}), ("bad\udce9", {"png": picture(1)})]
+    )
     assert main(["show", str(shard), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["broken"] == 1
@@ -539,7 +647,9 @@ def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, cap
         (["-n", "5000"], "n=5000"),
     ],
 )
-def test_show_refuses_what_cannot_be_meant(packed: Path, capsys: Any, words: list[str], sentence: str) -> None:
+def test_show_refuses_what_cannot_be_meant(
+    packed: Path, capsys: Any, words: list[str], sentence: str
+) -> None:
     assert main(["show", str(packed), *words]) == 2
     printed = capsys.readouterr()
     assert sentence in printed.err

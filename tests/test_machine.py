@@ -15,9 +15,19 @@ _HERE = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 @pytest.mark.parametrize(
-    ("local", "share"), [("1", _HERE), ("2", _HERE // 2), (str(8 * _HERE), 1), ("0", _HERE), ("", _HERE), ("two", _HERE)]
+    ("local", "share"),
+    [
+        ("1", _HERE),
+        ("2", _HERE // 2),
+        (str(8 * _HERE), 1),
+        ("0", _HERE),
+        ("", _HERE),
+        ("two", _HERE),
+    ],
 )
-def test_ranks_of_one_machine_share_its_processors(monkeypatch: pytest.MonkeyPatch, local: str, share: int) -> None:
+def test_ranks_of_one_machine_share_its_processors(
+    monkeypatch: pytest.MonkeyPatch, local: str, share: int
+) -> None:
     whole = cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     assert cores() == max(1, min(share, whole))
@@ -63,7 +73,18 @@ def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_p
     if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount (unshare -rm)")
     root = str(Path(__file__).parent.parent)
-    command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", _QUOTAS, root]
+    command = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        f'{mount} && exec "$@"',
+        "sh",
+        sys.executable,
+        "-c",
+        _QUOTAS,
+        root,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
@@ -71,14 +92,22 @@ def test_a_container_has_no_more_processors_and_memory_than_its_groups_say(tmp_p
     assert whole == _HERE
     version2, of_cpu, of_memory = (1, few), (1, all_), (whole, few)
     expected = (
-        [(whole, all_)] * 2 + [version2, of_cpu, of_memory] * 3 + [(whole, all_)] * 2 + [(1, all_), (whole, all_), (1, all_)]
+        [(whole, all_)] * 2
+        + [version2, of_cpu, of_memory] * 3
+        + [(whole, all_)] * 2
+        + [(1, all_), (whole, all_), (1, all_)]
     )
     assert found == expected
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or _HERE < 2, reason="needs two processors and their affinity")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or _HERE < 2,
+    reason="needs two processors and their affinity",
+)
 def test_a_process_that_was_bound_to_processors_does_not_share_them() -> None:
     code = "import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:-1]); from wdstrain.runtime.machine import cores; print(cores())"
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert int(done.stdout) == min(_HERE - 1, cores())

@@ -25,7 +25,9 @@ def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
     for step in range(0, 4000, 20):
         buckets, sizes = step // 100 + rng.integers(0, 4, 20), rng.integers(1, 60_000, 20)
         offsets = arena.place(buckets, sizes)
-        for bucket, offset, size in zip(buckets.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+        for bucket, offset, size in zip(
+            buckets.tolist(), offsets.tolist(), sizes.tolist(), strict=True
+        ):
             assert 0 <= offset <= offset + size <= arena.memory.size
             for others in held.values():
                 assert all(offset + size <= a or b <= offset for a, b in others)
@@ -46,11 +48,18 @@ def test_what_leaves_late_shares_wider_buckets_and_is_never_released_before(seed
     rng = np.random.default_rng(seed)
     near, farthest = int(rng.integers(2, 40)), int(rng.integers(1, 5000))
     each, size = int(rng.integers(1, 4)), 1000
-    arena = Arena(live=(near + farthest) * 2 * (each + 1) * 1024 * 3 // 2, largest=size, near=near, farthest=farthest)
+    arena = Arena(
+        live=(near + farthest) * 2 * (each + 1) * 1024 * 3 // 2,
+        largest=size,
+        near=near,
+        farthest=farthest,
+    )
     held: dict[int, set[int]] = {}
     for bucket in range(2 * farthest):
         late = [farthest] if rng.random() < 0.3 else list(rng.integers(0, farthest + 1, 1))
-        due = np.array([*(bucket + rng.integers(0, min(near, farthest + 1), each)), bucket + late[0]])
+        due = np.array(
+            [*(bucket + rng.integers(0, min(near, farthest + 1), each)), bucket + late[0]]
+        )
         offsets = arena.place(due, np.full(len(due), size))
         assert not set(offsets.tolist()) & set().union(*held.values())
         for number, offset in zip(due.tolist(), offsets.tolist(), strict=True):
@@ -83,7 +92,9 @@ def test_memory_is_shared_with_processes_of_every_start_method(method: str) -> N
     process.close()
 
 
-LAYOUT = Layout.of({"image": Example((4, 5, 3), "uint8", channels_last=True), "label": Example((), "int64")}, 2)
+LAYOUT = Layout.of(
+    {"image": Example((4, 5, 3), "uint8", channels_last=True), "label": Example((), "int64")}, 2
+)
 
 
 def test_columns_of_a_slot_do_not_overlap() -> None:

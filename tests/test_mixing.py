@@ -22,7 +22,16 @@ from wdstrain.reader import read_blocks, reader
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
     names = [f"source {i}" for i in range(len(counts))]
-    given = {"seed": 1, "epoch": 0, "batch_size": 4, "world_size": 1, "lanes": None, "window": 10, "shuffle": True, **options}
+    given = {
+        "seed": 1,
+        "epoch": 0,
+        "batch_size": 4,
+        "world_size": 1,
+        "lanes": None,
+        "window": 10,
+        "shuffle": True,
+        **options,
+    }
     return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **given)
 
 
@@ -39,7 +48,9 @@ def grid() -> list[Mixture]:
         total = sum(weights[: len(counts)])
         shares = [Fraction(weight, total) for weight in weights[: len(counts)]]
         try:
-            found.append(make(counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window))
+            found.append(
+                make(counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window)
+            )
         except PlanError:
             continue
     return found
@@ -49,7 +60,11 @@ GRID = grid()
 
 
 def batch(plan: Mixture, rank: int, step: int) -> list[int]:
-    return [i for lane in plan.lanes_of(rank) for i in plan.ids(lane, plan.order(lane, *plan.span(lane, step))).tolist()]
+    return [
+        i
+        for lane in plan.lanes_of(rank)
+        for i in plan.ids(lane, plan.order(lane, *plan.span(lane, step))).tolist()
+    ]
 
 
 def test_every_batch_is_full_and_nothing_comes_twice() -> None:
@@ -78,7 +93,9 @@ def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
 def test_of_so_many_turns_each_source_has_its_share_rounded_down_or_up(seed: int) -> None:
     """And what it had it keeps, also where it has a turn but once in thousands."""
     bits = random.Random(seed)
-    edges = sorted({0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))})
+    edges = sorted(
+        {0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))}
+    )
     edges = edges if seed % 2 else sorted({*edges, 1, 7, 65535})
     shares = tuple(Fraction(high - low, 65536) for low, high in itertools.pairwise(edges))
     had = _turns(shares)
@@ -117,11 +134,20 @@ def test_due_and_first_places_are_those_of_the_steps() -> None:
 
 def test_another_world_size_gives_the_same_global_batches() -> None:
     plans = [
-        make([[60, 7], [90]], [Fraction(1, 3), Fraction(2, 3)], world_size=world, batch_size=8 // world, lanes=4)
+        make(
+            [[60, 7], [90]],
+            [Fraction(1, 3), Fraction(2, 3)],
+            world_size=world,
+            batch_size=8 // world,
+            lanes=4,
+        )
         for world in (1, 2, 4)
     ]
     for step in range(plans[0].steps):
-        sets = [sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)) for plan in plans]
+        sets = [
+            sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step))
+            for plan in plans
+        ]
         assert sets[0] == sets[1] == sets[2]
 
 
@@ -135,7 +161,9 @@ def sources(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(sources: dict[str, Path], num_workers: int) -> None:
+def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(
+    sources: dict[str, Path], num_workers: int
+) -> None:
     fields = {"label": wt.label()}
     options: dict[str, Any] = {"weights": {"a": 3, "b": 1}, "batch_size": 8, "seed": 4}
     loader = wt.mix(sources, fields, num_workers=num_workers, **options)
@@ -162,14 +190,18 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(sourc
         wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
 
 
-def test_a_source_is_not_read_over_what_waits_while_another_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_not_read_over_what_waits_while_another_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows go by the sizes of the sources; what is read ahead is one number for all."""
     for module in (read_blocks, reader):
         monkeypatch.setattr(module, "READ_SAMPLES", 16)
     monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 16 << 10)
     sources = {"a": 3000, "b": 1000}
     for name, count in sources.items():
-        write_tar(tmp_path / name / "x.tar", [(f"{i:06d}", {"cls": b"%d" % i}) for i in range(count)])
+        write_tar(
+            tmp_path / name / "x.tar", [(f"{i:06d}", {"cls": b"%d" % i}) for i in range(count)]
+        )
     loader = wt.mix({name: tmp_path / name for name in sources}, batch_size=8, shuffle_buffer=400)
     pairs = [pair for one in loader for pair in zip(one["__key__"], one["cls"], strict=True)]
     loader.close()
@@ -192,7 +224,9 @@ def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -
         ({"batch_size": 100}, "cannot fill one step of 100"),
     ],
 )
-def test_mixtures_that_cannot_be_are_refused(sources: dict[str, Path], options: dict[str, Any], words: str) -> None:
+def test_mixtures_that_cannot_be_are_refused(
+    sources: dict[str, Path], options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         wt.mix(sources, **{"batch_size": 4, **options})
     with pytest.raises(UsageError, match="no sources"):

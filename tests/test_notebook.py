@@ -28,7 +28,10 @@ def cells() -> list[tuple[str, bool]]:
     """(text, whether it is code) of the cells of the notebook, as programs that know the percent format take them apart."""
     parts = re.split(r"^# %%(.*)\n", NOTEBOOK.read_text(), flags=re.MULTILINE)
     assert not parts[0].strip()
-    return [(text.strip("\n"), "[markdown]" not in mark) for mark, text in zip(parts[1::2], parts[2::2], strict=True)]
+    return [
+        (text.strip("\n"), "[markdown]" not in mark)
+        for mark, text in zip(parts[1::2], parts[2::2], strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,12 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 def test_the_notebook_is_cells_with_words_between_them() -> None:
     found = cells()
     assert found[0][0].startswith("# # ")
-    assert all(line == "#" or line.startswith("# ") for text, is_code in found if not is_code for line in text.splitlines())
+    assert all(
+        line == "#" or line.startswith("# ")
+        for text, is_code in found
+        if not is_code
+        for line in text.splitlines()
+    )
     assert 15 <= sum(is_code for _, is_code in found) <= 25
     assert max(len(line) for text, is_code in found if is_code for line in text.splitlines()) <= 100
 
@@ -92,7 +100,9 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
         assert drawn in bundle["text/html"], part
         assert bundle["text/plain"].strip(), part
     for part in ('plot("Loss"', 'plot("Accuracy"'):
-        assert all("<svg" in one.get("text/html", "") or "image/png" in one for one in of(part).displays)
+        assert all(
+            "<svg" in one.get("text/html", "") or "image/png" in one for one in of(part).displays
+        )
     for one in shown.values():
         for bundle in one.displays:
             check_part(bundle.get("text/html", ""))
@@ -109,7 +119,9 @@ def check_part(html: str) -> None:
     assert "<iframe" not in html
     for style in re.findall(r"<style>(.*?)</style>", html, re.DOTALL):
         for selectors in re.findall(r"([^{}]+)\{[^{}]*\}", style):
-            assert all(one.strip().startswith(".wdstrain") for one in selectors.split(",")), selectors
+            assert all(one.strip().startswith(".wdstrain") for one in selectors.split(",")), (
+                selectors
+            )
 
 
 def check_progress(shown: Shown, steps: int) -> None:
@@ -117,7 +129,9 @@ def check_progress(shown: Shown, steps: int) -> None:
     (first,) = shown.displays
     said = [first, *shown.updates]
     assert all(set(bundle) == {"text/plain"} for bundle in said)
-    assert all("\x1b" not in bundle["text/plain"] and "\n" not in bundle["text/plain"] for bundle in said)
+    assert all(
+        "\x1b" not in bundle["text/plain"] and "\n" not in bundle["text/plain"] for bundle in said
+    )
     assert len(said) < steps
     assert said[-1] == {"text/plain": ""}
     assert "\x1b" not in shown.out
@@ -150,7 +164,10 @@ def test_a_cell_is_interrupted_and_run_again(opened: Kernel, workers: int) -> No
     ):
         for _ in range(2):
             opened.interrupted(code)
-            assert opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out == "210\n"
+            assert (
+                opened.run("print(sum(len(batch['n']) for batch in loader.epoch(0)))").out
+                == "210\n"
+            )
     ours = json.loads(opened.run("import json\nprint(json.dumps(alive()))").out)
     assert len([one for one in ours if isinstance(one, int)]) == workers
     # none where the last interrupt came before the loop began: then the same epoch was asked for twice, and nothing is read ahead
@@ -170,15 +187,21 @@ def test_a_cell_that_failed_goes_on_with_the_next_epoch(opened: Kernel, workers:
     assert failed.error == "ValueError: mine"
     assert opened.run(again).out.split(" ", 1) == ["3", second[1]]
     opened.run("loader = make()")
-    assert opened.run("print(alive())").out == "[]\n"  # the earlier one has ended, this one has not begun
+    assert (
+        opened.run("print(alive())").out == "[]\n"
+    )  # the earlier one has ended, this one has not begun
     opened.run("del loader")
 
 
 def test_a_loader_whose_bad_sample_was_an_error_ends_when_it_is_let_go(opened: Kernel) -> None:
     """The notebook keeps the traceback of an error, which goes through the pass over the loader."""
-    opened.run("bad = True\ndef made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}")
+    opened.run(
+        "bad = True\ndef made(sample):\n    if bad: raise ValueError('no')\n    return {'n': 1}"
+    )
     opened.run("loader = make(transform=made)")
-    assert opened.run("for batch in loader: pass", fails=True).error.startswith("SampleError: s/part-00")
+    assert opened.run("for batch in loader: pass", fails=True).error.startswith(
+        "SampleError: s/part-00"
+    )
     opened.run("bad = False\nfor batch in loader: pass")
     opened.run("del loader")
     assert opened.run("print(alive())").out == "[]\n"
@@ -271,11 +294,15 @@ PARTS = {
 def test_parts_of_a_notebook_work_or_are_told_at_once(opened: Kernel, part: str) -> None:
     """In threads and where workers are forked they work; elsewhere construction says which, why, and what to do."""
     opened.run(CLASSES)
-    assert opened.run(f"print(tried(None, 0, {part}), tried('fork', 2, {part}))").out == "True True\n"
+    assert (
+        opened.run(f"print(tried(None, 0, {part}), tried('fork', 2, {part}))").out == "True True\n"
+    )
     for method in ("spawn", "forkserver"):
         shown = opened.run(f"print(tried({method!r}, 2, {part}))")
         name, what = PARTS[part]
-        assert shown.out.startswith(f"{name} cannot be sent to worker processes, which {method} starts: {what} is ")
+        assert shown.out.startswith(
+            f"{name} cannot be sent to worker processes, which {method} starts: {what} is "
+        )
         assert shown.out.endswith(
             "Use num_workers=0, a function or class at the top of a .py file that you import, or multiprocessing_context='fork'. True\n"
         )
@@ -284,7 +311,8 @@ def test_parts_of_a_notebook_work_or_are_told_at_once(opened: Kernel, part: str)
 
 def test_bench_measures_processes_and_says_that_they_cannot_be_started(opened: Kernel) -> None:
     shown = opened.run(
-        "wt.bench('s', transform=lambda sample: {'n': 1}, batch_size=2, multiprocessing_context='spawn')", fails=True
+        "wt.bench('s', transform=lambda sample: {'n': 1}, batch_size=2, multiprocessing_context='spawn')",
+        fails=True,
     )
     assert shown.error.startswith("UsageError: transform cannot be sent to worker processes")
     assert "num_workers" not in shown.error
@@ -312,24 +340,35 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_program_with_a_file_sends_its_own_classes(tmp_path: Path, shards: Path, method: str) -> None:
+def test_a_program_with_a_file_sends_its_own_classes(
+    tmp_path: Path, shards: Path, method: str
+) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     assert ran(tmp_path, ["program.py"], shards, method) == f"{sum(range(21)) / 2}\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-c", "stdin", "package", "module"])
-def test_a_program_without_a_file_is_told_that_its_classes_cannot_be_sent(tmp_path: Path, shards: Path, how: str) -> None:
+def test_a_program_without_a_file_is_told_that_its_classes_cannot_be_sent(
+    tmp_path: Path, shards: Path, how: str
+) -> None:
     """python -c, python < program, and the __main__ of a package, which workers do not run again; but they do a module's."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text(PROGRAM)
     (tmp_path / "module.py").write_text(PROGRAM)
-    words = {"-c": ["-c", PROGRAM], "stdin": ["-"], "package": ["-m", "package"], "module": ["-m", "module"]}[how]
+    words = {
+        "-c": ["-c", PROGRAM],
+        "stdin": ["-"],
+        "package": ["-m", "package"],
+        "module": ["-m", "module"],
+    }[how]
     said = ran(tmp_path, words, shards, "spawn")
     if how == "module":
         assert said == f"{sum(range(21)) / 2}\n"
     else:
-        assert said.startswith("fields['half'] cannot be sent to worker processes, which spawn starts: the class 'Half' is of ")
+        assert said.startswith(
+            "fields['half'] cannot be sent to worker processes, which spawn starts: the class 'Half' is of "
+        )
 
 
 def ran(folder: Path, words: list[str], shards: Path, method: str) -> str:
@@ -338,7 +377,9 @@ def ran(folder: Path, words: list[str], shards: Path, method: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, *words, str(shards), method]
     given = PROGRAM if words == ["-"] else None
-    done = subprocess.run(line, input=given, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        line, input=given, cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -360,7 +401,9 @@ class Counting:
 @pytest.mark.slow
 def test_counters_and_tensors_are_sent_to_processes_that_are_spawned(shards: Path) -> None:
     counting = Counting()
-    loader = wt.Loader(shards, transform=counting, batch_size=7, num_workers=1, multiprocessing_context="spawn")
+    loader = wt.Loader(
+        shards, transform=counting, batch_size=7, num_workers=1, multiprocessing_context="spawn"
+    )
     assert sum(float(batch["n"].sum()) for batch in loader) == 3 * sum(range(21))
     loader.close()
     assert counting.count.value >= 21

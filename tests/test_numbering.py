@@ -31,22 +31,31 @@ def packed(folder: Path, samples: Labeled, classes: Sequence[str], **options: An
 
 @pytest.fixture
 def sets(tmp_path: Path) -> tuple[Path, Path]:
-    return packed(tmp_path / "pets", PETS, ["cat", "dog"]), packed(tmp_path / "wild", WILD, ["dog", "fox", "wolf"])
+    return packed(tmp_path / "pets", PETS, ["cat", "dog"]), packed(
+        tmp_path / "wild", WILD, ["dog", "fox", "wolf"]
+    )
 
 
 def delivered(loader: wt.Loader, classes: Sequence[str]) -> dict[str, str]:
     """The name of the class that each sample is delivered with."""
     found = {}
     for batch in loader:
-        found |= {key: classes[int(number)] for key, number in zip(batch["__key__"], batch["y"], strict=True)}
+        found |= {
+            key: classes[int(number)]
+            for key, number in zip(batch["__key__"], batch["y"], strict=True)
+        }
     loader.close()
     return found
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("order", [1, -1])
-def test_joined_sets_deliver_one_numbering(sets: tuple[Path, Path], order: int, num_workers: int) -> None:
-    loader = wt.Loader(sets[::order], {"y": wt.label()}, batch_size=4, tail="keep", num_workers=num_workers)
+def test_joined_sets_deliver_one_numbering(
+    sets: tuple[Path, Path], order: int, num_workers: int
+) -> None:
+    loader = wt.Loader(
+        sets[::order], {"y": wt.label()}, batch_size=4, tail="keep", num_workers=num_workers
+    )
     (label,) = loader.index.labels
     assert sorted(label.classes) == ["cat", "dog", "fox", "wolf"]
     assert delivered(loader, label.classes) == dict(PETS + WILD)
@@ -68,7 +77,9 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
     """Where no index says that they are numbers, they are names; and where nothing tells, they are refused."""
     classes = ["1", "2", "3"]
     samples = [(f"s{i}", classes[i % 3]) for i in range(9)]
-    foreign = write_tar(tmp_path / "foreign" / "a.tar", [(key, {"cls": name.encode()}) for key, name in samples])
+    foreign = write_tar(
+        tmp_path / "foreign" / "a.tar", [(key, {"cls": name.encode()}) for key, name in samples]
+    )
     field = {"y": wt.label(classes=classes)}
     assert delivered(wt.Loader(foreign, field, batch_size=3), classes) == dict(samples)
     numbers = [(f"n{i}", classes[i % 3]) for i in range(9)]
@@ -76,10 +87,17 @@ def test_texts_that_are_names_and_numbers_of_classes(tmp_path: Path) -> None:
     for given in (field, {"y": wt.label()}, {"y": wt.label(classes=classes[::-1])}):
         order = classes[::-1] if given["y"].classes == tuple(classes[::-1]) else classes
         assert delivered(wt.Loader(known, given, batch_size=3), order) == dict(numbers)
-    assert delivered(wt.Loader([known, foreign], field, batch_size=3), classes) == dict(numbers + samples)
+    assert delivered(wt.Loader([known, foreign], field, batch_size=3), classes) == dict(
+        numbers + samples
+    )
     with pytest.raises(UsageError, match="may be the name of one class and the number of another"):
         wt.to_example(field)
-    assert wt.to_example({"y": wt.label(classes=["0", "1", "10"])})({"__key__": "x", "cls": b"10"})["y"] == 2
+    assert (
+        wt.to_example({"y": wt.label(classes=["0", "1", "10"])})({"__key__": "x", "cls": b"10"})[
+            "y"
+        ]
+        == 2
+    )
 
 
 def test_a_mixture_delivers_one_numbering(sets: tuple[Path, Path]) -> None:
@@ -92,7 +110,9 @@ def test_a_mixture_delivers_one_numbering(sets: tuple[Path, Path]) -> None:
 def test_classes_of_ones_own_are_found_by_name(sets: tuple[Path, Path]) -> None:
     mine = ["fox", "cat", "wolf", "hen", "dog"]
     for urls, samples in ((sets, PETS + WILD), (sets[0], PETS), (sets[1], WILD)):
-        assert delivered(wt.Loader(urls, {"y": wt.label(classes=mine)}, batch_size=1), mine) == dict(samples)
+        assert delivered(
+            wt.Loader(urls, {"y": wt.label(classes=mine)}, batch_size=1), mine
+        ) == dict(samples)
     renamed = ["Katze", "Hund"]  # of one set, other names for the same numbers
     found = delivered(wt.Loader(sets[0], {"y": wt.label(classes=renamed)}, batch_size=1), renamed)
     assert found == {key: {"cat": "Katze", "dog": "Hund"}[name] for key, name in PETS}
@@ -103,7 +123,10 @@ def test_classes_of_ones_own_are_found_by_name(sets: tuple[Path, Path]) -> None:
 
 def test_the_numbering_stays_with_some_of_the_shards(tmp_path: Path) -> None:
     options = {"shard_samples": 3, "split": {"train": 0.5, "val": 0.5}}
-    for name, samples, classes in (("pets", PETS, ["cat", "dog"]), ("wild", WILD, ["wolf", "fox", "dog"])):
+    for name, samples, classes in (
+        ("pets", PETS, ["cat", "dog"]),
+        ("wild", WILD, ["wolf", "fox", "dog"]),
+    ):
         packed(tmp_path / name, samples, classes, **options)
     for split in ("train", "val"):
         loader = wt.Loader(f"{tmp_path}/*/{split}-*.tar", {"y": wt.label()}, batch_size=1)
@@ -118,11 +141,22 @@ def test_an_entry_of_a_table_is_joined_too(tmp_path: Path) -> None:
         lines = "\n".join(f"{tmp_path / 'x.png'},{word},{word}" for word in words)
         (tmp_path / f"{name}.csv").write_text(f"file,kind,same\n{lines}\n")
         labels = ["kind", "same"]  # of several labels, each is an entry of one JSON field
-        wt.pack_table(str(tmp_path / f"{name}.csv"), str(tmp_path / name), image="file", label=labels, shuffle=False)
+        wt.pack_table(
+            str(tmp_path / f"{name}.csv"),
+            str(tmp_path / name),
+            image="file",
+            label=labels,
+            shuffle=False,
+        )
     field = {"y": wt.label("json", column="kind")}
     loader = wt.Loader([tmp_path / "a", tmp_path / "b"], field, batch_size=4, shuffle=False)
     (batch,) = loader
-    assert [loader.index.labels[0].classes[int(number)] for number in batch["y"]] == ["cat", "dog", "dog", "ant"]
+    assert [loader.index.labels[0].classes[int(number)] for number in batch["y"]] == [
+        "cat",
+        "dog",
+        "dog",
+        "ant",
+    ]
 
 
 def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
@@ -130,7 +164,9 @@ def foreign(folder: Path, fields: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_set_without_names_is_not_joined_to_one_with_them(sets: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_set_without_names_is_not_joined_to_one_with_them(
+    sets: tuple[Path, Path], tmp_path: Path
+) -> None:
     numbered = tmp_path / "numbered"
     wt.pack(({"__key__": f"n{i}", "txt": "x", "cls": i % 3} for i in range(6)), str(numbered))
     without = {
@@ -146,7 +182,9 @@ def test_a_set_without_names_is_not_joined_to_one_with_them(sets: tuple[Path, Pa
             assert said.strip() in str(error.value)
             with pytest.raises(UsageError, match="0 cat, 1 dog"):
                 wt.train(urls, str(tmp_path / "run"))
-            assert sum(len(batch["txt"]) for batch in wt.Loader(urls, {"txt": wt.text()}, batch_size=1)) in (14, 16)
+            assert sum(
+                len(batch["txt"]) for batch in wt.Loader(urls, {"txt": wt.text()}, batch_size=1)
+            ) in (14, 16)
         with pytest.raises(UsageError, match="label in cls differs"):
             wt.mix({"a": sets[0], "b": other}, {"y": wt.label()}, batch_size=1)
     mine = ["dog", "cat", "hen"]  # who says what the numbers without names mean is believed
@@ -156,14 +194,22 @@ def test_a_set_without_names_is_not_joined_to_one_with_them(sets: tuple[Path, Pa
 
 def test_sets_of_numbers_without_names_are_joined_as_numbers(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 5)):
-        wt.pack(({"__key__": f"{name}{i}", "cls": i} for i in range(count)), str(tmp_path / name), shuffle=False)
-    loader = wt.Loader([tmp_path / "a", tmp_path / "b"], {"y": wt.label()}, batch_size=8, shuffle=False)
+        wt.pack(
+            ({"__key__": f"{name}{i}", "cls": i} for i in range(count)),
+            str(tmp_path / name),
+            shuffle=False,
+        )
+    loader = wt.Loader(
+        [tmp_path / "a", tmp_path / "b"], {"y": wt.label()}, batch_size=8, shuffle=False
+    )
     (batch,) = loader
     assert batch["y"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert loader.index.labels[0].classes == ("0", "1", "2", "3", "4")
 
 
-def test_counts_and_samples_that_are_shown_have_their_own_class(sets: tuple[Path, Path], capsys: Any) -> None:
+def test_counts_and_samples_that_are_shown_have_their_own_class(
+    sets: tuple[Path, Path], capsys: Any
+) -> None:
     (histogram,) = wt.info(sets).histograms
     assert histogram.classes == {"cat": 5, "dog": 8, "fox": 3, "wolf": 3}
     assert main(["show", *map(str, sets), "-n", "19", "--json"]) == 0
@@ -191,7 +237,11 @@ def pictures(names: Iterable[str], classes: Sequence[str]) -> Iterable[dict[str,
     """Flat colors, one for each class."""
     colors = {"cat": (220, 30, 30), "dog": (30, 30, 220), "fox": (30, 220, 30)}
     for i, name in enumerate(names):
-        yield {"__key__": f"{classes[0]}{i}", "png": np.full((8, 8, 3), colors[name], np.uint8), "cls": classes.index(name)}
+        yield {
+            "__key__": f"{classes[0]}{i}",
+            "png": np.full((8, 8, 3), colors[name], np.uint8),
+            "cls": classes.index(name),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +252,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
         wt.pack(pictures(names, classes), str(folder / name), classes=classes)
     wt.pack(pictures(["cat", "fox"], ["fox", "cat"]), str(folder / "foxes"), classes=["fox", "cat"])
-    wt.pack(({**one, "cls": 1} for one in pictures(names, ["cat", "dog"])), str(folder / "numbered"))
+    wt.pack(
+        ({**one, "cls": 1} for one in pictures(names, ["cat", "dog"])), str(folder / "numbered")
+    )
     write_tar(folder / "foreign" / "a.tar", [("f", {"png": picture(0), "cls": b"1"})])
     write_tar(folder / "unlabeled" / "a.tar", [("f", {"png": picture(0)})])
     wt.train(str(folder / "a"), str(folder / "run"), epochs=4, lr=0.01, image_size=8, batch_size=8)
@@ -211,10 +263,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_is_scored_by_the_names_of_classes(trained: Path) -> None:
     checkpoint = trained / "run" / "checkpoints" / "last.pt"
-    for urls in (trained / "a", trained / "b", [trained / "a", trained / "b"], [trained / "b", trained / "a"]):
+    for urls in (
+        trained / "a",
+        trained / "b",
+        [trained / "a", trained / "b"],
+        [trained / "b", trained / "a"],
+    ):
         assert wt.evaluate(checkpoint, urls)[1]["accuracy"] == 1
     done = wt.train(
-        trained / "a", trained / "run2", val=trained / "b", epochs=4, lr=0.01, image_size=8, batch_size=8, overwrite=True
+        trained / "a",
+        trained / "run2",
+        val=trained / "b",
+        epochs=4,
+        lr=0.01,
+        image_size=8,
+        batch_size=8,
+        overwrite=True,
     )
     assert done.val["accuracy"] == 1
 
@@ -226,13 +290,19 @@ def test_sets_whose_classes_were_not_learnt_are_refused(trained: Path, other: st
         with pytest.raises(UsageError, match="0 cat, 1 dog"):
             wt.evaluate(checkpoint, urls)
         with pytest.raises(UsageError, match="0 cat, 1 dog"):
-            wt.train(trained / "a", trained / "run3", val=urls, epochs=1, image_size=8, batch_size=8)
+            wt.train(
+                trained / "a", trained / "run3", val=urls, epochs=1, image_size=8, batch_size=8
+            )
     assert not (trained / "run3").exists()
 
 
-def test_classes_of_joined_sets_are_counted_and_learnt_by_name(trained: Path, tmp_path: Path) -> None:
+def test_classes_of_joined_sets_are_counted_and_learnt_by_name(
+    trained: Path, tmp_path: Path
+) -> None:
     urls = [trained / "b", trained / "foxes"]
-    done = wt.train(urls, tmp_path / "run", epochs=1, image_size=8, batch_size=8, class_weights="balanced")
+    done = wt.train(
+        urls, tmp_path / "run", epochs=1, image_size=8, batch_size=8, class_weights="balanced"
+    )
     assert done.task.heads[0].classes == ("dog", "cat", "fox")
     report = (tmp_path / "run" / "report.html").read_text()
     assert all(name in report for name in ("dog", "cat", "fox"))

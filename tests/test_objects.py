@@ -32,7 +32,9 @@ NAMELESS = ("client_email", "private_key", "private_key_id")  # of a service acc
 
 
 @pytest.fixture(params=["s3", "gs"])
-def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def bucket(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
     """The address of an empty bucket."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -46,10 +48,14 @@ def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
         "AWS_ENDPOINT_URL": url,
     }
     google = {
-        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps({"gcs_base_url": url, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")),
+        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(
+            {"gcs_base_url": url, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")
+        ),
         "GOOGLE_BEARER_TOKEN": "hush-token",
     }
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:  # nothing of this machine's
+    for name in [
+        name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))
+    ]:  # nothing of this machine's
         monkeypatch.delenv(name)
     for name, value in (amazon if request.param == "s3" else google).items():
         monkeypatch.setenv(name, value)
@@ -75,7 +81,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(bucket: str, photos: Path, tmp_path: Path) -> None:
+def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
+    bucket: str, photos: Path, tmp_path: Path
+) -> None:
     split = {"train": 0.7, "val": 0.3}
     index = wt.pack_folder(str(photos), f"{bucket}/set/photos", split=split, shard_samples=10)
     wt.pack_folder(str(photos), str(tmp_path / "here"), split=split, shard_samples=10)
@@ -84,20 +92,30 @@ def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(bucket: str, pho
     assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
 
     def epoch(urls: str) -> list[Any]:
-        loader = wt.Loader(urls, {"label": wt.label(), "image": wt.image(size=8)}, batch_size=8, seed=3)
-        found = [(batch["__key__"], batch["label"].tolist(), batch["image"].sum().item()) for batch in loader]
+        loader = wt.Loader(
+            urls, {"label": wt.label(), "image": wt.image(size=8)}, batch_size=8, seed=3
+        )
+        found = [
+            (batch["__key__"], batch["label"].tolist(), batch["image"].sum().item())
+            for batch in loader
+        ]
         loader.close()
         return found
 
     count = sum(shard.split == "train" for shard in index.shards)
-    for urls in (f"{bucket}/set/photos/train-*.tar", f"{bucket}/set/photos/train-{{000000..{count - 1:06d}}}.tar"):
+    for urls in (
+        f"{bucket}/set/photos/train-*.tar",
+        f"{bucket}/set/photos/train-{{000000..{count - 1:06d}}}.tar",
+    ):
         assert epoch(urls) == epoch(f"{tmp_path}/here/train-*.tar")
     words = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
     assert main(["train", f"{bucket}/set/photos", "--out", str(tmp_path / "run"), *words]) == 0
     assert main(["verify", f"{bucket}/set/photos"]) == 0
 
 
-def test_a_set_that_is_there_is_refused_and_replaced_when_that_is_asked_for(bucket: str, photos: Path, tmp_path: Path) -> None:
+def test_a_set_that_is_there_is_refused_and_replaced_when_that_is_asked_for(
+    bucket: str, photos: Path, tmp_path: Path
+) -> None:
     wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10)
     with pytest.raises(UsageError, match="holds a set already"):
         wt.pack_folder(str(photos), f"{bucket}/p")
@@ -127,26 +145,37 @@ def test_putting_that_was_broken_off_goes_on_with_what_is_missing(
         wt.Loader(f"{bucket}/p")
     monkeypatch.setattr(module, "put", lambda *words: asked.append((words[0], put(*words))) or True)
     wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10, resume=True)
-    again = bucket.startswith("gs")  # this server keeps no metadata of Google's, so nothing says that an object is the same
+    again = bucket.startswith(
+        "gs"
+    )  # this server keeps no metadata of Google's, so nothing says that an object is the same
     assert [fresh for _, fresh in asked] == [True] * 4 + [again] * 4 + [True] * 4
     wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=10)
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
-THEIRS = json.dumps({"shards": [{"raw_data": {"basename": "shard.00000.mds"}}], "version": 2}).encode()
+THEIRS = json.dumps(
+    {"shards": [{"raw_data": {"basename": "shard.00000.mds"}}], "version": 2}
+).encode()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     ("name", "data"),
-    [("index.json", THEIRS), ("train-000000.tar", b"mine"), ("train-000007.tar", b"mine"), ("bad.jsonl", b"mine")],
+    [
+        ("index.json", THEIRS),
+        ("train-000000.tar", b"mine"),
+        ("train-000007.tar", b"mine"),
+        ("bad.jsonl", b"mine"),
+    ],
 )
 def test_what_others_have_in_a_bucket_is_not_replaced(
     bucket: str, photos: Path, tmp_path: Path, name: str, data: bytes, overwrite: bool
 ) -> None:
     (tmp_path / "mine").write_bytes(data)
     put(f"{bucket}/p/{name}", str(tmp_path / "mine"), "")
-    with pytest.raises(UsageError, match=f"{name}.* (is no index of this package|which no index lists)"):
+    with pytest.raises(
+        UsageError, match=f"{name}.* (is no index of this package|which no index lists)"
+    ):
         wt.pack_folder(str(photos), f"{bucket}/p", overwrite=overwrite)
     assert stored(f"{bucket}/p") == {name: data}
 
@@ -168,27 +197,42 @@ def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
         patch.setattr(module, "put", failing)
         with pytest.raises(StorageError, match="went away"):
             wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, overwrite=True)
-    with pytest.raises(UsageError, match="a finished conversion of another source or with other options: seed was 0, is 1"):
+    with pytest.raises(
+        UsageError,
+        match="a finished conversion of another source or with other options: seed was 0, is 1",
+    ):
         wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, seed=1, resume=True)
     wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, resume=True)
     wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=20)
     assert stored(f"{bucket}/p") == files(tmp_path / "here") | {"extra-000000.tar": b"mine"}
 
 
-def test_large_shards_are_put_in_parts_and_read_in_ranges(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_shards_are_put_in_parts_and_read_in_ranges(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefetch, "RANGE", 1 << 20)
     bits = np.random.default_rng(0)
     blobs = {f"k{number:03d}": bits.bytes(200_000) for number in range(80)}
     wt.pack(({"__key__": key, "bin": data} for key, data in blobs.items()), f"{bucket}/large")
     loader = wt.Loader(f"{bucket}/large", batch_size=8)
-    found = {key: data for batch in loader for key, data in zip(batch["__key__"], batch["bin"], strict=True)}
+    found = {
+        key: data
+        for batch in loader
+        for key, data in zip(batch["__key__"], batch["bin"], strict=True)
+    }
     loader.close()
     assert found == blobs
 
 
-def test_what_is_not_there_or_not_allowed_is_a_sentence_without_secrets(bucket: str, photos: Path, capsys: Any) -> None:
+def test_what_is_not_there_or_not_allowed_is_a_sentence_without_secrets(
+    bucket: str, photos: Path, capsys: Any
+) -> None:
     elsewhere = bucket.replace("bucket", "elsewhere")
-    for words in (["info", f"{bucket}/none"], ["info", f"{bucket}/none-*.tar"], ["verify", f"{elsewhere}/x/a.tar"]):
+    for words in (
+        ["info", f"{bucket}/none"],
+        ["info", f"{bucket}/none-*.tar"],
+        ["verify", f"{elsewhere}/x/a.tar"],
+    ):
         assert main(words) in (1, 2)
     assert main(["convert", "folder", str(photos), f"{elsewhere}/x"]) == 1
     printed = capsys.readouterr()
@@ -245,10 +289,15 @@ def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
     assert ends.startswith("s3://bucket answers again after ")
 
 
-def test_a_bucket_that_fails_for_too_long_is_an_error(elsewhere: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_fails_for_too_long_is_an_error(
+    elsewhere: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
     loader = wt.Loader("s3://bucket/set", batch_size=8)
     elsewhere.faults += [status(503)] * 10_000
-    with pytest.raises(StorageError, match=r"s3://bucket/set/.*tar did not give byte .* attempts over .*503.*WDSTRAIN_NETWORK"):
+    with pytest.raises(
+        StorageError,
+        match=r"s3://bucket/set/.*tar did not give byte .* attempts over .*503.*WDSTRAIN_NETWORK",
+    ):
         list(loader)
     loader.close()

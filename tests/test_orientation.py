@@ -104,14 +104,20 @@ def png(pixels: Pixels) -> bytes:
 
 
 def packed(pictures: list[bytes], folder: Path, field: str = "jpg") -> Path:
-    wt.pack(({"__key__": f"k{n:05d}", field: one} for n, one in enumerate(pictures)), str(folder), shuffle=False)
+    wt.pack(
+        ({"__key__": f"k{n:05d}", field: one} for n, one in enumerate(pictures)),
+        str(folder),
+        shuffle=False,
+    )
     return folder
 
 
 def delivered(folder: Path, num_workers: int = 0, **options: Any) -> list[Pixels]:
     """uint8[height, width, 3] each, in the order of the shard."""
     fields = {"x": wt.image(**options)}
-    loader = wt.Loader(folder, fields, batch_size=16, shuffle=False, tail="keep", num_workers=num_workers)
+    loader = wt.Loader(
+        folder, fields, batch_size=16, shuffle=False, tail="keep", num_workers=num_workers
+    )
     with closing(loader):
         return [one.permute(1, 2, 0).numpy() for batch in loader for one in batch["x"]]
 
@@ -127,16 +133,32 @@ def check(pictures: list[bytes], folder: Path, names: list[Any]) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("augment", ["none", "flip", "rrc+flip"])
-def test_parts_of_turned_pictures_are_those_of_upright_ones(tmp_path: Path, augment: str, num_workers: int) -> None:
+def test_parts_of_turned_pictures_are_those_of_upright_ones(
+    tmp_path: Path, augment: str, num_workers: int
+) -> None:
     """Every orientation, in both byte orders, of pictures in colour, in grey and in several scans; and numbers that are none."""
-    plain = [jpeg(101, 60), jpeg(64, 80, "L"), jpeg(70, 50, progressive=True), jpeg(48, 48, subsampling=0)]
-    pictures = [inserted(one, exif(number, order)) for number in range(10) for order in "<>" for one in plain]
+    plain = [
+        jpeg(101, 60),
+        jpeg(64, 80, "L"),
+        jpeg(70, 50, progressive=True),
+        jpeg(48, 48, subsampling=0),
+    ]
+    pictures = [
+        inserted(one, exif(number, order))
+        for number in range(10)
+        for order in "<>"
+        for one in plain
+    ]
     packed(pictures, tmp_path / "jpg")
     packed([png(by_pillow(one)) for one in pictures], tmp_path / "png", "png")
     for size in ((40, 40), (60, 101), (48, 48)):
         words: dict[str, Any] = {"size": size, "augment": augment, "num_workers": num_workers}
         for n, (one, other) in enumerate(
-            zip(delivered(tmp_path / "jpg", **words), delivered(tmp_path / "png", **words), strict=True)
+            zip(
+                delivered(tmp_path / "jpg", **words),
+                delivered(tmp_path / "png", **words),
+                strict=True,
+            )
         ):
             assert np.array_equal(one, other), (n, size)
 
@@ -150,7 +172,9 @@ def test_orientation_of_any_type_at_any_offset(tmp_path: Path) -> None:
         for at in (8, 9, 31)
         if kind != BYTE or number < 256
     ]
-    pictures = [inserted(jpeg(), exif(number, order, kind, at=at)) for number, order, kind, at in names]
+    pictures = [
+        inserted(jpeg(), exif(number, order, kind, at=at)) for number, order, kind, at in names
+    ]
     check(pictures, tmp_path / "set", names)
 
 
@@ -166,23 +190,35 @@ CASES = {
     "EXIF before XMP": SIX + xmp('<x tiff:Orientation="3"/>'),
     "EXIF after XMP": xmp('<x tiff:Orientation="3"/>') + SIX,
     "EXIF that says nothing, and XMP": exif(0) + xmp('<x tiff:Orientation="3"/>'),
-    "EXIF without it, and XMP": segment(0xE1, b"Exif\0\0" + tiff([])) + xmp('<x tiff:Orientation="3"/>'),
+    "EXIF without it, and XMP": segment(0xE1, b"Exif\0\0" + tiff([]))
+    + xmp('<x tiff:Orientation="3"/>'),
     "EXIF of no bytes, and XMP": segment(0xE1, b"Exif\0\0") + xmp('<x tiff:Orientation="3"/>'),
     "EXIF twice": exif(1) + SIX,
-    "EXIF in two segments": SIX[:2] + struct.pack(">H", 40) + SIX[4:42] + segment(0xE1, b"Exif\0\0" + SIX[42:]),
+    "EXIF in two segments": SIX[:2]
+    + struct.pack(">H", 40)
+    + SIX[4:42]
+    + segment(0xE1, b"Exif\0\0" + SIX[42:]),
     "fill bytes": b"\xff\xff\xff" + SIX,
     "bytes between": segment(0xFE, b"x") + b"\0\0" + SIX,
     "a comment": segment(0xFE, SIX),
     "a long profile": segment(0xE2, b"y" * 60000) * 3 + SIX,
     "capitals": segment(0xE1, b"EXIF" + SIX[8:]),
-    "two at once": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6"), entry(274, SHORT, 1, b"\3")])),
+    "two at once": segment(
+        0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6"), entry(274, SHORT, 1, b"\3")])
+    ),
     "two values": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 2, b"\6\0\3\0")])),
-    "no value": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 0, b"\6"), entry(274, SHORT, 1, b"\3")])),
+    "no value": segment(
+        0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 0, b"\6"), entry(274, SHORT, 1, b"\3")])
+    ),
     "after a value beyond the end": segment(
         0xE1, b"Exif\0\0" + tiff([entry(271, ASCII, 90, b"\x20"), entry(274, SHORT, 1, b"\6")])
     ),
-    "after a type that is none": segment(0xE1, b"Exif\0\0" + tiff([entry(271, 99, 9, b"\x20"), entry(274, SHORT, 1, b"\6")])),
-    "a directory that is cut": segment(0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6")])[:-5]),
+    "after a type that is none": segment(
+        0xE1, b"Exif\0\0" + tiff([entry(271, 99, 9, b"\x20"), entry(274, SHORT, 1, b"\6")])
+    ),
+    "a directory that is cut": segment(
+        0xE1, b"Exif\0\0" + tiff([entry(274, SHORT, 1, b"\6")])[:-5]
+    ),
     "a directory beyond the end": segment(0xE1, b"Exif\0\0" + b"II*\0\xff\xff\0\0"),
 }
 
@@ -200,10 +236,29 @@ def drawn_tiff(bits: random.Random) -> bytes:
     for n in range(count := bits.choice([1, 1, 2, 3, 8])):
         if n == count // 2 or bits.random() < 0.1:
             kind = bits.choice([SHORT] * 6 + [LONG, LONG, BYTE, FLOAT])
-            made.append(entry(274, kind, bits.choice([1] * 9 + [0, 2, 3]), value_of(kind, bits.randrange(10), order), order))
+            made.append(
+                entry(
+                    274,
+                    kind,
+                    bits.choice([1] * 9 + [0, 2, 3]),
+                    value_of(kind, bits.randrange(10), order),
+                    order,
+                )
+            )
         else:
-            kind, size = bits.choice([1, 2, 3, 4, 5, 7, 10, 12] * 5 + [0, 14, 99]), bits.choice([0, 1, 4, 5, 20])
-            made.append(entry(bits.randrange(65536), kind, size, struct.pack(order + "I", bits.randrange(60)), order))
+            kind, size = (
+                bits.choice([1, 2, 3, 4, 5, 7, 10, 12] * 5 + [0, 14, 99]),
+                bits.choice([0, 1, 4, 5, 20]),
+            )
+            made.append(
+                entry(
+                    bits.randrange(65536),
+                    kind,
+                    size,
+                    struct.pack(order + "I", bits.randrange(60)),
+                    order,
+                )
+            )
     data = bytearray(tiff(made, order, at, bytes(bits.choice([0, 8, 200]))))
     if bits.random() < 0.15:
         data[bits.randrange(len(data))] = bits.randrange(256)
@@ -213,9 +268,21 @@ def drawn_tiff(bits: random.Random) -> bytes:
 def drawn(bits: random.Random, plain: list[bytes]) -> bytes:
     picture = bits.choice(plain)
     for at in sorted(bits.choices(places(picture), k=bits.choice([1, 1, 1, 2, 3])), reverse=True):
-        text = bits.choice(['tiff:Orientation="{}"', "tiff:Orientation>{}", "tiff:Orientation", "Orientation={}"])
-        rare = [xmp(text.format(bits.randrange(10)) * 2), segment(0xFE, SIX), b"\xff", b"\xff\xd0", segment(0xE0, b"JFIF\0")]
-        picture = picture[:at] + bits.choice([segment(0xE1, b"Exif\0\0" + drawn_tiff(bits))] * 6 + rare) + picture[at:]
+        text = bits.choice(
+            ['tiff:Orientation="{}"', "tiff:Orientation>{}", "tiff:Orientation", "Orientation={}"]
+        )
+        rare = [
+            xmp(text.format(bits.randrange(10)) * 2),
+            segment(0xFE, SIX),
+            b"\xff",
+            b"\xff\xd0",
+            segment(0xE0, b"JFIF\0"),
+        ]
+        picture = (
+            picture[:at]
+            + bits.choice([segment(0xE1, b"Exif\0\0" + drawn_tiff(bits))] * 6 + rare)
+            + picture[at:]
+        )
     return picture
 
 
@@ -240,7 +307,9 @@ def test_drawn_segments_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_thousands_of_drawn_segments_are_read_as_pillow_reads_them(tmp_path: Path, part: int) -> None:
+def test_thousands_of_drawn_segments_are_read_as_pillow_reads_them(
+    tmp_path: Path, part: int
+) -> None:
     compare_drawn(1000, random.randrange(1 << 32), tmp_path / "set")
 
 
@@ -275,11 +344,24 @@ np.savez(sys.argv[2], **{name: np.concatenate(values) for name, values in found.
 
 def test_pixels_are_the_same_without_what_is_compiled(tmp_path: Path) -> None:
     """Without the package's part in C, without libjpeg-turbo's package, and without both."""
-    pictures = [inserted(one, exif(number)) for number in range(1, 9) for one in (jpeg(), jpeg(101, 60), jpeg(61, 90))]
+    pictures = [
+        inserted(one, exif(number))
+        for number in range(1, 9)
+        for one in (jpeg(), jpeg(101, 60), jpeg(61, 90))
+    ]
     packed([*pictures, *(inserted(jpeg(), case) for case in CASES.values())], tmp_path / "set")
-    shutil.copytree(ROOT / "wdstrain", tmp_path / "bare" / "wdstrain", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "wdstrain",
+        tmp_path / "bare" / "wdstrain",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
     found = []
-    for way, package in (("all", ROOT), ("no jpeg", ROOT), ("no c", tmp_path / "bare"), ("no c, no jpeg", tmp_path / "bare")):
+    for way, package in (
+        ("all", ROOT),
+        ("no jpeg", ROOT),
+        ("no c", tmp_path / "bare"),
+        ("no c, no jpeg", tmp_path / "bare"),
+    ):
         words = [str(tmp_path / "set"), str(tmp_path / f"{way}.npz"), way]
         ended = subprocess.run(
             [sys.executable, "-c", DELIVERED, *words],
@@ -306,10 +388,17 @@ for _ in range(2):
 """
 
 
-@pytest.mark.skipif(kernels.library is None or jpeg_region.functions() is None, reason="no compiler, or no libjpeg-turbo 3")
+@pytest.mark.skipif(
+    kernels.library is None or jpeg_region.functions() is None,
+    reason="no compiler, or no libjpeg-turbo 3",
+)
 def test_slower_code_is_logged_once_in_a_process(tmp_path: Path) -> None:
     packed([jpeg()] * 8, tmp_path / "set")
-    shutil.copytree(ROOT / "wdstrain", tmp_path / "bare" / "wdstrain", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "wdstrain",
+        tmp_path / "bare" / "wdstrain",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
     for way, package in (("all", ROOT), ("no jpeg", ROOT), ("no c", tmp_path / "bare")):
         ended = subprocess.run(
             [sys.executable, "-c", LOADERS, str(tmp_path / "set"), way],
@@ -319,19 +408,33 @@ def test_slower_code_is_logged_once_in_a_process(tmp_path: Path) -> None:
             text=True,
         )
         assert ended.returncode == 0, ended.stderr
-        warnings = [line for line in ended.stdout.splitlines() if line.startswith("WARNING wdstrain ")]
-        infos = [line for line in ended.stdout.splitlines() if "libjpeg-turbo 3 was not found" in line]
+        warnings = [
+            line for line in ended.stdout.splitlines() if line.startswith("WARNING wdstrain ")
+        ]
+        infos = [
+            line for line in ended.stdout.splitlines() if "libjpeg-turbo 3 was not found" in line
+        ]
         assert len(warnings) == (way == "no c"), ended.stdout
         assert all("install a C compiler and reinstall" in line for line in warnings)
         assert len(infos) == (way == "no jpeg"), ended.stdout
-        assert all(line.startswith("INFO wdstrain ") and "pip install turbojpeg" in line for line in infos)
+        assert all(
+            line.startswith("INFO wdstrain ") and "pip install turbojpeg" in line for line in infos
+        )
 
 
 def test_pictures_made_smaller_when_they_are_packed_are_turned_likewise(tmp_path: Path) -> None:
-    cases: list[Callable[[], bytes]] = [lambda: exif(6), lambda: exif(6, kind=BYTE), lambda: xmp('<x tiff:Orientation="6"/>')]
+    cases: list[Callable[[], bytes]] = [
+        lambda: exif(6),
+        lambda: exif(6, kind=BYTE),
+        lambda: xmp('<x tiff:Orientation="6"/>'),
+    ]
     packed([inserted(jpeg(100, 60), case()) for case in cases], tmp_path / "set")
     wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=30, shuffle=False)
-    assert [one.shape[:2] for one in delivered(tmp_path / "small")] == [(50, 30), (30, 50), (50, 30)]
+    assert [one.shape[:2] for one in delivered(tmp_path / "small")] == [
+        (50, 30),
+        (30, 50),
+        (50, 30),
+    ]
 
 
 DRIVER = """
@@ -355,10 +458,23 @@ int main(void) {
 
 def test_nothing_leads_the_parser_beyond_its_bytes(tmp_path: Path) -> None:
     """Drawn pictures, and each of some cut at every byte, under the compiler's checks of memory and of undefined behaviour."""
-    (tmp_path / "it.c").write_text(f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "native" / "kernels.c"}"\n{DRIVER}')
-    command = ["cc", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
+    (tmp_path / "it.c").write_text(
+        f'#define SOURCE 1ULL\n#include "{ROOT / "wdstrain" / "native" / "kernels.c"}"\n{DRIVER}'
+    )
+    command = [
+        "cc",
+        "-g",
+        "-O1",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+        "-pthread",
+    ]
     try:
-        subprocess.run([*command, "-o", str(tmp_path / "it"), str(tmp_path / "it.c")], check=True, capture_output=True)
+        subprocess.run(
+            [*command, "-o", str(tmp_path / "it"), str(tmp_path / "it.c")],
+            check=True,
+            capture_output=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("there is no C compiler with sanitizers")
     seed = random.randrange(1 << 32)

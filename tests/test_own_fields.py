@@ -23,7 +23,11 @@ def body(number: int) -> bytes:
 
 
 def pack(folder: Path, count: int) -> Path:
-    wt.pack(({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count)), str(folder), shard_samples=100)
+    wt.pack(
+        ({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count)),
+        str(folder),
+        shard_samples=100,
+    )
     return folder
 
 
@@ -65,13 +69,17 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @WORKERS
 @pytest.mark.parametrize("kind", [Own, View, Backwards, Nested])
-def test_what_a_field_returns_does_not_change_after_delivery(many: Path, kind: type[Own], num_workers: int) -> None:
+def test_what_a_field_returns_does_not_change_after_delivery(
+    many: Path, kind: type[Own], num_workers: int
+) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle_buffer": 32, "num_workers": num_workers}
     with closing(wt.Loader(many, {"x": kind()}, **options)) as loader:
         batches = list(loader)
     assert len(batches) == 600 // 16
     for batch in batches:
-        assert [held(value, kind) for value in batch["x"]] == [body(int(key[1:])) for key in batch["__key__"]]
+        assert [held(value, kind) for value in batch["x"]] == [
+            body(int(key[1:])) for key in batch["__key__"]
+        ]
 
 
 class Halves(Own):
@@ -129,7 +137,9 @@ class Drawn(Own):
 @pytest.mark.filterwarnings("ignore:The given (buffer|NumPy array) is not writable")
 @pytest.mark.parametrize("kind", [HalvesByTorch, HalvesIntoByTorch])
 @pytest.mark.parametrize("through", ["Loader", "to_example"])
-def test_what_a_field_writes_through_torch_reaches_no_other_field(tmp_path: Path, kind: type[Own], through: str) -> None:
+def test_what_a_field_writes_through_torch_reaches_no_other_field(
+    tmp_path: Path, kind: type[Own], through: str
+) -> None:
     folder = pack(tmp_path / "set", 20)
     fields: dict[str, wt.Field] = {"own": kind(), "x": Own(), "drawn": Drawn()}
     if through == "Loader":
@@ -158,7 +168,9 @@ class Tokens(Own):
 
 @WORKERS
 def test_where_a_field_writes_nothing_there_are_zeros(many: Path, num_workers: int) -> None:
-    with closing(wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers)) as loader:
+    with closing(
+        wt.Loader(many, {"x": Tokens()}, batch_size=20, num_workers=num_workers)
+    ) as loader:
         for batch in (batch for _ in range(2) for batch in loader):
             wanted = [list(str(int(key[1:])).encode().ljust(8, b"\0")) for key in batch["__key__"]]
             assert batch["x"].tolist() == wanted
@@ -183,7 +195,9 @@ def test_a_value_that_is_returned_where_out_is_delivered_is_refused(tmp_path: Pa
     folder = pack(tmp_path / "set", 20)
     with (
         closing(wt.Loader(folder, {"x": Returns()}, batch_size=5)) as loader,
-        pytest.raises(SampleError, match=r"read\(\) returned ndarray, and a field with an example writes"),
+        pytest.raises(
+            SampleError, match=r"read\(\) returned ndarray, and a field with an example writes"
+        ),
     ):
         list(loader)
     with closing(wt.Loader(folder, {"x": ReturnsOut()}, batch_size=5)) as loader:
@@ -201,11 +215,18 @@ class OwnArray(type(wt.array("x.npy"))):  # type: ignore[misc]
 
 def test_an_array_that_a_user_changes_is_read_by_the_user(tmp_path: Path) -> None:
     """Also where it is large enough to be read straight to its place."""
-    wt.pack(({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8)), str(tmp_path / "set"))
+    wt.pack(
+        ({"__key__": f"k{n}", "x.npy": np.full((64, 64), n, "float32")} for n in range(8)),
+        str(tmp_path / "set"),
+    )
     plain = wt.array("x.npy", shape=(64, 64), dtype="float32")
-    with closing(wt.Loader(tmp_path / "set", {"x": OwnArray(plain.names, plain.example)}, batch_size=4)) as loader:
+    with closing(
+        wt.Loader(tmp_path / "set", {"x": OwnArray(plain.names, plain.example)}, batch_size=4)
+    ) as loader:
         for batch in loader:
-            assert [one.unique().tolist() for one in batch["x"]] == [[2.0 * int(key[1:])] for key in batch["__key__"]]
+            assert [one.unique().tolist() for one in batch["x"]] == [
+                [2.0 * int(key[1:])] for key in batch["__key__"]
+            ]
 
 
 class Sometimes(Own):
@@ -222,7 +243,9 @@ class Sometimes(Own):
 @pytest.mark.parametrize("on_bad", ["raise", "replace"])
 def test_values_of_several_kinds_are_a_list(tmp_path: Path, num_workers: int, on_bad: str) -> None:
     folder = pack(tmp_path / "set", 60)
-    with closing(wt.Loader(folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_bad=on_bad)) as loader:
+    with closing(
+        wt.Loader(folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_bad=on_bad)
+    ) as loader:
         for batch in loader:
             assert isinstance(batch["x"], list)
             for key, found in zip(batch["__key__"], batch["x"], strict=True):
@@ -268,18 +291,26 @@ class Given(Own):
 @WORKERS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("among", [1, 4])
-def test_arrays_arrive_as_tensors_of_their_values(tmp_path: Path, kind: str, among: int, num_workers: int) -> None:
+def test_arrays_arrive_as_tensors_of_their_values(
+    tmp_path: Path, kind: str, among: int, num_workers: int
+) -> None:
     """In a batch of their own, and one among others of another shape."""
     value = KINDS[kind]
     rows = [
-        {"__key__": f"k{n}", "x.npy": npy(value if n % among == 0 else np.arange(4)), "bin": b"odd" if n % among == 0 else b""}
+        {
+            "__key__": f"k{n}",
+            "x.npy": npy(value if n % among == 0 else np.arange(4)),
+            "bin": b"odd" if n % among == 0 else b"",
+        }
         for n in range(4)
     ]
     wt.pack(rows, str(tmp_path / "set"), shuffle=False)
     fields: dict[str, Any] = {"x": wt.array("x.npy"), "own": Given(kind)}
     if among == 1 and value.dtype.isnative:
         fields["fixed"] = wt.array("x.npy", shape=value.shape, dtype=value.dtype.name)
-    with closing(wt.Loader(tmp_path / "set", fields, batch_size=4, shuffle=False, num_workers=num_workers)) as loader:
+    with closing(
+        wt.Loader(tmp_path / "set", fields, batch_size=4, shuffle=False, num_workers=num_workers)
+    ) as loader:
         (batch,) = loader
     for name in fields:
         for n, found in enumerate(batch[name]):
@@ -289,18 +320,30 @@ def test_arrays_arrive_as_tensors_of_their_values(tmp_path: Path, kind: str, amo
             assert np.array_equal(found.numpy(), wanted)
 
 
-@pytest.mark.skipif(np.dtype("longdouble").itemsize == 8, reason="numpy's longest floats are float64 here")
+@pytest.mark.skipif(
+    np.dtype("longdouble").itemsize == 8, reason="numpy's longest floats are float64 here"
+)
 @WORKERS
 def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_workers: int) -> None:
-    rows = [{"__key__": f"k{n}", "x.npy": npy(np.arange(3, dtype="longdouble" if n == 2 else "int64"))} for n in range(4)]
+    rows = [
+        {"__key__": f"k{n}", "x.npy": npy(np.arange(3, dtype="longdouble" if n == 2 else "int64"))}
+        for n in range(4)
+    ]
     wt.pack(rows, str(tmp_path / "set"), shuffle=False)
     options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "num_workers": num_workers}
     with (
         closing(wt.Loader(tmp_path / "set", {"x": wt.array("x.npy")}, **options)) as loader,
-        pytest.raises(SampleError, match=r"train-000000.tar: 'k2', field 'x.npy' .* is an array of float\d+, which torch"),
+        pytest.raises(
+            SampleError,
+            match=r"train-000000.tar: 'k2', field 'x.npy' .* is an array of float\d+, which torch",
+        ),
     ):
         list(loader)
-    with closing(wt.Loader(tmp_path / "set", {"x": wt.array("x.npy")}, on_bad="replace", max_bad=0.5, **options)) as loader:
+    with closing(
+        wt.Loader(
+            tmp_path / "set", {"x": wt.array("x.npy")}, on_bad="replace", max_bad=0.5, **options
+        )
+    ) as loader:
         (batch,) = loader
         assert batch["x"].tolist() == [[0, 1, 2]] * 4
         assert loader.report()["bad"] == 1
@@ -309,11 +352,15 @@ def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_wor
 
 
 @pytest.mark.parametrize("dtype", ["longdouble", "U3", "datetime64[s]", ">i4", "nonsense"])
-def test_an_example_of_a_dtype_that_torch_does_not_have_is_refused_at_once(tmp_path: Path, dtype: str) -> None:
+def test_an_example_of_a_dtype_that_torch_does_not_have_is_refused_at_once(
+    tmp_path: Path, dtype: str
+) -> None:
     folder = pack(tmp_path / "set", 4)
 
     class Fixed(Own):
         example = wt.Example((3,), dtype)
 
-    with pytest.raises(WdstrainError, match=f"field 'x' has an example of '{dtype}'".replace("[", r"\[")):
+    with pytest.raises(
+        WdstrainError, match=f"field 'x' has an example of '{dtype}'".replace("[", r"\[")
+    ):
         wt.Loader(folder, {"x": Fixed()}, batch_size=2)

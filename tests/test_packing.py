@@ -31,7 +31,10 @@ def photos(tmp_path: Path) -> Path:
 
 def digest(folder: Path) -> dict[str, str]:
     """The sha256 of every file of a folder."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
 
 
 def pack(source: Path, out: Path, **options: Any) -> wt.Index:
@@ -85,7 +88,9 @@ def test_overhead_per_picture_and_label_is_at_most_2500_bytes(photos: Path, tmp_
     assert (index.shards[0].bytes - payload) / len(index) <= 2500
 
 
-def test_splits_are_drawn_by_key_and_stay_when_samples_are_added(photos: Path, tmp_path: Path) -> None:
+def test_splits_are_drawn_by_key_and_stay_when_samples_are_added(
+    photos: Path, tmp_path: Path
+) -> None:
     def by_split(out: str) -> dict[str, set[str]]:
         index = pack(photos, tmp_path / out, split={"train": 0.7, "val": 0.3})
         found: dict[str, set[str]] = {split: set() for split in index.splits}
@@ -107,7 +112,10 @@ def test_split_folders_are_kept(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in" / "train", {"a": 3, "b": 4})
     write_class_folder(tmp_path / "in" / "val", {"a": 2})
     index = pack(tmp_path / "in", tmp_path / "out")
-    assert [(shard.name, shard.samples) for shard in index.shards] == [("train-000000.tar", 7), ("val-000000.tar", 2)]
+    assert [(shard.name, shard.samples) for shard in index.shards] == [
+        ("train-000000.tar", 7),
+        ("val-000000.tar", 2),
+    ]
     with pytest.raises(UsageError, match="own splits already"):
         pack(tmp_path / "in", tmp_path / "again", split={"x": 0.5, "y": 0.5})
 
@@ -126,7 +134,9 @@ def test_names_with_dots_and_twins_are_kept_apart(tmp_path: Path) -> None:
 
 def test_keys_are_never_paths_that_climb() -> None:
     keys = Keys()
-    assert [keys.key(path) for path in ("../../etc/x", "/etc/x", "D:/a/x", "./a/x", "", "__x__")] == [
+    assert [
+        keys.key(path) for path in ("../../etc/x", "/etc/x", "D:/a/x", "./a/x", "", "__x__")
+    ] == [
         "etc/x",
         "etc/x-2",
         "a/x",
@@ -143,14 +153,20 @@ def test_what_is_passed_over_is_counted(photos: Path, tmp_path: Path) -> None:
     (photos / "lonely.png").write_bytes(picture(1))
     listing = list_folder(str(photos))
     assert len(listing.items) == 22
-    assert listing.ignored == {"hidden or system files": 2, "*.txt": 1, "pictures outside a class folder": 1}
+    assert listing.ignored == {
+        "hidden or system files": 2,
+        "*.txt": 1,
+        "pictures outside a class folder": 1,
+    }
 
 
 def test_flat_folders_give_pictures_without_labels(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for i in range(3):
         (tmp_path / "in" / f"{i}.jpg").write_bytes(picture(i, kind="JPEG"))
-    index = convert(list_folder(str(tmp_path / "in"), flat=True), str(tmp_path / "out"), Options()).index
+    index = convert(
+        list_folder(str(tmp_path / "in"), flat=True), str(tmp_path / "out"), Options()
+    ).index
     assert (len(index), index.fields, index.labels) == (3, ("jpg",), ())
 
 
@@ -158,7 +174,9 @@ def test_a_limit_packs_so_many(photos: Path, tmp_path: Path) -> None:
     assert len(pack(photos, tmp_path / "out", limit=5)) == 5
 
 
-def test_linked_folders_are_followed_and_empty_ones_are_no_classes(photos: Path, tmp_path: Path) -> None:
+def test_linked_folders_are_followed_and_empty_ones_are_no_classes(
+    photos: Path, tmp_path: Path
+) -> None:
     write_class_folder(tmp_path / "elsewhere", {"x": 3})
     (photos / "bird").symlink_to(tmp_path / "elsewhere" / "x")
     (photos / "empty").mkdir()
@@ -181,7 +199,9 @@ def test_folders_beside_the_splits_are_counted_and_no_classes(tmp_path: Path) ->
 def test_classes_with_numbers_for_names_keep_their_places(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"1": 2, "10": 2, "2": 2})
     index = pack(tmp_path / "in", tmp_path / "out")
-    batch = next(iter(wt.Loader(index, {"label": wt.label(classes=index.labels[0].classes)}, batch_size=6)))
+    batch = next(
+        iter(wt.Loader(index, {"label": wt.label(classes=index.labels[0].classes)}, batch_size=6))
+    )
     names = [key.split("/")[0] for key in batch["__key__"]]
     assert [index.labels[0].classes[number] for number in batch["label"].tolist()] == names
 
@@ -211,22 +231,42 @@ def json_of(out: Path) -> dict[str, Any]:
 def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
     rows = [f"IMG/{i}.png,{i / 4 - 1},{i},night" for i in range(4)]
     file = write_table(tmp_path, "center,steering,gear,sky", rows)
-    index = convert(list_table(file, image="center", labels=["steering"]), str(tmp_path / "out"), Options()).index
-    assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == ("steering", "number", "json")
+    index = convert(
+        list_table(file, image="center", labels=["steering"]), str(tmp_path / "out"), Options()
+    ).index
+    assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == (
+        "steering",
+        "number",
+        "json",
+    )
     assert json_of(tmp_path / "out")["IMG/2"] == {"steering": -0.5, "gear": 2, "sky": "night"}
 
 
 def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
-    index = convert(list_table(file, image="file", labels=["kind"]), str(tmp_path / "out"), Options()).index
-    assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == ("class", ("cat", "dog"), "cls")
+    index = convert(
+        list_table(file, image="file", labels=["kind"]), str(tmp_path / "out"), Options()
+    ).index
+    assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == (
+        "class",
+        ("cat", "dog"),
+        "cls",
+    )
     found = dict(read_with_webdataset(sorted((tmp_path / "out").glob("*.tar"))))
-    assert {key: fields["cls"] for key, fields in found.items()} == {"IMG/0": b"1", "IMG/1": b"0", "IMG/2": b"1"}
+    assert {key: fields["cls"] for key, fields in found.items()} == {
+        "IMG/0": b"1",
+        "IMG/1": b"0",
+        "IMG/2": b"1",
+    }
 
 
 def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind,age", ["IMG/0.png,dog,1.5", "IMG/1.png,cat,2.5"])
-    index = convert(list_table(file, image="file", labels=["kind", "age"]), str(tmp_path / "out"), Options(shuffle=False)).index
+    index = convert(
+        list_table(file, image="file", labels=["kind", "age"]),
+        str(tmp_path / "out"),
+        Options(shuffle=False),
+    ).index
     fields = {
         "kind": wt.label("json", column="kind", classes=index.labels[0].classes),
         "age": wt.number("json", column="age"),
@@ -240,7 +280,9 @@ def test_a_kind_can_be_said_outright(tmp_path: Path) -> None:
     assert list_table(file, image="file", labels=["n"]).labels[0].classes == ("0", "1", "2", "3")
     assert list_table(file, image="file", labels=["n:number"]).labels[0].kind == "number"
     with pytest.raises(UsageError, match="holds 'x'"):
-        list_table(write_table(tmp_path, "file,n", ["IMG/0.png,x"]), image="file", labels=["n:number"])
+        list_table(
+            write_table(tmp_path, "file,n", ["IMG/0.png,x"]), image="file", labels=["n:number"]
+        )
 
 
 def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
@@ -249,12 +291,21 @@ def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     other.mkdir()
     (other / "log.csv").write_text("file,n\nIMG/0.png,1\n")
-    assert len(list_table(str(other / "log.csv"), image="file", labels=["n"], root=str(tmp_path)).items) == 1
+    assert (
+        len(
+            list_table(str(other / "log.csv"), image="file", labels=["n"], root=str(tmp_path)).items
+        )
+        == 1
+    )
 
 
 def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path: Path) -> None:
     file = data("driving") / "driving_log_clean.csv"
-    index = convert(list_table(str(file), image="center", labels=["steering"]), str(tmp_path / "out"), Options(limit=200)).index
+    index = convert(
+        list_table(str(file), image="center", labels=["steering"]),
+        str(tmp_path / "out"),
+        Options(limit=200),
+    ).index
     assert index.labels[0].kind == "number"
     some = next(iter(json_of(tmp_path / "out").values()))
     assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
@@ -269,7 +320,9 @@ def test_names_that_look_like_numbers_stay_what_they_are(tmp_path: Path) -> None
 def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b", ["IMG/0.png,0.5,1", "IMG/1.png,1.5,0"])
     index = convert(
-        list_table(file, image="file", labels=["a:class", "b"]), str(tmp_path / "out"), Options(shuffle=False)
+        list_table(file, image="file", labels=["a:class", "b"]),
+        str(tmp_path / "out"),
+        Options(shuffle=False),
     ).index
     fields = {"a": wt.label("json", column="a", classes=index.labels[0].classes)}
     assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
@@ -283,11 +336,16 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     [
         (lambda folder: folder / "absent", "there is no such folder"),
         (lambda folder: folder, "holds no pictures .found: nothing"),
-        (lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a", "holds 2 pictures and no class folders.*--flat"),
+        (
+            lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a",
+            "holds 2 pictures and no class folders.*--flat",
+        ),
         (lambda folder: (folder / "c").mkdir() or folder, "holds no pictures .found: nothing"),
     ],
 )
-def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[Path], Path], words: str) -> None:
+def test_a_folder_that_is_no_source_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], words: str
+) -> None:
     (tmp_path / "in").mkdir()
     source = make(tmp_path / "in")
     with pytest.raises(SourceError, match=words):
@@ -300,7 +358,11 @@ def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[P
     [
         ("path,n", ["IMG/0.png,1"], "has no column 'file'. Its columns are: path, n"),
         ("file,m", ["IMG/0.png,1"], "has no column 'n'. Its columns are: file, m"),
-        ("file,n", ["IMG/0.png,1", "IMG/zzz.png,1"], "row 3: IMG/zzz.png: the picture is not there"),
+        (
+            "file,n",
+            ["IMG/0.png,1", "IMG/zzz.png,1"],
+            "row 3: IMG/zzz.png: the picture is not there",
+        ),
         ("file,n", ["IMG/0.png,1", "IMG/1.png"], "row 3: it has 1 cells where 2 are columns"),
         ("file,n", ["IMG/0.png,1", "IMG/1.png,"], "row 3: the label column 'n' is empty"),
         ("file,n", [], "header and at least one row are needed"),
@@ -315,7 +377,9 @@ def test_a_folder_that_is_no_source_is_refused(tmp_path: Path, make: Callable[[P
         ),
     ],
 )
-def test_a_table_that_is_no_source_is_refused(tmp_path: Path, header: str, rows: list[str], words: str) -> None:
+def test_a_table_that_is_no_source_is_refused(
+    tmp_path: Path, header: str, rows: list[str], words: str
+) -> None:
     with pytest.raises((SourceError, UsageError), match=words):
         list_table(write_table(tmp_path, header, rows), image="file", labels=["n"])
     with pytest.raises(UsageError, match="a column is named twice: file, file"):
@@ -324,7 +388,9 @@ def test_a_table_that_is_no_source_is_refused(tmp_path: Path, header: str, rows:
         list_table(str(tmp_path / "nothing.csv"), image="file", labels=["n"])
 
 
-def test_an_empty_picture_is_refused_before_anything_is_written(photos: Path, tmp_path: Path) -> None:
+def test_an_empty_picture_is_refused_before_anything_is_written(
+    photos: Path, tmp_path: Path
+) -> None:
     (photos / "cat" / "000.png").write_bytes(b"")
     (photos / "cat" / "zero.png").write_bytes(b"")
     with pytest.raises(SourceError, match="000.png: it has 0 bytes.*--on-bad quarantine"):
@@ -354,7 +420,9 @@ def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(photos: Path, tmp_path: Path, jobs: int) -> None:
+def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(
+    photos: Path, tmp_path: Path, jobs: int
+) -> None:
     pack(photos, tmp_path / "whole", shard_samples=1, shuffle=False)
     out, away = tmp_path / "out", tmp_path / "away"
 
@@ -368,7 +436,11 @@ def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(photos: Path, 
     with pytest.raises(ShardError, match="was not finished.*--resume"):
         open_index(out)
     away.rename(photos)
-    done = convert(list_folder(str(photos)), str(out), Options(shard_samples=1, jobs=jobs, shuffle=False, resume=True))
+    done = convert(
+        list_folder(str(photos)),
+        str(out),
+        Options(shard_samples=1, jobs=jobs, shuffle=False, resume=True),
+    )
     assert 0 < done.kept < 22
     assert digest(out) == digest(tmp_path / "whole")
 
@@ -382,9 +454,13 @@ def test_a_full_disk_is_a_sentence_and_a_state_to_go_on_from(
     import signal
 
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a file beyond this is refused as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (8192, limits[1])
+    )  # a file beyond this is refused as on a full disk
     try:
-        with pytest.raises(StorageError, match="train-000000.tar cannot be written: File too large.*--resume"):
+        with pytest.raises(
+            StorageError, match="train-000000.tar cannot be written: File too large.*--resume"
+        ):
             pack(photos, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -407,16 +483,25 @@ def test_overwriting_that_fails_leaves_the_former_set_whole(photos: Path, tmp_pa
 
 
 @pytest.mark.parametrize("moved", [0, 1, 3, 7])
-def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(photos: Path, tmp_path: Path, moved: int) -> None:
+def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
+    photos: Path, tmp_path: Path, moved: int
+) -> None:
     """As if the power had gone while files were put in place of an older set: after each number of them."""
     out, swapping = tmp_path / "out", tmp_path / "out" / ".swapping"
     new = pack(photos, tmp_path / "new", shard_samples=4)
     files = [shard.name for shard in new.shards] + ["index.bin", "index.json"]
     old = pack(photos, out, shard_samples=3)
     shutil.copytree(tmp_path / "new", swapping)
-    names = {"former": [shard.name for shard in old.shards], "files": {name: name for name in files}}
+    names = {
+        "former": [shard.name for shard in old.shards],
+        "files": {name: name for name in files},
+    }
     (swapping / "names.json").write_text(json.dumps(names))
-    for path in [out / "index.json", out / "index.bin", *out.glob("*.tar")] if moved else [out / "index.json"]:
+    for path in (
+        [out / "index.json", out / "index.bin", *out.glob("*.tar")]
+        if moved
+        else [out / "index.json"]
+    ):
         path.unlink()
     for name in files[:moved]:
         (swapping / name).rename(out / name)
@@ -436,7 +521,11 @@ def test_an_exchange_that_was_cut_short_can_be_overwritten(photos: Path, tmp_pat
     (out / ".swapping" / "names.json").write_text(json.dumps(names))
     (out / "index.json").unlink()
     pack(photos, out, overwrite=True)
-    assert [path.name for path in sorted(out.iterdir())] == ["index.bin", "index.json", "train-000000.tar"]
+    assert [path.name for path in sorted(out.iterdir())] == [
+        "index.bin",
+        "index.json",
+        "train-000000.tar",
+    ]
 
 
 def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) -> None:
@@ -444,7 +533,9 @@ def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) ->
         pack(photos, tmp_path / "out", split={"train": 0.99, "val": 0.01}, limit=1)
 
 
-@pytest.mark.parametrize("options", [{"jobs": 0}, {"limit": 0}, {"shard_bytes": 0}, {"split": {"a": 0.5, "b": 0.6}}])
+@pytest.mark.parametrize(
+    "options", [{"jobs": 0}, {"limit": 0}, {"shard_bytes": 0}, {"split": {"a": 0.5, "b": 0.6}}]
+)
 def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Options(**options)

@@ -25,7 +25,8 @@ from wdstrain.native import kernels
 from wdstrain.runtime.watchdog import ProgressCell
 
 pytestmark = pytest.mark.skipif(
-    kernels.library is None or jpeg_region.functions() is None, reason="there is no compiler, or no libjpeg-turbo 3"
+    kernels.library is None or jpeg_region.functions() is None,
+    reason="there is no compiler, or no libjpeg-turbo 3",
 )
 
 
@@ -33,7 +34,9 @@ def noise(width: int, height: int) -> npt.NDArray[Any]:
     """Noise and slopes, so that every block differs from its neighbours. uint8[height, width, 3]"""
     rows, columns = np.mgrid[:height, :width]
     grains = np.random.default_rng(width * height).integers(0, 60, (height, width, 3))
-    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(np.uint8)
+    return (np.stack([rows % 190, columns % 190, (rows + columns) % 190], axis=2) + grains).astype(
+        np.uint8
+    )
 
 
 def jpeg(width: int, height: int, subsampling: str = "420") -> bytes:
@@ -56,7 +59,11 @@ def turned() -> bytes:
     data = exif.tobytes().removeprefix(b"Exif\0\0")
     parts = [b"Exif\0\0" + one for one in (data[:20], data[20:])]
     plain = saved(90, 60)
-    return plain[:2] + b"".join(b"\xff\xe1" + (len(one) + 2).to_bytes(2, "big") + one for one in parts) + plain[2:]
+    return (
+        plain[:2]
+        + b"".join(b"\xff\xe1" + (len(one) + 2).to_bytes(2, "big") + one for one in parts)
+        + plain[2:]
+    )
 
 
 ODD = {
@@ -81,7 +88,10 @@ class Batch:
         self.size = np.array([len(one) for one in pictures])
         self.start = np.concatenate([[0], np.cumsum(self.size + 1)[:-1]])
         assert field.size is not None
-        self.field, self.draws = field, np.random.default_rng(len(pictures)).random((len(pictures), DRAWS))
+        self.field, self.draws = (
+            field,
+            np.random.default_rng(len(pictures)).random((len(pictures), DRAWS)),
+        )
         self.out = np.full((len(pictures), *field.size, 3), 7, np.uint8)
         self.desk = ProgressCell.unwatched()
 
@@ -93,7 +103,12 @@ class Batch:
     def one_by_one(self, row: int) -> npt.NDArray[Any]:
         found = np.zeros(self.out.shape[1:], np.uint8)
         start = int(self.start[row])
-        self.field.read("jpg", memoryview(bytes(self.data[start : start + int(self.size[row])])), found, self.draws[row])
+        self.field.read(
+            "jpg",
+            memoryview(bytes(self.data[start : start + int(self.size[row])])),
+            found,
+            self.draws[row],
+        )
         return found
 
 
@@ -102,7 +117,10 @@ class Batch:
 def test_pixels_are_those_of_one_by_one(size: tuple[int, int], augment: str) -> None:
     kinds = ("444", "422", "420", "440", "411", "Gray")
     sides = ((1, 1), (7, 3), (16, 16), (64, 48), (129, 77), (500, 375))
-    batch = Batch([jpeg(*side, kind) for kind in kinds for side in sides], wt.image(size=size, augment=augment))
+    batch = Batch(
+        [jpeg(*side, kind) for kind in kinds for side in sides],
+        wt.image(size=size, augment=augment),
+    )
     assert batch.read() == set(range(36))
     assert batch.desk.state[1] == 35
     for row in range(36):
@@ -153,7 +171,16 @@ def tall_blocks(width: int, height: int) -> bytes:
     library, pixels = jpeg_region._library(), noise(width, height)
     library.tj3Set.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
     number, address = ctypes.c_int, ctypes.c_void_p
-    library.tj3Compress8.argtypes = [address, address, number, number, number, number, address, address]
+    library.tj3Compress8.argtypes = [
+        address,
+        address,
+        number,
+        number,
+        number,
+        number,
+        address,
+        address,
+    ]
     library.tj3Free.argtypes, library.tj3Free.restype = [address], None
     handle, data, size = library.tj3Init(0), ctypes.c_void_p(), ctypes.c_size_t()
     assert library.tj3Set(handle, 4, 6) == library.tj3Set(handle, 3, 85) == 0
@@ -166,13 +193,17 @@ def tall_blocks(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("augment", ["none", "rrc+flip"])
-def test_a_way_to_sample_colours_that_one_decoder_does_not_know_is_read_by_all(augment: str) -> None:
+def test_a_way_to_sample_colours_that_one_decoder_does_not_know_is_read_by_all(
+    augment: str,
+) -> None:
     picture = tall_blocks(129, 77)
     batch = Batch([picture, jpeg(129, 77)], wt.image(size=(77, 129), augment=augment))
     assert batch.read() == {0, 1}
     assert np.array_equal(batch.out[0], batch.one_by_one(0))
     whole = np.asarray(Image.open(io.BytesIO(picture)))
-    assert np.array_equal(wt.image().read("jpg", memoryview(picture), None, np.zeros(DRAWS)).transpose(1, 2, 0), whole)
+    assert np.array_equal(
+        wt.image().read("jpg", memoryview(picture), None, np.zeros(DRAWS)).transpose(1, 2, 0), whole
+    )
 
 
 @pytest.mark.parametrize("augment", ["flip", "rrc+flip"])
@@ -196,8 +227,13 @@ def test_only_the_rows_that_are_asked_for_are_read() -> None:
     assert np.array_equal(batch.out[1], batch.one_by_one(1))
 
 
-def test_pictures_that_together_are_more_than_the_processor_keeps_and_one_that_is_by_itself() -> None:
-    batch = Batch([jpeg(400, 400), jpeg(900, 800), jpeg(400, 380), jpeg(390, 400), jpeg(80, 60)], wt.image(size=100))
+def test_pictures_that_together_are_more_than_the_processor_keeps_and_one_that_is_by_itself() -> (
+    None
+):
+    batch = Batch(
+        [jpeg(400, 400), jpeg(900, 800), jpeg(400, 380), jpeg(390, 400), jpeg(80, 60)],
+        wt.image(size=100),
+    )
     assert batch.read() == {0, 2, 3, 4}
     for row in (0, 2, 3, 4):
         assert np.array_equal(batch.out[row], batch.one_by_one(row))
@@ -213,17 +249,23 @@ class Negative(Field):
 
 def test_a_loader_reads_ours_at_once_and_asks_what_a_user_made_of_it(tmp_path: Path) -> None:
     pictures = [jpeg(50 + n, 60) for n in range(7)] + [ODD["progressive"]]
-    write_tar(tmp_path / "a.tar", [(f"k{n}", {"jpg": one, "cls": b"1"}) for n, one in enumerate(pictures)])
+    write_tar(
+        tmp_path / "a.tar", [(f"k{n}", {"jpg": one, "cls": b"1"}) for n, one in enumerate(pictures)]
+    )
     wt.index(tmp_path)
     ours = wt.image("jpg", size=32, augment="rrc+flip")
     fields = {"ours": ours, "theirs": Negative(ours.names, ours.size, ours.augment)}
     for workers in (0, 1):
-        with closing(wt.Loader(tmp_path, fields, batch_size=8, num_workers=workers, seed=3)) as loader:
+        with closing(
+            wt.Loader(tmp_path, fields, batch_size=8, num_workers=workers, seed=3)
+        ) as loader:
             (batch,) = loader
             assert (batch["ours"] + batch["theirs"] == 255).all()
 
 
-def test_without_the_library_or_the_compiled_part_all_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_or_the_compiled_part_all_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch = Batch([jpeg(64, 64)], wt.image(size=32))
     with monkeypatch.context() as without:
         without.setattr(jpeg_region, "_library", lambda: None)

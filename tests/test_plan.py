@@ -22,12 +22,25 @@ def grid() -> list[Plan]:
     """Every plan of a grid of shards, world sizes, lanes, batch sizes, tails and windows that is possible at all."""
     plans = []
     for counts, world, lanes, batch, tail, window, shuffle in itertools.product(
-        SHARDS, [1, 2, 4], [None, 4, 8], [1, 2, 3, 8], ["drop", "pad", "keep"], [1, 7, 1000], [True, False]
+        SHARDS,
+        [1, 2, 4],
+        [None, 4, 8],
+        [1, 2, 3, 8],
+        ["drop", "pad", "keep"],
+        [1, 7, 1000],
+        [True, False],
     ):
         try:
             plans.append(
                 make(
-                    counts, world_size=world, lanes=lanes, batch_size=batch, tail=tail, window=window, shuffle=shuffle, epoch=2
+                    counts,
+                    world_size=world,
+                    lanes=lanes,
+                    batch_size=batch,
+                    tail=tail,
+                    window=window,
+                    shuffle=shuffle,
+                    epoch=2,
                 )
             )
         except PlanError:
@@ -86,7 +99,9 @@ def test_every_rank_has_full_batches_in_every_step() -> None:
 
 
 def test_every_sample_can_be_kept_whatever_the_sizes() -> None:
-    for counts, world, lanes, size in itertools.product([[1], [2], [21], [5, 0, 3]], [1, 2, 3, 4, 8], [None, 24], [3, 6, 1]):
+    for counts, world, lanes, size in itertools.product(
+        [[1], [2], [21], [5, 0, 3]], [1, 2, 3, 4, 8], [None, 24], [3, 6, 1]
+    ):
         if lanes is not None and (size * world) % lanes:
             continue
         plan = make(counts, world_size=world, lanes=lanes, batch_size=size, tail="keep", window=7)
@@ -151,10 +166,16 @@ def test_places_of_a_lane_are_neighbours_in_their_shards() -> None:
 def test_global_batches_are_the_same_for_every_world_size(tail: Any) -> None:
     counts = [37, 5, 61, 8]
     plans = [
-        make(counts, world_size=world, batch_size=16 // world, lanes=8, window=9, tail=tail, epoch=3) for world in (1, 2, 4, 8)
+        make(
+            counts, world_size=world, batch_size=16 // world, lanes=8, window=9, tail=tail, epoch=3
+        )
+        for world in (1, 2, 4, 8)
     ]
     for step in range(plans[0].steps):
-        sets = [sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)[0]) for plan in plans]
+        sets = [
+            sorted(i for rank in range(plan.world_size) for i in batch(plan, rank, step)[0])
+            for plan in plans
+        ]
         assert all(one == sets[0] for one in sets)
 
 
@@ -169,7 +190,10 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 def test_what_is_left_out_changes_from_epoch_to_epoch() -> None:
     for counts in ([103], [50, 53]):
-        left = [frozenset(range(103)) - set(delivered(make(counts, epoch=epoch, window=10))) for epoch in range(8)]
+        left = [
+            frozenset(range(103)) - set(delivered(make(counts, epoch=epoch, window=10)))
+            for epoch in range(8)
+        ]
         assert all(len(one) == 3 for one in left)
         assert len(set(left)) > 4
 
@@ -182,7 +206,10 @@ def test_without_shuffle_the_order_is_file_order() -> None:
 def test_a_golden_order_never_changes() -> None:
     # literal numbers: a change here is a change of everybody's order and needs a new ORDER in plan.py
     plan = make([7, 13, 1], world_size=2, window=6)
-    assert [batch(plan, 0, step)[0] for step in range(plan.steps)] == [[20, 7, 8, 9], [10, 11, 12, 18]]
+    assert [batch(plan, 0, step)[0] for step in range(plan.steps)] == [
+        [20, 7, 8, 9],
+        [10, 11, 12, 18],
+    ]
     assert [batch(plan, 1, step)[0] for step in range(plan.steps)] == [[19, 0, 1, 2], [3, 5, 6, 4]]
 
 
@@ -213,10 +240,14 @@ def test_the_window_mixes_like_a_reservoir_of_the_same_memory() -> None:
 
 
 def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> None:
-    for plan in GRID + [make([100_000], batch_size=b, window=w) for b in (1, 64, 5000) for w in (100, 3000, 50_000)]:
+    for plan in GRID + [
+        make([100_000], batch_size=b, window=w) for b in (1, 64, 5000) for w in (100, 3000, 50_000)
+    ]:
         for lane in range(plan.lane_count):
             first = plan.order(lane, *plan.span(lane, 0))
-            assert len(first) == 0 or first.max() < plan.samples_per_step_per_lane + max(1, plan.window / 10), plan
+            assert len(first) == 0 or first.max() < plan.samples_per_step_per_lane + max(
+                1, plan.window / 10
+            ), plan
 
 
 @pytest.mark.parametrize(
@@ -229,7 +260,9 @@ def test_the_first_batch_is_due_after_a_batch_and_a_tenth_of_the_window() -> Non
         ({"tail": "repeat"}, "tail='repeat': must be one of drop, pad, keep"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_numbers(options: dict[str, Any], words: str) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(PlanError, match=words):
         make([7, 13, 1], **options)
 

@@ -27,7 +27,10 @@ def keys(loader: wt.Loader) -> list[list[str]]:
 
 def numbers(folder: Path, count: int, bad: set[int]) -> Path:
     """A shard with a number in each sample, but for the bad ones."""
-    write_tar(folder / "a.tar", [(f"k{i:04d}", {"val": b"x" if i in bad else b"%d" % i}) for i in range(count)])
+    write_tar(
+        folder / "a.tar",
+        [(f"k{i:04d}", {"val": b"x" if i in bad else b"%d" % i}) for i in range(count)],
+    )
     return folder
 
 
@@ -35,17 +38,29 @@ def numbers(folder: Path, count: int, bad: set[int]) -> Path:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(tmp_path: Path, num_workers: int) -> None:
+def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(
+    tmp_path: Path, num_workers: int
+) -> None:
     folder = numbers(tmp_path / "s", 100, {57})
 
     def loader(**options: Any) -> wt.Loader:
         fields = {"y": wt.number("val")}
-        return wt.Loader(folder, fields, batch_size=10, shuffle=False, on_bad="replace", num_workers=num_workers, **options)
+        return wt.Loader(
+            folder,
+            fields,
+            batch_size=10,
+            shuffle=False,
+            on_bad="replace",
+            num_workers=num_workers,
+            **options,
+        )
 
     strict = loader(max_bad=0.0)
     batches = iter(strict)
     assert len(list(islice(batches, 5))) == 5
-    with pytest.raises(wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_bad=0.0"):
+    with pytest.raises(
+        wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_bad=0.0"
+    ):
         next(batches)
     state, report = strict.state_dict(), strict.report()
     strict.close()
@@ -59,13 +74,17 @@ def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(tmp
 
 
 @pytest.mark.parametrize("at", [1, 10, 95, 99])
-def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(tmp_path: Path, at: int) -> None:
+def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
+    tmp_path: Path, at: int
+) -> None:
     """What the undisturbed run does not survive, the resumed one does not either, at the same batch."""
     bad = {103, 255, 961, 964, 985}
 
     def loader(max_bad: float) -> wt.Loader:
         fields = {"y": wt.number("val")}
-        return wt.Loader(tmp_path, fields, batch_size=10, shuffle=False, on_bad="replace", max_bad=max_bad)
+        return wt.Loader(
+            tmp_path, fields, batch_size=10, shuffle=False, on_bad="replace", max_bad=max_bad
+        )
 
     def given(one: wt.Loader, steps: int | None = None) -> tuple[int, str]:
         count = 0
@@ -87,14 +106,21 @@ def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(tmp_path: 
         assert before + after == whole, max_bad
         assert again.split(" are bad")[0] == why.split(" are bad")[0]
         following = keys(second) if not why else []
-        assert len(following) == (100 if not why else 0)  # the count begins anew with the next epoch
+        assert len(following) == (
+            100 if not why else 0
+        )  # the count begins anew with the next epoch
 
 
 def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
     numbers(tmp_path, 100, {1, 2})
 
     def rank(number: int) -> wt.Loader:
-        options: dict[str, Any] = {"batch_size": 10, "shuffle": False, "on_bad": "replace", "max_bad": 0.05}
+        options: dict[str, Any] = {
+            "batch_size": 10,
+            "shuffle": False,
+            "on_bad": "replace",
+            "max_bad": 0.05,
+        }
         return wt.Loader(tmp_path, {"y": wt.number("val")}, rank=number, world_size=2, **options)
 
     first, second = rank(0), rank(1)
@@ -112,7 +138,9 @@ def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(shards: Path, step: int, device: bool) -> None:
+def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(
+    shards: Path, step: int, device: bool
+) -> None:
     plain, loader = wt.Loader(shards, batch_size=4), wt.Loader(shards, batch_size=4)
     epochs = [[batch["__key__"] for batch in plain.epoch(number)] for number in range(8)]
     given = list[list[str]]()
@@ -131,7 +159,9 @@ def test_set_epoch_within_a_loop_is_for_the_next_and_the_state_is_of_this_one(sh
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(shards: Path, step: int) -> None:
+def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(
+    shards: Path, step: int
+) -> None:
     loader = wt.Loader(shards, batch_size=4)
     for _ in islice(loader, step):
         pass
@@ -163,7 +193,12 @@ INTEGERS = {"int": int, "np.int64": np.int64, "np.uint8": np.uint8, "torch": tor
 def test_integers_of_any_type_mean_the_same_and_states_stay_json(shards: Path, kind: str) -> None:
     of = INTEGERS[kind]
     plain = wt.Loader(shards, batch_size=4, seed=3, shuffle_buffer=9, lanes=2)
-    options: dict[str, Any] = {"batch_size": of(4), "seed": of(3), "shuffle_buffer": of(9), "lanes": of(2)}
+    options: dict[str, Any] = {
+        "batch_size": of(4),
+        "seed": of(3),
+        "shuffle_buffer": of(9),
+        "lanes": of(2),
+    }
     loader = wt.Loader(shards, rank=of(0), world_size=of(1), num_workers=of(0), **options)
     loader.set_epoch(of(2))
     assert keys(loader) == [batch["__key__"] for batch in plain.epoch(2)]
@@ -177,12 +212,20 @@ def test_integers_of_any_type_mean_the_same_and_states_stay_json(shards: Path, k
     assert keys(loader) == [batch["__key__"] for batch in plain.epoch(5, start=1)]
 
 
-@pytest.mark.parametrize("name", ["seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit"])
+@pytest.mark.parametrize(
+    "name", ["seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit"]
+)
 @pytest.mark.parametrize("value", [1.0, True, "1", np.float64(1), [1], float("nan")])
-def test_what_is_no_integer_is_refused_with_the_value(shards: Path, tmp_path: Path, name: str, value: Any) -> None:
+def test_what_is_no_integer_is_refused_with_the_value(
+    shards: Path, tmp_path: Path, name: str, value: Any
+) -> None:
     if name == "cache_limit" and value == "1":
         return  # sizes may be written
-    options = {name: value} | ({"world_size": 1} if name == "rank" else {}) | {"cache_dir": tmp_path / "cache"}
+    options = (
+        {name: value}
+        | ({"world_size": 1} if name == "rank" else {})
+        | {"cache_dir": tmp_path / "cache"}
+    )
     with pytest.raises(wt.UsageError, match=f"^{name}=.*: must be an integer"):
         wt.Loader(shards, **{"batch_size": 4, **options})
     with pytest.raises(wt.UsageError, match=r"^epoch=.*: must be an integer >= 0\."):
@@ -203,7 +246,9 @@ def test_what_is_no_integer_is_refused_with_the_value(shards: Path, tmp_path: Pa
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
-def test_what_is_no_number_is_refused_in_words(shards: Path, options: dict[str, Any], words: str) -> None:
+def test_what_is_no_number_is_refused_in_words(
+    shards: Path, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(wt.UsageError, match=words):
         wt.Loader(shards, **{"batch_size": 4, **options})
 
@@ -219,7 +264,9 @@ def test_a_wrong_epoch_is_refused_where_it_is_said(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1.0, True, None, "1"])
-def test_seeds_are_integers_wherever_something_is_drawn(shards: Path, tmp_path: Path, seed: Any) -> None:
+def test_seeds_are_integers_wherever_something_is_drawn(
+    shards: Path, tmp_path: Path, seed: Any
+) -> None:
     samples = [{"__key__": str(i), "txt": b"x"} for i in range(3)]
     for call in (
         lambda: wt.pack(samples, tmp_path / "out", seed=seed),
@@ -246,7 +293,9 @@ WEIGHTS = [
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_that_are_no_weights_are_refused(shards: Path, weights: Any) -> None:
-    with pytest.raises(wt.UsageError, match=r"weights=.*: each of the sources a, b needs one above 0"):
+    with pytest.raises(
+        wt.UsageError, match=r"weights=.*: each of the sources a, b needs one above 0"
+    ):
         wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
 
 
@@ -269,18 +318,33 @@ COPIES: dict[str, Callable[[wt.Loader], wt.Loader]] = {
 
 @pytest.fixture(params=["one set", "mixture"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    sets = {name: write_shards(tmp_path / name, counts) for name, counts in (("a", [7, 13, 1]), ("b", [30]))}
+    sets = {
+        name: write_shards(tmp_path / name, counts)
+        for name, counts in (("a", [7, 13, 1]), ("b", [30]))
+    }
 
     def made(**options: Any) -> wt.Loader:
-        given: dict[str, Any] = {"fields": {"label": wt.label()}, "batch_size": 4, "seed": 5, "shuffle_buffer": 9, **options}
-        return wt.Loader(sets["a"], **given) if request.param == "one set" else wt.mix(sets, weights={"a": 2, "b": 1}, **given)
+        given: dict[str, Any] = {
+            "fields": {"label": wt.label()},
+            "batch_size": 4,
+            "seed": 5,
+            "shuffle_buffer": 9,
+            **options,
+        }
+        return (
+            wt.Loader(sets["a"], **given)
+            if request.param == "one set"
+            else wt.mix(sets, weights={"a": 2, "b": 1}, **given)
+        )
 
     return made
 
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_copy_of_a_loader_is_a_fresh_one_at_its_position(make: Make, how: str, num_workers: int) -> None:
+def test_a_copy_of_a_loader_is_a_fresh_one_at_its_position(
+    make: Make, how: str, num_workers: int
+) -> None:
     whole = keys(make())
     loader = make(num_workers=num_workers)
     untouched = COPIES[how](loader)
@@ -296,8 +360,12 @@ def test_a_copy_of_a_loader_is_a_fresh_one_at_its_position(make: Make, how: str,
         one.close()
 
 
-def test_a_copy_has_the_rank_and_the_settings_of_its_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = wt.Loader(shards, batch_size=4, rank=1, world_size=2, tail="pad", on_bad="replace", max_bad=0.5)
+def test_a_copy_has_the_rank_and_the_settings_of_its_loader(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = wt.Loader(
+        shards, batch_size=4, rank=1, world_size=2, tail="pad", on_bad="replace", max_bad=0.5
+    )
     sent = pickle.dumps(loader)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -306,12 +374,17 @@ def test_a_copy_has_the_rank_and_the_settings_of_its_loader(shards: Path, monkey
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("begun", [False, True])
-def test_a_pass_cannot_be_copied_and_says_that_its_loader_can(shards: Path, how: Callable[[Any], Any], begun: bool) -> None:
+def test_a_pass_cannot_be_copied_and_says_that_its_loader_can(
+    shards: Path, how: Callable[[Any], Any], begun: bool
+) -> None:
     loader = wt.Loader(shards, batch_size=4)
     batches = iter(loader)
     if begun:
         next(batches)
-    with pytest.raises(wt.UsageError, match=r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)"):
+    with pytest.raises(
+        wt.UsageError,
+        match=r"cannot be pickled or copied.*Pickle the loader, or save loader\.state_dict\(\)",
+    ):
         how(batches)
     assert next(batches)
     loader.close()

@@ -36,20 +36,28 @@ class Waits:
         number = int(sample["cls"])
         if number % SIZE == 0:
             (self.folder / str(number // SIZE)).touch()
-        if number == STUCK * SIZE and not (self.folder / "others").exists():  # the next epoch is begun, too
+        if (
+            number == STUCK * SIZE and not (self.folder / "others").exists()
+        ):  # the next epoch is begun, too
             end = time.monotonic() + 20
             while not (self.folder / str(LATER)).exists() and time.monotonic() < end:
                 time.sleep(0.01)
-            (self.folder / "others").write_text(" ".join(sorted(one.name for one in self.folder.iterdir())))
+            (self.folder / "others").write_text(
+                " ".join(sorted(one.name for one in self.folder.iterdir()))
+            )
         return {"number": number}
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="before 2.7 torch gives tasks in turn")
-def test_a_batch_that_takes_long_holds_no_other_worker_back_and_all_come_in_order(tmp_path: Path) -> None:
+def test_a_batch_that_takes_long_holds_no_other_worker_back_and_all_come_in_order(
+    tmp_path: Path,
+) -> None:
     write_shards(tmp_path / "s", [12 * SIZE])
     notes = tmp_path / "notes"
     notes.mkdir()
-    loader = wt.Loader(tmp_path / "s", transform=Waits(notes), batch_size=SIZE, num_workers=2, shuffle=False)
+    loader = wt.Loader(
+        tmp_path / "s", transform=Waits(notes), batch_size=SIZE, num_workers=2, shuffle=False
+    )
     numbers = [number for batch in loader for number in batch["number"].tolist()]
     loader.close()
     assert numbers == list(range(12 * SIZE))
@@ -71,7 +79,9 @@ def put_all(queue: Any, texts: list[bytes]) -> None:
         queue.put(text)
 
 
-def test_as_many_messages_as_may_be_under_way_are_put_without_anybody_who_reads(context: Any) -> None:
+def test_as_many_messages_as_may_be_under_way_are_put_without_anybody_who_reads(
+    context: Any,
+) -> None:
     queue = context.Queue()
     queue.put(b"the first, by the thread")
     assert queue.get(timeout=20) == b"the first, by the thread"
@@ -166,7 +176,9 @@ def test_no_more_batches_are_begun_than_may_be_in_flight(tmp_path: Path, workers
     """Batches of 130 samples travel one by one. The loop takes some and waits until nothing is begun any more."""
     size, batches = 130, 40
     shards, file = write_shards(tmp_path / "shards", [size * batches]), tmp_path / "begun"
-    with closing(wt.Loader(shards, transform=Begun(file), batch_size=size, num_workers=workers)) as loader:
+    with closing(
+        wt.Loader(shards, transform=Begun(file), batch_size=size, num_workers=workers)
+    ) as loader:
         given = loader.epoch(0, until=1)
         for taken in range(1, 4):
             next(given)

@@ -53,7 +53,9 @@ def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path
     write_class_folder(tmp_path / "in", {"a": 150, "b": 90}, "jpg")
     write_class_folder(tmp_path / "bad", {"a": 3}, "jpg")
     (tmp_path / "bad" / "a" / "001.jpg").write_text("no picture")
-    done = subprocess.run([sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE], cwd=tmp_path, capture_output=True, text=True, timeout=150
+    )
     assert done.returncode == 0, done.stderr
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     assert (told["nodes"], told["left"], told["samples"]) == (2, 1, 240)

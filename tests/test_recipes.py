@@ -40,7 +40,12 @@ def index_of(*labels: Label) -> Index:
 
 def test_a_task_is_told_by_the_labels_and_can_be_told_otherwise() -> None:
     task = Task.of(index_of(KIND, TWO, TAGS, LIGHT), "kind,two,tags,light")
-    assert [(head.kind, head.outputs) for head in task.heads] == [("class", 3), ("binary", 1), ("multi", 3), ("number", 1)]
+    assert [(head.kind, head.outputs) for head in task.heads] == [
+        ("class", 3),
+        ("binary", 1),
+        ("multi", 3),
+        ("number", 1),
+    ]
     assert task.outputs == 8
     assert Task.of(index_of(TWO), "two:class").heads[0].outputs == 2
     assert Task.of(index_of(TWO), "two:number").heads[0].kind == "number"
@@ -58,7 +63,9 @@ def test_a_task_is_told_by_the_labels_and_can_be_told_otherwise() -> None:
         ("light,light", "names a label twice"),
     ],
 )
-def test_a_label_that_cannot_be_learnt_so_is_refused_with_what_it_can_be(asked: str, words: str) -> None:
+def test_a_label_that_cannot_be_learnt_so_is_refused_with_what_it_can_be(
+    asked: str, words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         Task.of(index_of(KIND, LIGHT), asked)
 
@@ -70,22 +77,33 @@ def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_ar
     weights = torch.tensor([0.5, 1.0, 2.0])
     head = Head(KIND, "class")
     ours = head.losses(outputs, targets, smoothing=0.1)
-    torch.testing.assert_close(ours.mean(), nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1))
+    torch.testing.assert_close(
+        ours.mean(), nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+    )
     weighted = head.losses(outputs, targets, weights=weights)
-    parts = [head.losses(outputs[part], targets[part], weights=weights).mean() for part in (slice(0, 6), slice(6, 12))]
+    parts = [
+        head.losses(outputs[part], targets[part], weights=weights).mean()
+        for part in (slice(0, 6), slice(6, 12))
+    ]
     torch.testing.assert_close(weighted.mean(), torch.stack(parts).mean())
     two = Head(TWO, "binary")
     hard = two.losses(outputs[:, :1], targets.clamp(max=1))
     soft = two.losses(outputs[:, :1], nn.functional.one_hot(targets.clamp(max=1), 2).float())
     torch.testing.assert_close(hard, soft)
     torch.testing.assert_close(
-        hard, nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets.clamp(max=1).float(), reduction="none")
+        hard,
+        nn.functional.binary_cross_entropy_with_logits(
+            outputs[:, 0], targets.clamp(max=1).float(), reduction="none"
+        ),
     )
     tags = nn.functional.one_hot(targets, 3).float()
     several = Head(TAGS, "multi").losses(outputs, tags).mean()
-    torch.testing.assert_close(several, nn.functional.binary_cross_entropy_with_logits(outputs, tags))
     torch.testing.assert_close(
-        Head(LIGHT, "number").losses(outputs[:, :1], tags[:, 0]).mean(), nn.functional.mse_loss(outputs[:, 0], tags[:, 0])
+        several, nn.functional.binary_cross_entropy_with_logits(outputs, tags)
+    )
+    torch.testing.assert_close(
+        Head(LIGHT, "number").losses(outputs[:, :1], tags[:, 0]).mean(),
+        nn.functional.mse_loss(outputs[:, 0], tags[:, 0]),
     )
 
 
@@ -101,9 +119,16 @@ def test_weights_of_classes_make_rare_ones_count_as_much_as_frequent_ones() -> N
 
 def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() -> None:
     torch.manual_seed(0)
-    task = Task((Head(KIND, "class"), Head(TWO, "binary"), Head(TAGS, "multi"), Head(LIGHT, "number")))
+    task = Task(
+        (Head(KIND, "class"), Head(TWO, "binary"), Head(TAGS, "multi"), Head(LIGHT, "number"))
+    )
     outputs = torch.randn(100, task.outputs)
-    targets = [torch.randint(0, 3, (100,)), torch.randint(0, 2, (100,)), (torch.rand(100, 3) > 0.5).float(), torch.randn(100)]
+    targets = [
+        torch.randint(0, 3, (100,)),
+        torch.randint(0, 2, (100,)),
+        (torch.rand(100, 3) > 0.5).float(),
+        torch.randn(100),
+    ]
     scores = Scores(task, torch.device("cpu"))
     for rows in torch.arange(100).split([1, 40, 0, 59]):
         own = [target[rows] for target in targets]
@@ -119,7 +144,9 @@ def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() 
     ]
     assert found["two/auroc"] == pytest.approx(roc_auc_score(true[1], two[:, 0]), abs=1e-3)
     assert found["tags/accuracy"] == pytest.approx(((tags > 0) == true[2]).mean())
-    assert found["tags/auroc"] == pytest.approx(roc_auc_score(true[2], tags, average="macro"), abs=1e-3)
+    assert found["tags/auroc"] == pytest.approx(
+        roc_auc_score(true[2], tags, average="macro"), abs=1e-3
+    )
     assert found["light/mse"] == pytest.approx(((light[:, 0] - true[3]) ** 2).mean(), rel=1e-5)
     assert found["light/mae"] == pytest.approx(np.abs(light[:, 0] - true[3]).mean(), rel=1e-5)
     assert found["light/r2"] == pytest.approx(r2_score(true[3], light[:, 0]), rel=1e-4)
@@ -187,12 +214,19 @@ def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
 @pytest.mark.parametrize("part", [0.3, 1.0])
 def test_each_change_of_a_policy_is_that_of_torchvision(name: str, part: float) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3)).astype(np.uint8)
-    theirs = {"colour": "Color", "autocontrast": "AutoContrast", "shear x": "ShearX", "shear y": "ShearY"}
+    theirs = {
+        "colour": "Color",
+        "autocontrast": "AutoContrast",
+        "shear x": "ShearX",
+        "shear y": "ShearY",
+    }
     called = theirs.get(name) or name.title().replace(" ", "")
     magnitude = augment_policies._WIDE[name](part)
     for sign in (1, -1) if name in augment_policies._SIGNED else (1,):
         ours = augment_policies.change(Image.fromarray(pixels), name, sign * magnitude)
-        other = _apply_op(Image.fromarray(pixels), called, sign * magnitude, InterpolationMode.NEAREST, None)
+        other = _apply_op(
+            Image.fromarray(pixels), called, sign * magnitude, InterpolationMode.NEAREST, None
+        )
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
 
 
@@ -222,7 +256,9 @@ def test_weights_of_a_file_are_taken_but_for_a_last_layer_of_another_shape(tmp_p
     torch.save(pretrained.state_dict(), tmp_path / "resnet18.pth")
     model = build("resnet18", 5, 64)
     assert begin_with(model, str(tmp_path / "resnet18.pth")) == ["fc.weight", "fc.bias"]
-    torch.testing.assert_close(model.state_dict()["conv1.weight"], pretrained.state_dict()["conv1.weight"])
+    torch.testing.assert_close(
+        model.state_dict()["conv1.weight"], pretrained.state_dict()["conv1.weight"]
+    )
     with pytest.raises(UsageError, match="are of another model: .* is missing; .* more"):
         begin_with(build("mobilenet_v3_small", 5, 64), str(tmp_path / "resnet18.pth"))
     with pytest.raises(UsageError, match="cannot be read"):
@@ -235,7 +271,10 @@ def test_weights_of_a_file_are_taken_but_for_a_last_layer_of_another_shape(tmp_p
 def test_frozen_layers_do_not_learn_and_keep_the_means_of_their_norms() -> None:
     model = build("resnet18", 5, 64)
     freeze(model)
-    assert {name for name, weight in model.named_parameters() if weight.requires_grad} == {"fc.weight", "fc.bias"}
+    assert {name for name, weight in model.named_parameters() if weight.requires_grad} == {
+        "fc.weight",
+        "fc.bias",
+    }
     train_mode(model)
     before = model.state_dict()["bn1.running_mean"].clone()
     model(torch.randn(4, 3, 64, 64))
@@ -257,7 +296,9 @@ def test_the_last_layer_is_found_in_models_of_every_make() -> None:
 
 
 @pytest.mark.parametrize("ending", ["toml", "yaml"])
-def test_a_file_of_options_is_read_and_what_it_does_not_know_is_refused_with_the_nearest(tmp_path: Path, ending: str) -> None:
+def test_a_file_of_options_is_read_and_what_it_does_not_know_is_refused_with_the_nearest(
+    tmp_path: Path, ending: str
+) -> None:
     path = tmp_path / f"recipe.{ending}"
     texts = {
         "toml": "epochs = 3\nlabel-smoothing = 0.1\n[data]\ntrain = 'x'\n",

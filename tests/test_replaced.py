@@ -23,7 +23,14 @@ def content(number: int, size: int) -> bytes:
 
 
 def put(
-    folder: Path, first: int, sizes: list[int], *, at: int, kind: str = "ustar", long: str = "", keys: int | None = None
+    folder: Path,
+    first: int,
+    sizes: list[int],
+    *,
+    at: int,
+    kind: str = "ustar",
+    long: str = "",
+    keys: int | None = None,
 ) -> None:
     """A tar in which sample k<n> holds its number over and over; all of these tars have one size.
 
@@ -45,7 +52,11 @@ def put(
 
 def given(loader: wt.Loader) -> dict[str, bytes]:
     with closing(loader):
-        return {key: text for batch in loader for key, text in zip(batch["__key__"], batch["txt"], strict=True)}
+        return {
+            key: text
+            for batch in loader
+            for key, text in zip(batch["__key__"], batch["txt"], strict=True)
+        }
 
 
 @pytest.fixture
@@ -61,9 +72,15 @@ def server(request: pytest.FixtureRequest, www: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_what_is_remembered_of_a_shard_is_not_believed_of_another(server: Served, www: Path, cached: bool) -> None:
+def test_what_is_remembered_of_a_shard_is_not_believed_of_another(
+    server: Served, www: Path, cached: bool
+) -> None:
     options = {"cache_dir": www.parent / "cache"} if cached else {}
-    for at, first, sizes in ((1, 0, [100, 200, 300]), (2, 50, [300, 100, 200]), (2, 50, [300, 100, 200])):
+    for at, first, sizes in (
+        (1, 0, [100, 200, 300]),
+        (2, 50, [300, 100, 200]),
+        (2, 50, [300, 100, 200]),
+    ):
         put(www, first, sizes, at=at)
         found = given(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
         assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
@@ -75,15 +92,24 @@ def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
     server: Served, www: Path, cached: bool, sizes: list[int]
 ) -> None:
     put(www, 0, [100, 200, 300], at=1)
-    loader = wt.Loader(f"{server.url}/a.tar", batch_size=3, **({"cache_dir": www.parent / "cache"} if cached else {}))
+    loader = wt.Loader(
+        f"{server.url}/a.tar",
+        batch_size=3,
+        **({"cache_dir": www.parent / "cache"} if cached else {}),
+    )
     put(www, 50, sizes, at=2)
-    with pytest.raises(ShardError, match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again"):
+    with pytest.raises(
+        ShardError,
+        match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again",
+    ):
         given(loader)
 
 
 @pytest.mark.parametrize("says", ["strong", "weak", "modified"])
 @pytest.mark.parametrize("closed", [False, True])
-def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(www: Path, says: str, closed: bool) -> None:
+def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(
+    www: Path, says: str, closed: bool
+) -> None:
     """Of a set with an index that has no checksums."""
     put(www, 0, [100, 200, 300], at=1)
     wt.index(www)
@@ -106,7 +132,10 @@ def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, lo
     put(www, 7, [0, 1, 511, 512, 513, 70_000, 200_000], at=1, kind=kind, long=long)
     with serving(www, says="nothing") as served:
         found = given(wt.Loader(f"{served.url}/a.tar", batch_size=2, tail="keep"))
-    assert found == {f"{long}k{n}": content(n, size) for n, size in enumerate([0, 1, 511, 512, 513, 70_000, 200_000], 7)}
+    assert found == {
+        f"{long}k{n}": content(n, size)
+        for n, size in enumerate([0, 1, 511, 512, 513, 70_000, 200_000], 7)
+    }
 
 
 def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
@@ -114,7 +143,9 @@ def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
     with serving(www, says="modified") as served:
         for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):
             put(www, first, sizes, at=4_000_000_000)  # never older than the answer
-            found = given(wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache"))
+            found = given(
+                wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache")
+            )
             assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
 
 
@@ -133,5 +164,9 @@ def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> N
 
     with serving(www, faults=[answer] * 100) as served:
         for name, first in (("x", 0), ("y", 50)):
-            found = given(wt.Loader(f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"))
+            found = given(
+                wt.Loader(
+                    f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"
+                )
+            )
             assert found == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}

@@ -95,9 +95,16 @@ print(json.dumps(sizes))
 
 @pytest.mark.alone
 @pytest.mark.parametrize("workers", [0, 2])
-def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(tmp_path: Path, workers: int) -> None:
+def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
+    tmp_path: Path, workers: int
+) -> None:
     folder = blobs(tmp_path, shards=4, samples=600, size=6000)
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(folder), str(workers)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(folder), str(workers)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     sizes = json.loads(done.stdout)
     assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
 
@@ -143,8 +150,12 @@ def unshared(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here says what is shared")
-def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here says what is shared"
+)
+def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(
+    tmp_path: Path,
+) -> None:
     folder = blobs(tmp_path, shards=1, samples=20, size=100)
 
     def collecting(sample: dict[str, Any]) -> dict[str, int]:
@@ -152,13 +163,17 @@ def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(tmp
         gc.collect()
         return {"more": unshared(os.getpid()) - before}
 
-    loader = wt.Loader(folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork")
+    loader = wt.Loader(
+        folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork"
+    )
     grown = int(sum(batch["more"].sum() for batch in loader))
     loader.close()
     assert grown < 4_000_000  # 30 MB and more otherwise: what torch and the others brought
 
 
-def test_a_resume_reads_no_more_at_the_end_than_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = wt.index(blobs(tmp_path, shards=4, samples=1000, size=4000))
     reads: list[int] = []
     original = LocalFile.read_into
@@ -196,17 +211,28 @@ def test_nothing_is_named_in_shared_memory(shards: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     loader = wt.Loader(shards, {"label": wt.label()}, batch_size=2, num_workers=2)
     for _ in loader:
-        assert {name for name in set(os.listdir("/dev/shm")) - before if "wdstrain" in name or "torch" in name} == set()
+        assert {
+            name
+            for name in set(os.listdir("/dev/shm")) - before
+            if "wdstrain" in name or "torch" in name
+        } == set()
     loader.close()
 
 
 @pytest.mark.slow
-def test_a_container_with_64_mb_of_dev_shm_is_enough(tmp_path: Path, in_small_shm: Callable[..., str]) -> None:
+def test_a_container_with_64_mb_of_dev_shm_is_enough(
+    tmp_path: Path, in_small_shm: Callable[..., str]
+) -> None:
     folder = tmp_path / "pictures"
     rng = np.random.default_rng(0)
     made: list[Sample] = []
     for i in range(64):
-        made.append((f"s{i:03d}", {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))}))
+        made.append(
+            (
+                f"s{i:03d}",
+                {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))},
+            )
+        )
     write_tar(folder / "a.tar", made)
     code = """
 import sys, wdstrain as wt
@@ -229,8 +255,21 @@ def in_small_shm() -> Callable[..., str]:
 
     def run(code: str, *words: str) -> str:
         inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
-        command = ["unshare", "--mount", "sh", "-c", inner, "sh", sys.executable, "-c", code, *words]
-        probe = subprocess.run(["unshare", "--mount", "sh", "-c", inner, "sh", "true"], capture_output=True, text=True)
+        command = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            inner,
+            "sh",
+            sys.executable,
+            "-c",
+            code,
+            *words,
+        ]
+        probe = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", inner, "sh", "true"], capture_output=True, text=True
+        )
         if probe.returncode:
             pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
         done = subprocess.run(command, capture_output=True, text=True)

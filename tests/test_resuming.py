@@ -64,7 +64,15 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of 90 pictures of three classes, a fifth of them for validation."""
     folder = tmp_path_factory.mktemp("pets")
     write_class_folder(folder / "png", {"cat": 30, "dog": 30, "eel": 30})
-    words = ["convert", "folder", str(folder / "png"), str(folder / "shards"), "--split", "train=0.8,val=0.2", "--stratify"]
+    words = [
+        "convert",
+        "folder",
+        str(folder / "png"),
+        str(folder / "shards"),
+        "--split",
+        "train=0.8,val=0.2",
+        "--stratify",
+    ]
     assert main(words) == 0
     return folder / "shards"
 
@@ -79,20 +87,29 @@ def undisturbed(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, undisturbed: Path) -> None:
     """Weights, the average of them, the optimiser's state, metrics and lines are equal, but for the seconds."""
-    ours, theirs = (read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, undisturbed))
+    ours, theirs = (
+        read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, undisturbed)
+    )
     for name in ("model", "raw"):
         assert list(ours[name]) == list(theirs[name])
         for key, value in theirs[name].items():
             assert torch.equal(ours[name][key], value), f"{name}: {key}"
-    for one, other in zip(ours["optimiser"]["state"].values(), theirs["optimiser"]["state"].values(), strict=True):
+    for one, other in zip(
+        ours["optimiser"]["state"].values(), theirs["optimiser"]["state"].values(), strict=True
+    ):
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
-    assert [timeless(line) for line in ours["history"]] == [timeless(line) for line in theirs["history"]]
+    assert [timeless(line) for line in ours["history"]] == [
+        timeless(line) for line in theirs["history"]
+    ]
     lines = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (out, undisturbed)
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (out, undisturbed)
     ]
     assert lines[0] == ours["history"]
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
-    assert [(line["epoch"], line["step"]) for line in steps] == sorted({(line["epoch"], line["step"]) for line in steps})
+    assert [(line["epoch"], line["step"]) for line in steps] == sorted(
+        {(line["epoch"], line["step"]) for line in steps}
+    )
     assert not [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
 
 
@@ -111,12 +128,23 @@ def timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def words_of(pets: Path, out: Path) -> list[str]:
-    return [sys.executable, "-m", "wdstrain", "train", str(pets), "--out", str(out), *flags(OPTIONS)]
+    return [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "train",
+        str(pets),
+        "--out",
+        str(out),
+        *flags(OPTIONS),
+    ]
 
 
 def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:
     """A training process, when it has come so far."""
-    process = subprocess.Popen(words_of(pets, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words_of(pets, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not is_time() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -138,7 +166,11 @@ def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint
         "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from wdstrain.cli import main; main(sys.argv[1:])"
     )
-    killed = subprocess.run([sys.executable, "-c", code, "train", *RESUME, "--out", str(out)], capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", code, "train", *RESUME, "--out", str(out)],
+        capture_output=True,
+        text=True,
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
     assert position(out) == before
@@ -182,7 +214,9 @@ def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signa
     assert raised.value.status == 128 + number
 
 
-@pytest.mark.parametrize(("title", "done"), [("epoch 1/2", 2), ("epoch 1/2", 9), ("validating", 1), ("epoch 2/2", 8)])
+@pytest.mark.parametrize(
+    ("title", "done"), [("epoch 1/2", 2), ("epoch 1/2", 9), ("validating", 1), ("epoch 2/2", 8)]
+)
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
     pets: Path, undisturbed: Path, tmp_path: Path, title: str, done: int
 ) -> None:
@@ -191,9 +225,16 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
     same(tmp_path / "run", undisturbed)
 
 
-def test_a_run_goes_on_with_other_workers_and_ends_where_it_would_have(pets: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_workers_and_ends_where_it_would_have(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     stopped_at(pets, tmp_path / "run", "epoch 2/2", 4, signal.SIGINT)
-    train(str(pets), tmp_path / "run", resume=True, **{**OPTIONS, "num_workers": 2, "checkpoint_every": 0, "keep": 1})
+    train(
+        str(pets),
+        tmp_path / "run",
+        resume=True,
+        **{**OPTIONS, "num_workers": 2, "checkpoint_every": 0, "keep": 1},
+    )
     same(tmp_path / "run", undisturbed)
 
 
@@ -210,7 +251,9 @@ def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
     assert [line["epoch"] for line in more.epochs] == [0, 1]
 
 
-def test_a_folder_without_a_checkpoint_is_started_with_resume(pets: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_started_with_resume(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
     same(tmp_path / "run", undisturbed)
 
@@ -223,30 +266,58 @@ def test_a_folder_without_a_checkpoint_is_started_with_resume(pets: Path, undist
         ({"batch_size": 4}, "batch_size was 8, is 4"),
     ],
 )
-def test_another_run_is_not_gone_on_with(pets: Path, undisturbed: Path, other: dict[str, Any], words: str) -> None:
-    before = sorted(path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock")
+def test_another_run_is_not_gone_on_with(
+    pets: Path, undisturbed: Path, other: dict[str, Any], words: str
+) -> None:
+    before = sorted(
+        path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock"
+    )
     with pytest.raises(UsageError, match=words):
         train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
-    assert sorted(path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock") == before
+    assert (
+        sorted(path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock")
+        == before
+    )
 
 
 def test_other_data_and_another_model_of_the_same_name_are_refused(
     pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
-    assert main(["convert", "folder", str(tmp_path / "png"), str(tmp_path / "shards"), "--split", "train=0.8,val=0.2"]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "folder",
+                str(tmp_path / "png"),
+                str(tmp_path / "shards"),
+                "--split",
+                "train=0.8,val=0.2",
+            ]
+        )
+        == 0
+    )
     with pytest.raises(UsageError, match="the validation data are others"):
         train(str(tmp_path / "shards"), undisturbed, resume=True, **OPTIONS)
     with pytest.raises(UsageError, match="another order: data was"):
-        train(f"{tmp_path}/shards/train-*.tar", undisturbed, val=f"{pets}/val-*.tar", resume=True, **OPTIONS)
+        train(
+            f"{tmp_path}/shards/train-*.tar",
+            undisturbed,
+            val=f"{pets}/val-*.tar",
+            resume=True,
+            **OPTIONS,
+        )
     monkeypatch.setattr(
-        "tests.test_resuming.dropping", lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs))
+        "tests.test_resuming.dropping",
+        lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs)),
     )
     with pytest.raises(UsageError, match="the checkpoint is of another model: .*Unexpected key"):
         train(str(pets), undisturbed, resume=True, **OPTIONS)
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(pets: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     stopped_at(pets, out, "epoch 2/2", 6)
     for name in ("last.pt", sorted(os.listdir(out / "checkpoints"))[-1]):
@@ -273,12 +344,17 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_last_one_is_an_erro
     train(str(pets), tmp_path / "run", tell=seen, **{**OPTIONS, "epochs": 1})
     assert (
         sum(
-            "cannot be written (No space left on device). Those before it are whole. Training goes on." in line
+            "cannot be written (No space left on device). Those before it are whole. Training goes on."
+            in line
             for line in seen.lines
         )
         == 2
     )
-    monkeypatch.setattr(checkpoints, "publish", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        checkpoints,
+        "publish",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     from wdstrain.errors import StorageError
 
     with pytest.raises(StorageError, match="No space left on device"):
@@ -294,15 +370,21 @@ def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) 
     assert len(done.epochs) == 2
 
 
-def test_checkpoints_are_written_by_the_clock_too(pets: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_checkpoints_are_written_by_the_clock_too(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
     train(str(pets), tmp_path / "run", **options)
-    steps = [f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)]  # where steps of the optimiser end
+    steps = [
+        f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)
+    ]  # where steps of the optimiser end
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
     same(tmp_path / "run", undisturbed)
 
 
-def test_a_checkpoint_of_another_format_is_said_to_be_one(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_said_to_be_one(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
     torch.save({**state, "format": 0}, tmp_path / "old.pt")
     with pytest.raises(UsageError, match="its format is 0, this one reads 1"):
@@ -317,9 +399,15 @@ def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_c
 ) -> None:
     out = tmp_path / "run"
     words = [*words_of(pets, out), "--num-workers", "1"]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 60
-    while not (out / "checkpoints" / "step-00000002.pt").exists() and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (out / "checkpoints" / "step-00000002.pt").exists()
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGTERM)
     _, said = process.communicate(timeout=60)
@@ -335,7 +423,10 @@ def test_a_run_goes_on_beside_other_files_of_nobody(pets: Path, tmp_path: Path) 
     for how in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(UsageError, match="holds other files than those of a run"):
             train(str(pets), tmp_path, **how, **OPTIONS)
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["checkpoints", "checkpoints/mine.txt"]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "checkpoints",
+        "checkpoints/mine.txt",
+    ]
 
 
 def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
@@ -356,21 +447,40 @@ def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: P
     assert len(names) == 5
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(pets: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(
+    pets: Path, tmp_path: Path
+) -> None:
     from wdstrain.errors import WdstrainError
 
-    options = {**OPTIONS, "lr": 1e30, "clip": 0.0, "schedule": "constant", "warmup": 0.0, "checkpoint_every": 0}
-    with pytest.raises(WdstrainError, match="the loss is not a number any more at step .* of epoch 1/2. Lower --lr"):
+    options = {
+        **OPTIONS,
+        "lr": 1e30,
+        "clip": 0.0,
+        "schedule": "constant",
+        "warmup": 0.0,
+        "checkpoint_every": 0,
+    }
+    with pytest.raises(
+        WdstrainError, match="the loss is not a number any more at step .* of epoch 1/2. Lower --lr"
+    ):
         train(str(pets), tmp_path / "run", **options)
-    assert not [name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.endswith(".pt")]
+    assert not [
+        name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.endswith(".pt")
+    ]
 
 
 @pytest.mark.parametrize("requests", [40, 57, 75])
 def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_same_bits(
-    requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    requests: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bits = random.Random(0)
-    rows = ({"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)} for n in range(72))
+    rows = (
+        {"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)}
+        for n in range(72)
+    )
     wt.pack(rows, tmp_path / "shards", shard_samples=24)
     options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0}
     train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
@@ -384,7 +494,10 @@ def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_sam
         at = position(out)
         assert at["step"] > 0
         said = capsys.readouterr().err
-        assert f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written; resume goes on from it." in said
+        assert (
+            f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written; resume goes on from it."
+            in said
+        )
         assert re.search("gave no byte .* status 503", said)
         server.faults.clear()
         monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
@@ -393,8 +506,13 @@ def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_sam
     same(out, tmp_path / "undisturbed")
 
 
-def test_a_validation_whose_server_goes_away_is_done_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wt.pack(({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24)), tmp_path / "shards")
+def test_a_validation_whose_server_goes_away_is_done_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wt.pack(
+        ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24)),
+        tmp_path / "shards",
+    )
     urls, options = str(tmp_path / "shards"), {**OPTIONS, "checkpoint_every": 0, "epochs": 1}
     train(urls, tmp_path / "undisturbed", val=urls, **options)
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")

@@ -11,13 +11,24 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score, mean_absolute_error, mean_squared_error, r2_score, roc_auc_score
+from sklearn.metrics import (
+    accuracy_score,
+    f1_score,
+    mean_absolute_error,
+    mean_squared_error,
+    r2_score,
+    roc_auc_score,
+)
 
 import wdstrain as wt
 
 Array = npt.NDArray[Any]
 CLASSES = ("a", "b", "c", "d")
-QUIET: dict[str, Any] = {"epochs": 1, "batch_size": 16, "lr": 1e-30}  # so small that nothing is learnt
+QUIET: dict[str, Any] = {
+    "epochs": 1,
+    "batch_size": 16,
+    "lr": 1e-30,
+}  # so small that nothing is learnt
 
 
 class Same(torch.nn.Module):
@@ -31,7 +42,14 @@ class Same(torch.nn.Module):
         return values * self.scale
 
 
-def packed(out: Path, outputs: Array, values: list[Any], kind: str, classes: tuple[str, ...] = CLASSES, **options: Any) -> Path:
+def packed(
+    out: Path,
+    outputs: Array,
+    values: list[Any],
+    kind: str,
+    classes: tuple[str, ...] = CLASSES,
+    **options: Any,
+) -> Path:
     """A set whose arrays are what `Same` says of them. values: the label of each sample, by the kind."""
     labels = [wt.Label("y", kind, "json", "y", classes if kind != "number" else ())]
     samples = (
@@ -58,10 +76,14 @@ def scored(
 
 
 @pytest.mark.parametrize("there", [("a", "b", "c", "d"), ("a", "c", "d"), ("a", "b"), ("c",)])
-def test_classes_that_no_sample_has_are_left_out_of_means(tmp_path: Path, there: tuple[str, ...]) -> None:
+def test_classes_that_no_sample_has_are_left_out_of_means(
+    tmp_path: Path, there: tuple[str, ...]
+) -> None:
     rng = np.random.default_rng(0)
     true = [there[i] for i in rng.integers(0, len(there), 90)]
-    outputs = rng.normal(size=(90, 4)) + 1.5 * np.array([[name == y for name in CLASSES] for y in true])
+    outputs = rng.normal(size=(90, 4)) + 1.5 * np.array(
+        [[name == y for name in CLASSES] for y in true]
+    )
     found = scored(tmp_path, outputs, true, "class")
     said = [CLASSES[i] for i in outputs.argmax(1)]
     shares = np.exp(outputs) / np.exp(outputs).sum(1, keepdims=True)
@@ -69,7 +91,10 @@ def test_classes_that_no_sample_has_are_left_out_of_means(tmp_path: Path, there:
     if len(there) == 1:
         assert "auroc" not in found
     else:
-        each = [roc_auc_score([y == name for y in true], shares[:, CLASSES.index(name)]) for name in there]
+        each = [
+            roc_auc_score([y == name for y in true], shares[:, CLASSES.index(name)])
+            for name in there
+        ]
         assert found["auroc"] == pytest.approx(np.mean(each), abs=0.001)
 
 
@@ -84,8 +109,12 @@ def test_tags_that_no_sample_has_are_left_out_of_means(tmp_path: Path, there: in
     assert found["accuracy"] == pytest.approx(((outputs > 0) == true).mean())
     if there:
         part = slice(0, there)
-        assert found["auroc"] == pytest.approx(roc_auc_score(true[:, part], outputs[:, part]), abs=0.001)
-        assert found["f1"] == pytest.approx(np.mean([f1_score(true[:, i], outputs[:, i] > 0) for i in range(there)]))
+        assert found["auroc"] == pytest.approx(
+            roc_auc_score(true[:, part], outputs[:, part]), abs=0.001
+        )
+        assert found["f1"] == pytest.approx(
+            np.mean([f1_score(true[:, i], outputs[:, i] > 0) for i in range(there)])
+        )
     else:
         assert not {"auroc", "f1"} & set(found)
 
@@ -104,13 +133,19 @@ def test_auroc_is_right_for_models_that_are_unsure_and_for_those_that_are_certai
     if kind == "binary":
         outputs = outputs[:, 1:2]
     found = scored(
-        tmp_path, outputs, values, "class" if kind == "binary" else kind, CLASSES[:2] if kind == "binary" else CLASSES
+        tmp_path,
+        outputs,
+        values,
+        "class" if kind == "binary" else kind,
+        CLASSES[:2] if kind == "binary" else CLASSES,
     )
     if kind == "class":
         others = [np.log(np.exp(np.delete(outputs, i, 1)).sum(1)) for i in range(4)]
         outputs = outputs - np.stack(others, 1)
     columns = [1] if kind == "binary" else list(range(4))
-    areas = [roc_auc_score(is_there[:, i], outputs[:, 0 if kind == "binary" else i]) for i in columns]
+    areas = [
+        roc_auc_score(is_there[:, i], outputs[:, 0 if kind == "binary" else i]) for i in columns
+    ]
     assert found["auroc"] == pytest.approx(np.mean(areas), abs=0.001)
 
 
@@ -126,7 +161,13 @@ def test_balanced_weights_of_tags_let_few_samples_with_a_tag_count_as_many_witho
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             return self.scale.expand(len(pixels), -1)
 
-    options: dict[str, Any] = {"epochs": 8, "batch_size": 10, "lr": 0.3, "class_weights": weights, "model": Blind}
+    options: dict[str, Any] = {
+        "epochs": 8,
+        "batch_size": 10,
+        "lr": 0.3,
+        "class_weights": weights,
+        "model": Blind,
+    }
     wt.train(tmp_path / "set", tmp_path / "run", image=image(4), **options)
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
     options = {"model": Blind, "image": image(4), "probabilities": True}
@@ -138,14 +179,25 @@ def test_balanced_weights_of_tags_let_few_samples_with_a_tag_count_as_many_witho
 def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("train", "one", "other"):
-        packed(tmp_path / name, rng.normal(size=(30, 4)), [CLASSES[i % 4] for i in range(30)], "class")
+        packed(
+            tmp_path / name, rng.normal(size=(30, 4)), [CLASSES[i % 4] for i in range(30)], "class"
+        )
     val = [tmp_path / "one", tmp_path / "other"]
-    done = wt.train(tmp_path / "train", tmp_path / "run", val=val, model=Same, image=image(4), **QUIET)
+    done = wt.train(
+        tmp_path / "train", tmp_path / "run", val=val, model=Same, image=image(4), **QUIET
+    )
     assert done.val["samples"] == 60
-    assert wt.evaluate(tmp_path / "run/checkpoints/last.pt", val, model=Same, image=image(4))[1]["samples"] == 60
+    assert (
+        wt.evaluate(tmp_path / "run/checkpoints/last.pt", val, model=Same, image=image(4))[1][
+            "samples"
+        ]
+        == 60
+    )
 
 
-def test_a_number_is_never_called_wrong_and_a_class_only_where_another_was_said(tmp_path: Path) -> None:
+def test_a_number_is_never_called_wrong_and_a_class_only_where_another_was_said(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
     for name, kind, values in (
         ("number", "number", rng.normal(size=40).tolist()),
@@ -176,8 +228,17 @@ def test_numbers_far_from_0_are_scored_by_what_they_differ(tmp_path: Path, mean:
     assert found["mse"] == pytest.approx(mean_squared_error(true, said), rel=1e-5)
     assert found["mae"] == pytest.approx(mean_absolute_error(true, said), rel=1e-5)
     assert found["r2"] == pytest.approx(r2_score(true, said), rel=1e-5)
-    run = wt.train(tmp_path / "set", tmp_path / "two", val=tmp_path / "set", model=Same, image=image(1), **QUIET)
-    assert run.val["mse_of_mean"] == pytest.approx(np.var(true), rel=0.02)  # of the 48 that made batches
+    run = wt.train(
+        tmp_path / "set",
+        tmp_path / "two",
+        val=tmp_path / "set",
+        model=Same,
+        image=image(1),
+        **QUIET,
+    )
+    assert run.val["mse_of_mean"] == pytest.approx(
+        np.var(true), rel=0.02
+    )  # of the 48 that made batches
 
 
 def test_numbers_that_are_all_equal_have_a_loss_of_their_size(tmp_path: Path) -> None:
@@ -191,16 +252,26 @@ def test_a_table_of_predictions_ranks_as_the_metrics_do(tmp_path: Path) -> None:
     outputs = 8 * (rng.normal(size=(90, 3)) + np.eye(3)[true] - [0.0, 1.5, 3.0])
     found = scored(tmp_path, outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
     options: dict[str, Any] = {"model": Same, "image": image(3), "probabilities": True}
-    wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "set", tmp_path / "p.csv", **options)
+    wt.predict(
+        tmp_path / "run" / "checkpoints" / "last.pt",
+        tmp_path / "set",
+        tmp_path / "p.csv",
+        **options,
+    )
     with open(tmp_path / "p.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    areas = [roc_auc_score([row["y true"] == c for row in rows], [float(row[f"y={c}"]) for row in rows]) for c in CLASSES[:3]]
+    areas = [
+        roc_auc_score([row["y true"] == c for row in rows], [float(row[f"y={c}"]) for row in rows])
+        for c in CLASSES[:3]
+    ]
     assert found["auroc"] == pytest.approx(np.mean(areas), abs=0.002)
 
 
 def test_one_tag_alone_is_learnt_and_scored(tmp_path: Path) -> None:
     true = np.arange(40) % 3 == 0
-    outputs = np.where(np.arange(40) % 5 == 0, -1.0, 1.0)[:, None] * np.where(true, 1.0, -1.0)[:, None]
+    outputs = (
+        np.where(np.arange(40) % 5 == 0, -1.0, 1.0)[:, None] * np.where(true, 1.0, -1.0)[:, None]
+    )
     found = scored(tmp_path, outputs, [["a"] if one else [] for one in true], "multi", ("a",))
     assert found["accuracy"] == found["exact"] == pytest.approx(0.8)
     assert found["f1"] == pytest.approx(f1_score(true, outputs[:, 0] > 0))

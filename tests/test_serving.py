@@ -82,11 +82,15 @@ def connect(server: Server) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=20)
 
 
-def ask(server: Server | http.client.HTTPConnection, path: str, method: str = "GET", **headers: str) -> Answer:
+def ask(
+    server: Server | http.client.HTTPConnection, path: str, method: str = "GET", **headers: str
+) -> Answer:
     """An answer, over a connection of its own unless one is given."""
     connection = connect(server) if isinstance(server, Server) else server
     try:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
@@ -150,7 +154,9 @@ def taken(plugged: socket.socket) -> bool:
 def test_any_part_of_a_file_is_what_a_slice_gives(server: Server) -> None:
     rng = random.Random(2)
     edges = [0, 1, 2, 4095, 4096, 8191, 9_998, 9_999]
-    pairs = [(a, b) for a in edges for b in edges] + [(rng.randrange(10_000), rng.randrange(12_000)) for _ in range(200)]
+    pairs = [(a, b) for a in edges for b in edges] + [
+        (rng.randrange(10_000), rng.randrange(12_000)) for _ in range(200)
+    ]
     connection = connect(server)
     for a, b in pairs:
         status, headers, body = ask(connection, "/a.tar", Range=f"bytes={a}-{b}")
@@ -164,15 +170,36 @@ def test_any_part_of_a_file_is_what_a_slice_gives(server: Server) -> None:
         assert ask(connection, "/a.tar", Range=f"bytes={a}-")[2] == BYTES[a:]
         assert ask(connection, "/a.tar", Range=f"bytes=-{a + 1}")[2] == BYTES[-a - 1 :]
         assert ask(connection, "/a.tar", Range=f"BYTES=000{a}-{a}")[2] == BYTES[a : a + 1]
-    assert ask(connection, "/a.tar", Range="bytes=-20000")[1]["Content-Range"] == "bytes 0-9999/10000"
+    assert (
+        ask(connection, "/a.tar", Range="bytes=-20000")[1]["Content-Range"] == "bytes 0-9999/10000"
+    )
     connection.close()
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        *("bytes=", "bytes=-", "bytes=x-y", "bytes=1", "bytes=5-2", "bytes=-1-2", "bytes=--5", "bytes=0-1,3-4", "bytes=0-1,"),
-        *("items=0-5", "0-5", "bytes 0-5", "bytes=0x1-0x2", "bytes=1.0-2", "bytes=+1-2", "bytes=1 - 2", "bytes=\u00b2-\u00b3"),
+        *(
+            "bytes=",
+            "bytes=-",
+            "bytes=x-y",
+            "bytes=1",
+            "bytes=5-2",
+            "bytes=-1-2",
+            "bytes=--5",
+            "bytes=0-1,3-4",
+            "bytes=0-1,",
+        ),
+        *(
+            "items=0-5",
+            "0-5",
+            "bytes 0-5",
+            "bytes=0x1-0x2",
+            "bytes=1.0-2",
+            "bytes=+1-2",
+            "bytes=1 - 2",
+            "bytes=\u00b2-\u00b3",
+        ),
         *("", "="),
     ],
 )
@@ -187,7 +214,16 @@ def test_two_range_headers_give_the_whole(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["10000-10000", "10000-", "-0", "-00", f"{10**22}-{10**23}", f"{2**64}-", f"{'9' * 30_000}-{'1' * 30_000}"]
+    "words",
+    [
+        "10000-10000",
+        "10000-",
+        "-0",
+        "-00",
+        f"{10**22}-{10**23}",
+        f"{2**64}-",
+        f"{'9' * 30_000}-{'1' * 30_000}",
+    ],
 )
 def test_a_part_behind_the_end_is_refused_with_the_size(server: Server, words: str) -> None:
     status, headers, body = ask(server, "/a.tar", Range=f"bytes={words}")
@@ -196,7 +232,12 @@ def test_a_part_behind_the_end_is_refused_with_the_size(server: Server, words: s
 
 
 def test_absurd_ends_of_a_part_mean_the_end_of_the_file(server: Server) -> None:
-    for words in ("0-99999999999999999999999", f"-{'9' * 30_000}", f"0-{'9' * 30_000}", f"{'0' * 30_000}-"):
+    for words in (
+        "0-99999999999999999999999",
+        f"-{'9' * 30_000}",
+        f"0-{'9' * 30_000}",
+        f"{'0' * 30_000}-",
+    ):
         status, headers, body = ask(server, "/a.tar", Range=f"bytes={words}")
         assert (status, headers["Content-Range"], body) == (206, "bytes 0-9999/10000", BYTES)
 
@@ -216,7 +257,9 @@ def test_parts_behind_four_gigabytes_are_given(tmp_path: Path) -> None:
         file.seek(5 << 30)
         file.write(BYTES)
     with Server(tmp_path) as server:
-        assert ask(server, "/large.tar", Range=f"bytes={5 << 30}-{(5 << 30) + 99}")[2] == BYTES[:100]
+        assert (
+            ask(server, "/large.tar", Range=f"bytes={5 << 30}-{(5 << 30) + 99}")[2] == BYTES[:100]
+        )
         assert ask(server, "/large.tar", Range="bytes=-10")[2] == BYTES[-10:]
         assert ask(server, "/large.tar", "HEAD")[1]["Content-Length"] == str((5 << 30) + 10_000)
 
@@ -337,19 +380,100 @@ def test_another_file_of_the_same_name_has_another_tag(server: Server, folder: P
 @pytest.mark.parametrize(
     "target",
     [
-        *("/../secret.tar", "/sub/../../secret.tar", "/sub/../a.tar", "/./a.tar", "/%2e%2e/secret.tar", "/.%2e/secret.tar"),
-        *("/..%2fsecret.tar", "/%2e%2e%2fsecret.tar", "/..%5csecret.tar", "/..\\secret.tar", "/sub%2fb.tar", "/sub%2Fb.tar"),
-        *("/%252e%252e/secret.tar", "/%252e%252e%252fsecret.tar", "/%c0%ae%c0%ae/secret.tar", "/..%c0%afsecret.tar"),
-        *("/%00", "/a.tar%00", "/a.tar%00.json", "/..;/secret.tar", "/..%00/secret.tar", "/%2e", "/%2e%2e", "/..", "/."),
-        *("/.secret.tar", "/%2esecret.tar", "/.hidden/s.tar", "/.hidden/", "/sub/..", "/sub/.", "/.well-known/x"),
-        *("//etc/passwd", "///etc/passwd", "/sub//b.tar", "/%2fetc%2fpasswd", "/etc/passwd", "/a.tar/", "/a.tar/x"),
-        *("http://x/a.tar", "file:///etc/passwd", "a.tar", "*", "..", "?", "C:\\a.tar", "/shards-not/secret.tar"),
-        *("/far.tar", "/up/secret.tar", "/up/", "/up", "/beside/secret.tar", "/beside/", "/gone", "/me", "/me/x"),
-        *("/device", "/pipe", "/" + "x" * 300, "/" + "x/" * 4000, "/" + "%78" * 20_000, "/nothing", "/nothing/", "/%ff%fe"),
-        *("/~root", "/sub/%2e%2e/%2e%2e/secret.tar", "/%u002e%u002e/secret.tar", "/..%252fsecret.tar", "/.%00./secret.tar"),
+        *(
+            "/../secret.tar",
+            "/sub/../../secret.tar",
+            "/sub/../a.tar",
+            "/./a.tar",
+            "/%2e%2e/secret.tar",
+            "/.%2e/secret.tar",
+        ),
+        *(
+            "/..%2fsecret.tar",
+            "/%2e%2e%2fsecret.tar",
+            "/..%5csecret.tar",
+            "/..\\secret.tar",
+            "/sub%2fb.tar",
+            "/sub%2Fb.tar",
+        ),
+        *(
+            "/%252e%252e/secret.tar",
+            "/%252e%252e%252fsecret.tar",
+            "/%c0%ae%c0%ae/secret.tar",
+            "/..%c0%afsecret.tar",
+        ),
+        *(
+            "/%00",
+            "/a.tar%00",
+            "/a.tar%00.json",
+            "/..;/secret.tar",
+            "/..%00/secret.tar",
+            "/%2e",
+            "/%2e%2e",
+            "/..",
+            "/.",
+        ),
+        *(
+            "/.secret.tar",
+            "/%2esecret.tar",
+            "/.hidden/s.tar",
+            "/.hidden/",
+            "/sub/..",
+            "/sub/.",
+            "/.well-known/x",
+        ),
+        *(
+            "//etc/passwd",
+            "///etc/passwd",
+            "/sub//b.tar",
+            "/%2fetc%2fpasswd",
+            "/etc/passwd",
+            "/a.tar/",
+            "/a.tar/x",
+        ),
+        *(
+            "http://x/a.tar",
+            "file:///etc/passwd",
+            "a.tar",
+            "*",
+            "..",
+            "?",
+            "C:\\a.tar",
+            "/shards-not/secret.tar",
+        ),
+        *(
+            "/far.tar",
+            "/up/secret.tar",
+            "/up/",
+            "/up",
+            "/beside/secret.tar",
+            "/beside/",
+            "/gone",
+            "/me",
+            "/me/x",
+        ),
+        *(
+            "/device",
+            "/pipe",
+            "/" + "x" * 300,
+            "/" + "x/" * 4000,
+            "/" + "%78" * 20_000,
+            "/nothing",
+            "/nothing/",
+            "/%ff%fe",
+        ),
+        *(
+            "/~root",
+            "/sub/%2e%2e/%2e%2e/secret.tar",
+            "/%u002e%u002e/secret.tar",
+            "/..%252fsecret.tar",
+            "/.%00./secret.tar",
+        ),
     ],
 )
-def test_nothing_outside_the_folder_and_nothing_hidden_is_given(server: Server, target: str) -> None:
+def test_nothing_outside_the_folder_and_nothing_hidden_is_given(
+    server: Server, target: str
+) -> None:
     for method in (b"GET", b"HEAD"):
         words = method + b" " + target.encode() + b" HTTP/1.1\r\nHost: x\r\n\r\n"
         status, found = say(server, words)
@@ -363,7 +487,9 @@ def test_links_that_stay_inside_are_followed(server: Server) -> None:
     assert ask(server, "/store.tar")[2] == b"secret"  # what its owner put on show under a name
 
 
-def test_a_folder_that_becomes_a_link_while_it_is_opened_leads_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_becomes_a_link_while_it_is_opened_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place in ("shards/sub", "outside"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "b.tar").write_bytes(place.encode())
@@ -383,7 +509,9 @@ def test_a_folder_that_becomes_a_link_while_it_is_opened_leads_nowhere(tmp_path:
         inside.open_inside(shards, ["sub", "b.tar"])
     os.unlink(f"{shards}/sub")
     os.rename(f"{shards}/was", f"{shards}/sub")
-    monkeypatch.setattr(inside, "_OPENED", "/nowhere")  # where the system does not say what was opened
+    monkeypatch.setattr(
+        inside, "_OPENED", "/nowhere"
+    )  # where the system does not say what was opened
     with pytest.raises(FileNotFoundError, match="not inside"):
         inside.open_inside(shards, ["sub", "b.tar"])
     assert len(os.listdir("/proc/self/fd")) == files
@@ -399,7 +527,11 @@ def test_a_file_that_may_not_be_read_is_refused_and_trouble_is_told(
     server: Server, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     errors = [errno.EACCES, errno.EMFILE, errno.EIO]
-    monkeypatch.setattr(answering, "open_inside", lambda *_: (_ for _ in ()).throw(OSError(errors.pop(0), "words", "a.tar")))
+    monkeypatch.setattr(
+        answering,
+        "open_inside",
+        lambda *_: (_ for _ in ()).throw(OSError(errors.pop(0), "words", "a.tar")),
+    )
     assert ask(server, "/a.tar")[0] == 403
     status, headers, _ = ask(server, "/a.tar")
     assert (status, headers["Retry-After"]) == (503, "1")
@@ -418,7 +550,17 @@ def test_a_folder_shows_what_may_be_asked_for(server: Server) -> None:
     links = re.findall(r'<li><a href="\./([^"]*)">', page)
     assert links[:2] == ["a%20b%3Ci%3E%26%C3%A4%3A1%252e.tar", "a.tar"]
     assert "a b&lt;i&gt;&amp;ä:1%2e.tar</a>" in page
-    names = ["empty.tar", "index.json", "near.tar", "nearby/", "one.tar", "page.html", "plain", "store.tar", "sub/"]
+    names = [
+        "empty.tar",
+        "index.json",
+        "near.tar",
+        "nearby/",
+        "one.tar",
+        "page.html",
+        "plain",
+        "store.tar",
+        "sub/",
+    ]
     assert links[2:] == names
     assert not re.search("secret|hidden|far.tar|beside|device|pipe|gone", page)
     for link in links:
@@ -434,7 +576,9 @@ def test_names_of_any_bytes_are_shown_and_given(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         links = re.findall(r'href="\./([^"]*)">', ask(server, "/")[2].decode())
         assert sorted(ask(server, f"/{link}")[2] for link in links) == sorted(names)
-        assert say(server, "GET /ä€.tar HTTP/1.0\r\n\r\n".encode())[0] == 200  # a client that does not encode
+        assert (
+            say(server, "GET /ä€.tar HTTP/1.0\r\n\r\n".encode())[0] == 200
+        )  # a client that does not encode
 
 
 def test_a_folder_without_its_slash_is_somewhere_else(server: Server) -> None:
@@ -460,7 +604,13 @@ def test_a_connection_is_kept_from_one_request_to_the_next(server: Server) -> No
     connection = connect(server)
     ask(connection, "/a.tar")
     first = connection.sock
-    for path, method in (("/a.tar", "HEAD"), ("/nothing", "GET"), ("/", "GET"), ("/a.tar", "POST"), ("/empty.tar", "GET")):
+    for path, method in (
+        ("/a.tar", "HEAD"),
+        ("/nothing", "GET"),
+        ("/", "GET"),
+        ("/a.tar", "POST"),
+        ("/empty.tar", "GET"),
+    ):
         ask(connection, path, method, If_None_Match="*")
         assert connection.sock is first
     assert ask(connection, "/a.tar", Range="bytes=90000-")[0] == 416
@@ -471,10 +621,14 @@ def test_a_connection_is_kept_from_one_request_to_the_next(server: Server) -> No
 
 
 def test_requests_that_come_together_are_answered_in_turn(server: Server) -> None:
-    words = b"".join(b"GET /a.tar HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n" % (n, n) for n in range(50))
+    words = b"".join(
+        b"GET /a.tar HTTP/1.1\r\nHost: x\r\nRange: bytes=%d-%d\r\n\r\n" % (n, n) for n in range(50)
+    )
     status, found = say(server, words)
     assert status == 206
-    assert [part[:1] for part in found.split(b"\r\n\r\n")[1:]] == [BYTES[n : n + 1] for n in range(50)]
+    assert [part[:1] for part in found.split(b"\r\n\r\n")[1:]] == [
+        BYTES[n : n + 1] for n in range(50)
+    ]
 
 
 def test_old_clients_are_served(server: Server) -> None:
@@ -485,7 +639,10 @@ def test_old_clients_are_served(server: Server) -> None:
     assert say(server, b"GET /one.tar\r\n\r\n")[0] == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "get", "X"])
+@pytest.mark.parametrize(
+    "method",
+    ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "get", "X"],
+)
 def test_other_methods_are_not_here(server: Server, method: str) -> None:
     status, headers, body = ask(server, "/a.tar", method)
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
@@ -502,8 +659,13 @@ def test_other_methods_are_not_here(server: Server, method: str) -> None:
     ],
 )
 @pytest.mark.parametrize(("method", "wanted"), [("GET", 200), ("PUT", 405)])
-def test_a_request_with_a_body_is_answered_and_its_connection_ends(server: Server, method: str, wanted: int, head: str) -> None:
-    status, found = say(server, f"{method} /one.tar HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + bytes(3_000_000))
+def test_a_request_with_a_body_is_answered_and_its_connection_ends(
+    server: Server, method: str, wanted: int, head: str
+) -> None:
+    status, found = say(
+        server,
+        f"{method} /one.tar HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + bytes(3_000_000),
+    )
     assert status == wanted
     assert found.count(b"HTTP/1.1 ") == 1
     assert b"\r\nConnection: close\r\n" in found
@@ -524,7 +686,9 @@ def test_a_request_with_a_body_is_answered_and_its_connection_ends(server: Serve
         (b"GET /one.tar HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
     ],
 )
-def test_floods_and_nonsense_are_refused_in_words(server: Server, words: bytes, wanted: int) -> None:
+def test_floods_and_nonsense_are_refused_in_words(
+    server: Server, words: bytes, wanted: int
+) -> None:
     status, found = say(server, words)
     assert status == wanted
     assert found.count(b"HTTP/1.1 ") == 1
@@ -541,7 +705,10 @@ def test_many_clients_at_once_each_get_their_bytes(server: Server) -> None:
         good = True
         for _ in range(10):
             start = rng.randrange(10_000)
-            good &= ask(connection, "/a.tar", Range=f"bytes={start}-{start + 5000}")[2] == BYTES[start : start + 5001]
+            good &= (
+                ask(connection, "/a.tar", Range=f"bytes={start}-{start + 5000}")[2]
+                == BYTES[start : start + 5001]
+            )
         connection.close()
         return good
 
@@ -550,7 +717,9 @@ def test_many_clients_at_once_each_get_their_bytes(server: Server) -> None:
     assert server.requests == 640
 
 
-def test_more_clients_than_places_are_served_in_turn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_clients_than_places_are_served_in_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS", 3)
     most = []
     with Server(folder) as server, ThreadPoolExecutor(16) as pool:
@@ -591,7 +760,9 @@ def test_a_slow_client_keeps_nobody_waiting(tmp_path: Path) -> None:
         assert rest_of(slow).partition(b"\r\n\r\n")[2] == bytes(16 * MB)
 
 
-def test_who_takes_nothing_more_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_who_takes_nothing_more_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     monkeypatch.setattr(answering, "PATIENCE", 0.5)
     with Server(large(tmp_path)) as server, plug(server, room=4096) as slow:
         slow.sendall(ALL)
@@ -601,9 +772,16 @@ def test_who_takes_nothing_more_is_given_up(tmp_path: Path, monkeypatch: pytest.
     assert capfd.readouterr().err == ""
 
 
-def test_who_says_nothing_or_says_it_too_slowly_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_or_says_it_too_slowly_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answering, "PATIENCE", 0.5)
-    with Server(folder) as server, plug(server) as silent, plug(server) as slow, plug(server) as rests:
+    with (
+        Server(folder) as server,
+        plug(server) as silent,
+        plug(server) as slow,
+        plug(server) as rests,
+    ):
         rests.sendall(b"GET /one.tar HTTP/1.1\r\nHost: x\r\n\r\n")
         assert (silent.recv(1), rest_of(rests)[-1:]) == (b"", b"1")
         until(lambda: not taken(slow))  # a letter of a header now and then is no progress
@@ -649,10 +827,16 @@ def test_a_file_that_grows_while_it_is_sent_is_sent_as_it_was(tmp_path: Path) ->
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_waits_for_answers_and_for_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_answers_and_for_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "GRACE", 20.0)
     threads = set(threading.enumerate())
-    with Server(large(tmp_path)) as server, plug(server) as silent, plug(server, room=4096) as client:
+    with (
+        Server(large(tmp_path)) as server,
+        plug(server) as silent,
+        plug(server, room=4096) as client,
+    ):
         rests = connect(server)
         ask(rests, "/large.tar", Range="bytes=0-0")
         client.sendall(ALL)
@@ -668,7 +852,9 @@ def test_the_end_waits_for_answers_and_for_nobody_else(tmp_path: Path, monkeypat
     until(lambda: set(threading.enumerate()) <= threads)
 
 
-def test_the_end_does_not_wait_for_a_client_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_client_that_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "GRACE", 0.1)
     with Server(large(tmp_path)) as server, plug(server, room=4096) as slow:
         slow.sendall(ALL)
@@ -701,7 +887,12 @@ def test_a_loader_gets_from_the_server_what_the_disk_gives(tmp_path: Path) -> No
     last = len(list((tmp_path / "shards").glob("*.tar"))) - 1
     with Server(tmp_path) as server:
         assert last > 1
-        for address in ("shards", "shards/", "shards/index.json", f"shards/train-{{000000..{last:06d}}}.tar"):
+        for address in (
+            "shards",
+            "shards/",
+            "shards/index.json",
+            f"shards/train-{{000000..{last:06d}}}.tar",
+        ):
             assert epoch(server.url + address) == wanted
         assert main(["verify", f"{server.url}shards"]) == 0
 
@@ -710,13 +901,19 @@ def test_a_loader_gets_from_the_server_what_the_disk_gives(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_serves_until_it_is_ended_and_says_what_it_served(folder: Path, sent: signal.Signals) -> None:
+def test_the_command_serves_until_it_is_ended_and_says_what_it_served(
+    folder: Path, sent: signal.Signals
+) -> None:
     words = ["--json"] if sent == signal.SIGTERM else []
     command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--port", "0", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        found = re.fullmatch(r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n", line)
+        found = re.fullmatch(
+            r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n", line
+        )
         assert found, line
         assert found[1] == str(folder.resolve())
         connection = http.client.HTTPConnection("127.0.0.1", int(found[3]), timeout=20)
@@ -746,15 +943,28 @@ def test_the_verb_helps_with_an_example(capsys: Any) -> None:
     [
         (["absent"], 2, "absent: there is no such folder. Name the folder that holds the shards."),
         (["file"], 2, "file: this is no folder. Name the folder that holds the shards."),
-        ([".", "--port", "{taken}"], 1, "port {taken} of 127.0.0.1 is taken. Choose another port, or 0 for any free one."),
-        ([".", "--host", "192.0.2.1"], 2, "'192.0.2.1' with port 8000 is no address of this machine"),
+        (
+            [".", "--port", "{taken}"],
+            1,
+            "port {taken} of 127.0.0.1 is taken. Choose another port, or 0 for any free one.",
+        ),
+        (
+            [".", "--host", "192.0.2.1"],
+            2,
+            "'192.0.2.1' with port 8000 is no address of this machine",
+        ),
         ([".", "--host", "a..b"], 2, "'a..b' with port 8000 is no address of this machine"),
         ([".", "--port", "70000"], 2, "port 70000"),
         ([".", "--port", "-1"], 2, "port -1"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], status: int, sentence: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    words: list[str],
+    status: int,
+    sentence: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -769,7 +979,9 @@ def test_what_cannot_be_served_is_one_sentence(
     assert printed.out == ""
 
 
-def test_a_folder_that_others_can_read_is_said_to_be(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_folder_that_others_can_read_is_said_to_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     def ended(_: Server) -> None:
         raise KeyboardInterrupt
 

@@ -40,7 +40,12 @@ def packed(folder: Path) -> Path:
         for number in range(COUNT):
             array = io.BytesIO()
             np.save(array, np.full((SIDE, SIDE), number, np.int32))
-            yield {"__key__": f"k{number:06d}", "x.npy": array.getvalue(), "bin": bytes([number]) * 3000, "cls": number % 7}
+            yield {
+                "__key__": f"k{number:06d}",
+                "x.npy": array.getvalue(),
+                "bin": bytes([number]) * 3000,
+                "cls": number % 7,
+            }
 
     wt.pack(rows(), str(folder), shard_samples=50)
     return folder
@@ -55,7 +60,11 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FIELDS: dict[str, dict[str, Any] | None] = {
     "bytes": None,
     "landing": {"x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32")},
-    "decoded": {"label": wt.label(), "x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32"), "text": wt.text("cls")},
+    "decoded": {
+        "label": wt.label(),
+        "x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32"),
+        "text": wt.text("cls"),
+    },
 }
 
 
@@ -78,7 +87,9 @@ class Child:
         self._answer, theirs = context.Pipe(False)
         self._process = context.Process(target=self._run, args=(function, theirs))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of a fork beside threads
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python warns of a fork beside threads
             self._process.start()
         theirs.close()
 
@@ -101,8 +112,15 @@ class Child:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", list(FIELDS))
-def test_a_forked_child_begins_its_own_pass_and_its_parent_goes_on(numbered: Path, kind: str, num_workers: int) -> None:
-    options: dict[str, Any] = {"batch_size": 12, "shuffle_buffer": 60, "seed": 3, "num_workers": num_workers}
+def test_a_forked_child_begins_its_own_pass_and_its_parent_goes_on(
+    numbered: Path, kind: str, num_workers: int
+) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 12,
+        "shuffle_buffer": 60,
+        "seed": 3,
+        "num_workers": num_workers,
+    }
     plain = wt.Loader(numbered, FIELDS[kind], **options)
     wanted = [[check(batch) for batch in plain.epoch(number)] for number in (0, 1)]
     plain.close()
@@ -145,7 +163,9 @@ def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
 
 @pytest.mark.parametrize("through", ["plain", "device"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_pass_of_the_parent_is_refused_in_a_child(numbered: Path, num_workers: int, through: str) -> None:
+def test_a_pass_of_the_parent_is_refused_in_a_child(
+    numbered: Path, num_workers: int, through: str
+) -> None:
     loader = wt.Loader(numbered, FIELDS["decoded"], batch_size=20, num_workers=num_workers)
     begun = loader.epoch(0)
     batches = begun if through == "plain" else ahead(begun, _Copies())
@@ -194,12 +214,17 @@ LEAVING = """
 def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Path) -> None:
     words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEAVING), str(numbered)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert (done.stdout, done.stderr) == (f"ends 20\ndrops 20\ncloses 20\nuses 20\n{COUNT}\nrest {COUNT - 80}\n", "")
+    assert (done.stdout, done.stderr) == (
+        f"ends 20\ndrops 20\ncloses 20\nuses 20\n{COUNT}\nrest {COUNT - 80}\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_threads_that_share_a_pass_have_each_batch_once(tmp_path: Path, num_workers: int, begun: bool) -> None:
+def test_threads_that_share_a_pass_have_each_batch_once(
+    tmp_path: Path, num_workers: int, begun: bool
+) -> None:
     fields = {"text": wt.text("txt")} if num_workers else None
     folder = write_shards(tmp_path / "s", [70, 30, 100])
     loader = wt.Loader(folder, fields, batch_size=2, num_workers=num_workers)
@@ -209,7 +234,9 @@ def test_threads_that_share_a_pass_have_each_batch_once(tmp_path: Path, num_work
             found += next(batches)["__key__"]
         ended = list[bool]()
 
-        def take(batches: Any = batches, found: list[str] = found, ended: list[bool] = ended) -> None:
+        def take(
+            batches: Any = batches, found: list[str] = found, ended: list[bool] = ended
+        ) -> None:
             for batch in batches:
                 found.extend(batch["__key__"])
             ended.append(True)
@@ -238,7 +265,9 @@ class Dying:
 
 
 @pytest.mark.parametrize("through", ["plain", "cpu", "device"])
-def test_a_worker_that_dies_is_an_error_in_words_however_batches_are_taken(shards: Path, through: str) -> None:
+def test_a_worker_that_dies_is_an_error_in_words_however_batches_are_taken(
+    shards: Path, through: str
+) -> None:
     loader = wt.Loader(shards, {"label": Dying()}, batch_size=1, num_workers=1)
     batches = {
         "plain": lambda: iter(loader),
@@ -256,7 +285,12 @@ def as_it_is(batch: Any) -> Any:
 
 def workers_of(dataset: Any, count: int, context: str = "fork", **options: Any) -> Any:
     return torch.utils.data.DataLoader(
-        dataset, batch_size=None, num_workers=count, collate_fn=as_it_is, multiprocessing_context=context, **options
+        dataset,
+        batch_size=None,
+        num_workers=count,
+        collate_fn=as_it_is,
+        multiprocessing_context=context,
+        **options,
     )
 
 
@@ -271,7 +305,9 @@ def epoch_of(samples: Any) -> int:
 
 @pytest.mark.parametrize("piped", [False, True])
 @pytest.mark.parametrize("alike", [False, True])
-def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(numbered: Path, alike: bool, piped: bool) -> None:
+def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(
+    numbered: Path, alike: bool, piped: bool
+) -> None:
     """alike: the program seeds torch with the same number before each pass. piped: the stream begins when its first sample is due."""
     stream = wt.stream(numbered, shuffle_buffer=60)
     data = wds.DataPipeline(stream) if piped else stream
@@ -283,7 +319,14 @@ def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(numbe
         return epoch_of(samples()) if whole else int(next(iter(samples()))["__epoch__"])
 
     assert passed(lambda: data, whole=False) == 0
-    for expected, workers, whole in ((1, 2, True), (2, 3, True), (3, 1, True), (4, 3, False), (5, 3, True), (6, 2, True)):
+    for expected, workers, whole in (
+        (1, 2, True),
+        (2, 3, True),
+        (3, 1, True),
+        (4, 3, False),
+        (5, 3, True),
+        (6, 2, True),
+    ):
         assert passed(lambda workers=workers: workers_of(data, workers), whole) == expected
     assert [passed(lambda: lasting) for _ in range(2)] == [7, 8]
     assert passed(lambda: data) == 9
@@ -324,7 +367,10 @@ def test_a_child_and_its_parent_share_a_stream(numbered: Path) -> None:
 
 def shards_of(folder: Path, name: str, size: int) -> Path:
     """Shards of four samples each."""
-    rows = ({"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size} for number in range(COUNT // 2))
+    rows = (
+        {"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size}
+        for number in range(COUNT // 2)
+    )
     wt.pack(rows, str(folder / name), shard_samples=4)
     return folder / name
 
@@ -339,7 +385,12 @@ def test_a_forked_child_keeps_no_shard_in_a_cache_from_going(tmp_path: Path) -> 
         shards_of(tmp_path / "far", name, 5000)
     sizes = [path.stat().st_size for path in (tmp_path / "far" / "old").glob("*.tar")]
     limit = sum(sizes) + 4 * max(sizes)
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": False, "cache_dir": tmp_path / "cache", "cache_limit": limit}
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "shuffle": False,
+        "cache_dir": tmp_path / "cache",
+        "cache_limit": limit,
+    }
     with serving(tmp_path / "far") as server:
         loader = wt.Loader(f"{server.url}/old/index.json", **options)
         batches = iter(loader)
@@ -359,7 +410,9 @@ def test_children_that_are_forked_while_a_cache_is_filled_stop_nobody(tmp_path: 
     folder = shards_of(tmp_path / "far", "s", 3000)
     children, found = list[Child](), list[int]()
     with serving(folder) as server:
-        loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=20, cache_dir=tmp_path / "cache")
+        loader = wt.Loader(
+            server.url, batch_size=4, shuffle_buffer=20, cache_dir=tmp_path / "cache"
+        )
 
         def take() -> None:
             found.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))
@@ -392,12 +445,17 @@ def test_a_file_on_a_server_is_read_on_by_a_child_and_by_its_parent(tmp_path: Pa
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped anew by calls of Linux")
 @pytest.mark.parametrize("kind", ["landing", "decoded"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_parent_and_child_hold_is_each_ones_own(numbered: Path, kind: str, num_workers: int) -> None:
+def test_a_batch_that_parent_and_child_hold_is_each_ones_own(
+    numbered: Path, kind: str, num_workers: int
+) -> None:
     fields = {name: field for name, field in (FIELDS[kind] or {}).items() if name != "text"}
     loader = wt.Loader(numbered, fields, batch_size=12, shuffle_buffer=60, num_workers=num_workers)
     batches = iter(loader)
     held = [next(batches), next(batches)]
-    gone, written = multiprocessing.get_context("fork").Event(), multiprocessing.get_context("fork").Event()
+    gone, written = (
+        multiprocessing.get_context("fork").Event(),
+        multiprocessing.get_context("fork").Event(),
+    )
 
     def use() -> list[Any]:
         held[1]["x"].numpy()[:] = -1

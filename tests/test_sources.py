@@ -22,7 +22,13 @@ from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
 import wdstrain as wt
-from tests.conftest import picture, read_with_webdataset, write_class_folder, write_shards, write_tar
+from tests.conftest import (
+    picture,
+    read_with_webdataset,
+    write_class_folder,
+    write_shards,
+    write_tar,
+)
 from wdstrain.cli import main
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.packing.table import list_table
@@ -72,7 +78,9 @@ def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> 
         frame.to_parquet(table)
     else:
         table, root = frame, str(pictures)  # type: ignore[assignment]
-    index = wt.pack_table(table, str(pictures / "out"), image="file", label=["kind", "tags", "good", "x"], root=root)
+    index = wt.pack_table(
+        table, str(pictures / "out"), image="file", label=["kind", "tags", "good", "x"], root=root
+    )
     assert [(one.name, one.kind, one.field, one.column, one.classes) for one in index.labels] == [
         ("kind", "class", "json", "kind", ("cat", "dog")),
         ("tags", "multi", "json", "tags", ("a", "b")),
@@ -83,20 +91,26 @@ def test_tables_of_any_form_give_the_same_samples(pictures: Path, form: str) -> 
     for row in ROWS:
         fields = found[row["file"].removesuffix(".png")]
         assert fields["png"] == (pictures / row["file"]).read_bytes()
-        assert json.loads(fields["json"]) == {name: value for name, value in row.items() if name != "file"}
+        assert json.loads(fields["json"]) == {
+            name: value for name, value in row.items() if name != "file"
+        }
     batch = next(
         iter(
             wt.Loader(
                 index,
                 {
-                    "tags": wt.label("json", column="tags", multi=True),  # the classes are those of the index
+                    "tags": wt.label(
+                        "json", column="tags", multi=True
+                    ),  # the classes are those of the index
                     "good": wt.label("json", column="good"),
                 },
                 batch_size=6,
             )
         )
     )
-    for key, tags, good in zip(batch["__key__"], batch["tags"].tolist(), batch["good"].tolist(), strict=True):
+    for key, tags, good in zip(
+        batch["__key__"], batch["tags"].tolist(), batch["good"].tolist(), strict=True
+    ):
         number = int(key.rpartition("/")[2])
         assert (tags, good) == ([[0, 0], [1, 0], [1, 1]][number % 3], number > 2)
 
@@ -105,26 +119,57 @@ def test_several_classes_in_a_cell_are_written_with_bars(pictures: Path) -> None
     (pictures / "t.csv").write_text("file,tags\nIMG/0.png,sun|sea\nIMG/1.png,\nIMG/2.png,sea\n")
     listing = list_table(str(pictures / "t.csv"), image="file", labels=["tags:multi"], collect=True)
     assert listing.labels[0].classes == ("sea", "sun")
-    assert [json.loads(dict(item.parts)["json"])["tags"] for item in listing.items] == [["sun", "sea"], ["sea"]]
-    assert [(bad.row, bad.reason) for bad in listing.bad] == [(3, "the label column 'tags' is empty")]
+    assert [json.loads(dict(item.parts)["json"])["tags"] for item in listing.items] == [
+        ["sun", "sea"],
+        ["sea"],
+    ]
+    assert [(bad.row, bad.reason) for bad in listing.bad] == [
+        (3, "the label column 'tags' is empty")
+    ]
     with pytest.raises(UsageError, match="give column="):
         wt.label("json", multi=True)
 
 
 def test_pictures_may_be_bytes_in_the_table(pictures: Path) -> None:
     data = [picture(n, kind=kind) for n, kind in enumerate(("PNG", "JPEG", "WEBP"))]
-    frame = pandas.DataFrame({"image": [{"bytes": one, "path": None} for one in data], "label": [0, 1, 1]})
+    frame = pandas.DataFrame(
+        {"image": [{"bytes": one, "path": None} for one in data], "label": [0, 1, 1]}
+    )
     frame.to_parquet(pictures / "t.parquet")
     wt.pack_table(str(pictures / "t.parquet"), str(pictures / "out"), image="image", label="label")
     found = samples(pictures / "out")
-    assert [set(found[f"row-00000000{n}"]) for n in (1, 2, 3)] == [{"png", "cls"}, {"jpg", "cls"}, {"webp", "cls"}]
-    assert [one for n in (1, 2, 3) for field, one in found[f"row-00000000{n}"].items() if field != "cls"] == data
+    assert [set(found[f"row-00000000{n}"]) for n in (1, 2, 3)] == [
+        {"png", "cls"},
+        {"jpg", "cls"},
+        {"webp", "cls"},
+    ]
+    assert [
+        one for n in (1, 2, 3) for field, one in found[f"row-00000000{n}"].items() if field != "cls"
+    ] == data
 
 
 def test_rows_that_cannot_be_used_are_quarantined_with_their_numbers(pictures: Path) -> None:
-    lines = ["file,n", "IMG/0.png,1", "IMG/gone.png,2", "IMG/1.png", ",3", "IMG/2.png,", "IMG/3.doc,1", "IMG/4.png,4"]
+    lines = [
+        "file,n",
+        "IMG/0.png,1",
+        "IMG/gone.png,2",
+        "IMG/1.png",
+        ",3",
+        "IMG/2.png,",
+        "IMG/3.doc,1",
+        "IMG/4.png,4",
+    ]
     (pictures / "t.csv").write_text("\n".join(lines))
-    words = ["convert", "table", str(pictures / "t.csv"), str(pictures / "out"), "--image", "file", "--label", "n:class"]
+    words = [
+        "convert",
+        "table",
+        str(pictures / "t.csv"),
+        str(pictures / "out"),
+        "--image",
+        "file",
+        "--label",
+        "n:class",
+    ]
     assert main(words) == 1
     assert main([*words, "--on-bad", "quarantine"]) == 0
     rows = [json.loads(line) for line in (pictures / "out" / "bad.jsonl").read_text().splitlines()]
@@ -143,23 +188,60 @@ def test_rows_that_cannot_be_used_are_quarantined_with_their_numbers(pictures: P
 
 
 def test_a_column_can_name_the_split_of_each_row(pictures: Path) -> None:
-    (pictures / "t.csv").write_text("file,part\n" + "".join(f"IMG/{n}.png,{'val' if n > 3 else 'train'}\n" for n in range(6)))
-    index = wt.pack_table(str(pictures / "t.csv"), str(pictures / "out"), image="file", split_by="part")
+    (pictures / "t.csv").write_text(
+        "file,part\n" + "".join(f"IMG/{n}.png,{'val' if n > 3 else 'train'}\n" for n in range(6))
+    )
+    index = wt.pack_table(
+        str(pictures / "t.csv"), str(pictures / "out"), image="file", split_by="part"
+    )
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 4, "val": 2}
     (pictures / "t.csv").write_text("file,part\nIMG/0.png,../up\nIMG/1.png,\n")
     with pytest.raises(SourceError, match="row 3: the split column 'part' is empty"):
-        wt.pack_table(str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part")
+        wt.pack_table(
+            str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part"
+        )
     with pytest.raises(UsageError, match="'../up' cannot be the name of a split"):
-        wt.pack_table(str(pictures / "t.csv"), str(pictures / "out2"), image="file", split_by="part", on_bad="quarantine")
+        wt.pack_table(
+            str(pictures / "t.csv"),
+            str(pictures / "out2"),
+            image="file",
+            split_by="part",
+            on_bad="quarantine",
+        )
     assert not (pictures / "out2").exists()
 
 
-def test_a_table_without_a_header_is_named_by_numbers(data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_table_without_a_header_is_named_by_numbers(
+    data: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The driving log as it was recorded: no header, absolute Windows paths of another machine, blanks after commas."""
     folder = data("driving")
-    words = ["convert", "table", str(folder / "driving_log.csv"), str(tmp_path / "out"), "--image", "0", "--label", "3"]
+    words = [
+        "convert",
+        "table",
+        str(folder / "driving_log.csv"),
+        str(tmp_path / "out"),
+        "--image",
+        "0",
+        "--label",
+        "3",
+    ]
     assert main(words) == 1
-    assert main([*words, "--no-header", "--root", str(folder), "--limit", "300", "--shard-samples", "100"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "--no-header",
+                "--root",
+                str(folder),
+                "--limit",
+                "300",
+                "--shard-samples",
+                "100",
+            ]
+        )
+        == 0
+    )
     found = samples(tmp_path / "out")
     assert len(found) == 300
     key, fields = next(iter(found.items()))
@@ -170,12 +252,22 @@ def test_a_table_without_a_header_is_named_by_numbers(data: Callable[[str], Path
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: p.with_suffix(".parquet").write_bytes(b"PAR1 no") and p.with_suffix(".parquet"), "is no parquet file"),
-        (lambda p: p.with_suffix(".jsonl").touch() or p.with_suffix(".jsonl"), "has no rows that could be read"),
+        (
+            lambda p: (
+                p.with_suffix(".parquet").write_bytes(b"PAR1 no") and p.with_suffix(".parquet")
+            ),
+            "is no parquet file",
+        ),
+        (
+            lambda p: p.with_suffix(".jsonl").touch() or p.with_suffix(".jsonl"),
+            "has no rows that could be read",
+        ),
         (lambda p: pandas.DataFrame([[1, 2]], columns=["a", "a"]), "names a column twice"),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path: Path, make: Callable[[Path], Any], words: str) -> None:
+def test_what_is_no_table_is_refused(
+    tmp_path: Path, make: Callable[[Path], Any], words: str
+) -> None:
     with pytest.raises(SourceError, match=words):
         list_table(make(tmp_path / "t"), image="file", labels=[])
 
@@ -201,34 +293,68 @@ def test_hdf5_data_sets_arrive_row_by_row_and_are_read_in_whole_chunks(
     from wdstrain.packing import arrays, hdf5
 
     read = hdf5._DataSet._read
-    monkeypatch.setattr(hdf5._DataSet, "_read", lambda self, part: reads.append((self.chunk, part)) or read(self, part))
+    monkeypatch.setattr(
+        hdf5._DataSet,
+        "_read",
+        lambda self, part: reads.append((self.chunk, part)) or read(self, part),
+    )
     monkeypatch.setattr(arrays, "_BLOCK", 5_000)
     fields = {"image": "/train/images", "cls": "train/labels", "note": "/train/names"}
-    index = wt.pack_hdf5(str(tmp_path / "d.h5"), str(tmp_path / "out"), fields, key="/train/names", classes=list("abcd"))
+    index = wt.pack_hdf5(
+        str(tmp_path / "d.h5"),
+        str(tmp_path / "out"),
+        fields,
+        key="/train/names",
+        classes=list("abcd"),
+    )
     for chunk in {chunk for chunk, _ in reads} - {1}:
         parts = [part for one, part in reads if one == chunk]
         assert all(part.start % chunk == 0 for part in parts)
         # every chunk is read once: one run begins where the last one ended, but for the first rows, looked at for their size
         assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
     assert index.labels[0].classes == ("a", "b", "c", "d")
-    assert index.info["samples"]["train"] == {name: int((labels == i).sum()) for i, name in enumerate("abcd")}
+    assert index.info["samples"]["train"] == {
+        name: int((labels == i).sum()) for i, name in enumerate("abcd")
+    }
     found = samples(tmp_path / "out")
     for i in (0, 1, 499, 999):
         assert (array(found[f"n {i}"]["image.npy"]) == images[i]).all()
-        assert (found[f"n {i}"]["cls"], found[f"n {i}"]["note.txt"]) == (str(labels[i]).encode(), f"n {i}".encode())
+        assert (found[f"n {i}"]["cls"], found[f"n {i}"]["note.txt"]) == (
+            str(labels[i]).encode(),
+            f"n {i}".encode(),
+        )
 
 
-def test_pytables_files_with_blosc_and_tables_are_read(tmp_path: Path, rows: tuple[np.ndarray, np.ndarray]) -> None:
+def test_pytables_files_with_blosc_and_tables_are_read(
+    tmp_path: Path, rows: tuple[np.ndarray, np.ndarray]
+) -> None:
     tables = pytest.importorskip("tables")
     images, labels = rows
     with tables.open_file(str(tmp_path / "t.h5"), "w") as file:
         filters = tables.Filters(complevel=5, complib="blosc:lz4")
         file.create_carray("/", "images", obj=images, filters=filters)
         table = np.zeros(1000, [("energy", "f4"), ("hits", "i2", (3,)), ("kind", "u1")])
-        table["energy"], table["hits"], table["kind"] = np.arange(1000) / 8, np.arange(3000).reshape(1000, 3), labels
+        table["energy"], table["hits"], table["kind"] = (
+            np.arange(1000) / 8,
+            np.arange(3000).reshape(1000, 3),
+            labels,
+        )
         file.create_table("/events", "table", obj=table, createparents=True, filters=filters)
-    words = ["convert", "hdf5", str(tmp_path / "t.h5"), str(tmp_path / "out"), "--no-shuffle", "--label", "energy,kind"]
-    for pair in ("image=/images", "energy=/events/table/energy", "hits=/events/table/hits", "kind=/events/table/kind"):
+    words = [
+        "convert",
+        "hdf5",
+        str(tmp_path / "t.h5"),
+        str(tmp_path / "out"),
+        "--no-shuffle",
+        "--label",
+        "energy,kind",
+    ]
+    for pair in (
+        "image=/images",
+        "energy=/events/table/energy",
+        "hits=/events/table/hits",
+        "kind=/events/table/kind",
+    ):
         words += ["--field", pair]
     assert main(words) == 0
     found = list(samples(tmp_path / "out").values())
@@ -240,13 +366,20 @@ def test_pytables_files_with_blosc_and_tables_are_read(tmp_path: Path, rows: tup
         iter(
             wt.Loader(
                 str(tmp_path / "out"),
-                {"e": wt.number("energy.npy"), "k": wt.label("kind.npy"), "x": wt.array("image.npy")},
+                {
+                    "e": wt.number("energy.npy"),
+                    "k": wt.label("kind.npy"),
+                    "x": wt.array("image.npy"),
+                },
                 batch_size=4,
                 shuffle=False,
             )
         )
     )
-    assert (batch["e"].tolist(), batch["k"].tolist()) == ([0, 0.125, 0.25, 0.375], labels[:4].tolist())
+    assert (batch["e"].tolist(), batch["k"].tolist()) == (
+        [0, 0.125, 0.25, 0.375],
+        labels[:4].tolist(),
+    )
     assert torch.equal(batch["x"], torch.from_numpy(images[:4]))
 
 
@@ -263,7 +396,9 @@ def test_pytables_files_with_blosc_and_tables_are_read(tmp_path: Path, rows: tup
         ({"a": "/t"}, "/t is a table; name one of its columns: /t/p, /t/q"),
     ],
 )
-def test_data_sets_that_cannot_be_packed_are_refused(tmp_path: Path, fields: dict[str, str], words: str) -> None:
+def test_data_sets_that_cannot_be_packed_are_refused(
+    tmp_path: Path, fields: dict[str, str], words: str
+) -> None:
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file["x"], file["y"], file["g/z"] = np.arange(10), np.arange(9), np.zeros((10, 2))
         file["t"] = np.zeros(10, [("p", "f4"), ("q", "i4")])
@@ -281,7 +416,13 @@ def test_arrays_become_pictures_classes_and_arrays_by_the_names_of_their_fields(
     np.save(tmp_path / "x.npy", images)
     np.savez_compressed(tmp_path / "y.npz", y=labels, other=labels)
     words = ["convert", "arrays", str(tmp_path / "out"), "--field", f"png={tmp_path / 'x.npy'}"]
-    words += ["--field", f"cls={tmp_path / 'y.npz'}:y", "--field", f"raw={tmp_path / 'x.npy'}", "--no-shuffle"]
+    words += [
+        "--field",
+        f"cls={tmp_path / 'y.npz'}:y",
+        "--field",
+        f"raw={tmp_path / 'x.npy'}",
+        "--no-shuffle",
+    ]
     assert main(words) == 0
     found = samples(tmp_path / "out")
     assert list(found) == [f"{i:09d}" for i in range(1000)]
@@ -289,8 +430,12 @@ def test_arrays_become_pictures_classes_and_arrays_by_the_names_of_their_fields(
         assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == images[i]).all()
         assert fields["cls"] == str(labels[i]).encode()
         assert (array(fields["raw.npy"]) == images[i]).all()
-    in_memory = wt.pack_arrays({"png": images, "cls": labels, "raw": images}, str(tmp_path / "memory"), shuffle=False)
-    assert [shard.sha256 for shard in in_memory.shards] == [shard.sha256 for shard in wt.index(str(tmp_path / "out")).shards]
+    in_memory = wt.pack_arrays(
+        {"png": images, "cls": labels, "raw": images}, str(tmp_path / "memory"), shuffle=False
+    )
+    assert [shard.sha256 for shard in in_memory.shards] == [
+        shard.sha256 for shard in wt.index(str(tmp_path / "out")).shards
+    ]
 
 
 def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
@@ -310,7 +455,10 @@ def test_arrays_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             wt.pack_arrays(fields, str(tmp_path / "out"))
-    with pytest.raises(UsageError, match="the label 'x' is an array of float64 .3, 2., and one number a row is needed"):
+    with pytest.raises(
+        UsageError,
+        match="the label 'x' is an array of float64 .3, 2., and one number a row is needed",
+    ):
         wt.pack_arrays({"x": np.zeros((3, 2))}, str(tmp_path / "out"), label="x")
     with pytest.raises(SourceError, match="row 2: its y is nan"):
         wt.pack_arrays({"y": np.array([1.0, np.nan])}, str(tmp_path / "out"), label="y")
@@ -336,21 +484,42 @@ class Digits(Dataset[Any]):
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for number in range(5):
-            yield {"x.npy": torch.arange(3) * number, "txt": f"number {number}", "json": {"n": number}, "cls": np.int64(number)}
+            yield {
+                "x.npy": torch.arange(3) * number,
+                "txt": f"number {number}",
+                "json": {"n": number},
+                "cls": np.int64(number),
+            }
 
 
 def test_a_map_style_data_set_is_packed_with_its_classes(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="samples, row 4: the data set raised OSError: a scratch on the disk"):
+    with pytest.raises(
+        SourceError, match="samples, row 4: the data set raised OSError: a scratch on the disk"
+    ):
         wt.pack(Digits(), str(tmp_path / "out"))
-    index = wt.pack(Digits(), str(tmp_path / "out"), on_bad="quarantine", overwrite=True, shuffle=False)
+    index = wt.pack(
+        Digits(), str(tmp_path / "out"), on_bad="quarantine", overwrite=True, shuffle=False
+    )
     assert (index.labels[0].classes, len(index)) == (("zero", "one", "two"), 6)
     found = list(samples(tmp_path / "out").values())
-    assert [np.asarray(Image.open(io.BytesIO(one["png"])))[0, 0] for one in found] == [0, 1, 2, 4, 5, 6]
+    assert [np.asarray(Image.open(io.BytesIO(one["png"])))[0, 0] for one in found] == [
+        0,
+        1,
+        2,
+        4,
+        5,
+        6,
+    ]
     assert [one["cls"] for one in found] == [b"0", b"1", b"2", b"1", b"2", b"0"]
 
 
 def test_an_iterable_of_dicts_is_packed_by_the_names_of_its_fields(tmp_path: Path) -> None:
-    index = wt.pack(Endless(), str(tmp_path / "out"), shuffle=False, labels=[wt.Label("n", "number", "json", "n")])
+    index = wt.pack(
+        Endless(),
+        str(tmp_path / "out"),
+        shuffle=False,
+        labels=[wt.Label("n", "number", "json", "n")],
+    )
     found = list(samples(tmp_path / "out").values())
     assert [array(one["x.npy"]).tolist() for one in found] == [[0, n, 2 * n] for n in range(5)]
     assert [(one["txt"], json.loads(one["json"]), one["cls"]) for one in found] == [
@@ -364,7 +533,9 @@ def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) ->
 
     write_shards(tmp_path / "in", [5, 3])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its files to the collector to close
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # it leaves its files to the collector to close
         shards = sorted(map(str, (tmp_path / "in").glob("*.tar")))
         wt.pack(webdataset.WebDataset(shards, shardshuffle=False), str(tmp_path / "out"))
         gc.collect()
@@ -387,10 +558,14 @@ def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) ->
         ({"__key__": "only"}, "it has no fields, but '__key__'"),
     ],
 )
-def test_samples_that_cannot_be_packed_are_named_or_quarantined(tmp_path: Path, sample: dict[str, Any], words: str) -> None:
+def test_samples_that_cannot_be_packed_are_named_or_quarantined(
+    tmp_path: Path, sample: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SourceError, match=f"samples, row 2: .*{words}"):
         wt.pack([{"txt": "fine"}, sample], str(tmp_path / "out"))
-    index = wt.pack([{"txt": "fine"}, sample], str(tmp_path / "out"), on_bad="quarantine", overwrite=True)
+    index = wt.pack(
+        [{"txt": "fine"}, sample], str(tmp_path / "out"), on_bad="quarantine", overwrite=True
+    )
     assert (len(index), index.info["quarantined"]) == (1, 1)
 
 
@@ -398,57 +573,111 @@ def test_keys_that_come_twice_are_kept_apart_and_remembered(tmp_path: Path) -> N
     names = ["a", "b", "A", "a", "a-2", "../up", "x.y"]
     wt.pack([{"__key__": key, "txt": str(n)} for n, key in enumerate(names)], str(tmp_path / "out"))
     found = {fields["txt"]: key for key, fields in samples(tmp_path / "out").items()}
-    assert found == {b"0": "a", b"1": "b", b"2": "A-3", b"3": "a-4", b"4": "a-2", b"5": "up", b"6": "x_y"}
-    renamed = [json.loads(line) for line in (tmp_path / "out" / "renamed.jsonl").read_text().splitlines()]
-    assert {row["key"]: row["name"] for row in renamed} == {"A-3": "A", "a-4": "a", "up": "../up", "x_y": "x.y"}
+    assert found == {
+        b"0": "a",
+        b"1": "b",
+        b"2": "A-3",
+        b"3": "a-4",
+        b"4": "a-2",
+        b"5": "up",
+        b"6": "x_y",
+    }
+    renamed = [
+        json.loads(line) for line in (tmp_path / "out" / "renamed.jsonl").read_text().splitlines()
+    ]
+    assert {row["key"]: row["name"] for row in renamed} == {
+        "A-3": "A",
+        "a-4": "a",
+        "up": "../up",
+        "x_y": "x.y",
+    }
 
 
-def test_a_key_that_comes_five_thousand_times_is_numbered_without_looking_at_each_again(tmp_path: Path) -> None:
-    index = wt.pack(({"__key__": "a", "txt": "x"} for _ in range(5000)), str(tmp_path / "out"), shuffle=False)
+def test_a_key_that_comes_five_thousand_times_is_numbered_without_looking_at_each_again(
+    tmp_path: Path,
+) -> None:
+    index = wt.pack(
+        ({"__key__": "a", "txt": "x"} for _ in range(5000)), str(tmp_path / "out"), shuffle=False
+    )
     assert index.keys(np.arange(5000)) == ["a", *(f"a-{number}" for number in range(2, 5001))]
 
 
 def test_an_endless_stream_is_read_as_far_as_the_limit_says(tmp_path: Path) -> None:
-    index = wt.pack(({"txt": str(number)} for number in itertools.count()), str(tmp_path / "out"), limit=50)
-    assert sorted(int(fields["txt"]) for fields in samples(tmp_path / "out").values()) == list(range(50))
+    index = wt.pack(
+        ({"txt": str(number)} for number in itertools.count()), str(tmp_path / "out"), limit=50
+    )
+    assert sorted(int(fields["txt"]) for fields in samples(tmp_path / "out").values()) == list(
+        range(50)
+    )
     assert (index.info["listed"], len(index)) == (50, 50)
 
 
 def test_groups_and_splits_of_python_samples(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{n}", "txt": str(n)} for n in range(300)]
-    index = wt.pack(rows, str(tmp_path / "out"), split={"a": 0.5, "b": 0.5}, group=lambda row: str(int(row["txt"]) % 11))
+    index = wt.pack(
+        rows,
+        str(tmp_path / "out"),
+        split={"a": 0.5, "b": 0.5},
+        group=lambda row: str(int(row["txt"]) % 11),
+    )
     assert index.splits == ("a", "b")
     sides = [
-        {int(fields["txt"]) % 11 for _, fields in read_with_webdataset(sorted((tmp_path / "out").glob(f"{s}-*.tar")))}
+        {
+            int(fields["txt"]) % 11
+            for _, fields in read_with_webdataset(sorted((tmp_path / "out").glob(f"{s}-*.tar")))
+        }
         for s in "ab"
     ]
     assert not sides[0] & sides[1]
     with pytest.raises(UsageError, match="groups come to one side"):
-        wt.pack(rows, str(tmp_path / "o"), split={"a": 0.5, "b": 0.5}, stratify=True, group=lambda row: "x")
+        wt.pack(
+            rows,
+            str(tmp_path / "o"),
+            split={"a": 0.5, "b": 0.5},
+            stratify=True,
+            group=lambda row: "x",
+        )
 
 
 @pytest.mark.parametrize("numbers", [[1, 2, 1_700_000_000], [1_000_000], [1, 2, 99_999]])
 @pytest.mark.parametrize("kind", ["samples", "arrays"])
-def test_ids_and_times_are_no_classes_counted_from_zero(tmp_path: Path, kind: str, numbers: list[int]) -> None:
+def test_ids_and_times_are_no_classes_counted_from_zero(
+    tmp_path: Path, kind: str, numbers: list[int]
+) -> None:
     out = str(tmp_path / "out")
-    words = "as classes counted from 0 they would make 100000" if numbers[-1] == 99_999 else f"its cls is {numbers[-1]}"
+    words = (
+        "as classes counted from 0 they would make 100000"
+        if numbers[-1] == 99_999
+        else f"its cls is {numbers[-1]}"
+    )
     pack: dict[str, Callable[[], Any]] = {
         "samples": lambda: wt.pack([{"txt": "a", "cls": number} for number in numbers], out),
-        "arrays": lambda: wt.pack_arrays({"x": np.zeros(len(numbers)), "cls": np.array(numbers)}, out),
+        "arrays": lambda: wt.pack_arrays(
+            {"x": np.zeros(len(numbers)), "cls": np.array(numbers)}, out
+        ),
     }
     with pytest.raises((UsageError, SourceError), match=words):
         pack[kind]()
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_a_part_of_many_classes_and_numbers_that_are_said_to_be_classes_are_taken(tmp_path: Path) -> None:
+def test_a_part_of_many_classes_and_numbers_that_are_said_to_be_classes_are_taken(
+    tmp_path: Path,
+) -> None:
     some = [{"txt": "a", "cls": 97 * number} for number in range(300)]
     assert len(wt.pack(some, str(tmp_path / "a")).labels[0].classes) == 97 * 299 + 1
     arrays = {"x": np.zeros(3), "cls": np.array([1, 2, 99_999])}
-    assert len(wt.pack_arrays(arrays, str(tmp_path / "b"), label="cls:class").labels[0].classes) == 100_000
-    assert wt.pack_arrays(arrays, str(tmp_path / "c"), label="cls:number").labels[0].kind == "number"
+    assert (
+        len(wt.pack_arrays(arrays, str(tmp_path / "b"), label="cls:class").labels[0].classes)
+        == 100_000
+    )
+    assert (
+        wt.pack_arrays(arrays, str(tmp_path / "c"), label="cls:number").labels[0].kind == "number"
+    )
     names = [f"person {number}" for number in range(20_000)]
-    wt.pack([{"__key__": name, "cls": name} for name in names[::97]], str(tmp_path / "d"), classes=names)
+    wt.pack(
+        [{"__key__": name, "cls": name} for name in names[::97]], str(tmp_path / "d"), classes=names
+    )
     assert {key: fields["cls"] for key, fields in samples(tmp_path / "d").items()} == {
         name: str(number).encode() for number, name in enumerate(names) if number % 97 == 0
     }
@@ -474,7 +703,12 @@ def test_what_is_no_iterable_of_samples_is_refused(tmp_path: Path) -> None:
 def old(tmp_path: Path) -> Path:
     """Packed shards with classes and splits."""
     write_class_folder(tmp_path / "in", {"cat": 9, "dog": 12})
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "old"), split={"train": 0.6, "val": 0.4}, shard_samples=4)
+    wt.pack_folder(
+        str(tmp_path / "in"),
+        str(tmp_path / "old"),
+        split={"train": 0.6, "val": 0.4},
+        shard_samples=4,
+    )
     return tmp_path / "old"
 
 
@@ -489,9 +723,18 @@ def test_shards_are_made_anew_with_their_labels_and_splits(old: Path, tmp_path: 
     assert wt.verify(str(tmp_path / "split")).ok
 
 
-def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(old: Path, tmp_path: Path) -> None:
+def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(
+    old: Path, tmp_path: Path
+) -> None:
     everything = samples(old)
-    words = ["convert", "tars", str(old / "*.tar"), str(tmp_path / "a"), "--select", "cls == 1 and not key.endswith('3')"]
+    words = [
+        "convert",
+        "tars",
+        str(old / "*.tar"),
+        str(tmp_path / "a"),
+        "--select",
+        "cls == 1 and not key.endswith('3')",
+    ]
     assert main([*words, "--rename", "png=image.png"]) == 0
     wanted = {
         key: {"image.png": fields["png"], "cls": b"1"}
@@ -503,17 +746,25 @@ def test_shards_are_filtered_and_their_fields_dropped_kept_and_renamed(old: Path
     assert (index.fields, index.labels) == (("png",), ())
     (tmp_path / "keys.txt").write_text("\n".join(sorted(everything)[:5]))
     wt.pack_tars(str(old), str(tmp_path / "c"), keys=str(tmp_path / "keys.txt"), keep=["png"])
-    assert samples(tmp_path / "c") == {key: {"png": everything[key]["png"]} for key in sorted(everything)[:5]}
+    assert samples(tmp_path / "c") == {
+        key: {"png": everything[key]["png"]} for key in sorted(everything)[:5]
+    }
     (tmp_path / "keys.txt").write_text("cat/000\nnobody\n")
     with pytest.raises(SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"):
         wt.pack_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"))
-    with pytest.raises(SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"):  # before anything is read
+    with pytest.raises(
+        SourceError, match="1 of 2 keys are in no shard, such as 'nobody'"
+    ):  # before anything is read
         wt.pack_tars(str(old), str(tmp_path / "d"), keys=str(tmp_path / "keys.txt"), limit=1)
     assert not (tmp_path / "d").exists()
 
 
 def test_keys_that_are_asked_for_are_there_also_where_a_sample_is_bad(tmp_path: Path) -> None:
-    index = wt.pack(({"__key__": f"k{n}", "bin": b"x" * 600, "cls": n} for n in range(4)), str(tmp_path / "set"), shuffle=False)
+    index = wt.pack(
+        ({"__key__": f"k{n}", "bin": b"x" * 600, "cls": n} for n in range(4)),
+        str(tmp_path / "set"),
+        shuffle=False,
+    )
     tar = Path(index.shards[0].path)
     data = bytearray(tar.read_bytes())
     data[index.members(1)[0][1]] ^= 1  # of k1
@@ -522,40 +773,57 @@ def test_keys_that_are_asked_for_are_there_also_where_a_sample_is_bad(tmp_path: 
     wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "good"), keys=str(tmp_path / "keys.txt"))
     assert set(samples(tmp_path / "good")) == {"k0", "k3"}
     (tmp_path / "keys.txt").write_text("k0\nk1\n")
-    made = wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "some"), keys=str(tmp_path / "keys.txt"), on_bad="quarantine")
+    made = wt.pack_tars(
+        str(tmp_path / "set"),
+        str(tmp_path / "some"),
+        keys=str(tmp_path / "keys.txt"),
+        on_bad="quarantine",
+    )
     assert (len(made), made.info["quarantined"]) == (1, 1)
 
 
 def test_sets_are_merged_and_keys_of_both_kept_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_tar(tmp_path / name / "s.tar", [(f"k{i}", {"txt": f"{name}{i}".encode()}) for i in range(5)])
+        write_tar(
+            tmp_path / name / "s.tar", [(f"k{i}", {"txt": f"{name}{i}".encode()}) for i in range(5)]
+        )
     wt.pack_tars([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "out"))
     found = samples(tmp_path / "out")
-    assert sorted(fields["txt"].decode() for fields in found.values()) == [f"{name}{i}" for name in "ab" for i in range(5)]
+    assert sorted(fields["txt"].decode() for fields in found.values()) == [
+        f"{name}{i}" for name in "ab" for i in range(5)
+    ]
     assert set(found) == {f"k{i}" for i in range(5)} | {f"k{i}-2" for i in range(5)}
 
 
-def test_keys_that_two_splits_share_are_kept_apart_when_splits_are_drawn_anew(tmp_path: Path) -> None:
+def test_keys_that_two_splits_share_are_kept_apart_when_splits_are_drawn_anew(
+    tmp_path: Path,
+) -> None:
     for split in ("train", "val"):
         for number in range(6):
             path = tmp_path / "in" / split / "cat" / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture(number + 10 * (split == "val")))
     wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "old"))
-    assert len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))}) == 6
+    assert (
+        len({key for key, _ in read_with_webdataset(sorted((tmp_path / "old").glob("*.tar")))}) == 6
+    )
     wt.pack_tars(str(tmp_path / "old"), str(tmp_path / "new"), split={"all": 1.0})
     assert len(samples(tmp_path / "new")) == 12
     assert wt.verify(str(tmp_path / "new")).ok
 
 
-def test_sets_that_number_their_classes_differently_are_not_merged(old: Path, tmp_path: Path) -> None:
+def test_sets_that_number_their_classes_differently_are_not_merged(
+    old: Path, tmp_path: Path
+) -> None:
     write_class_folder(tmp_path / "in2", {"ant": 3, "bee": 3})
     wt.pack_folder(str(tmp_path / "in2"), str(tmp_path / "other"))
     with pytest.raises(UsageError, match="a class number would mean two things"):
         wt.pack_tars([str(old), str(tmp_path / "other")], str(tmp_path / "out"))
 
 
-def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(old: Path, tmp_path: Path) -> None:
+def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(
+    old: Path, tmp_path: Path
+) -> None:
     index = wt.index(str(old))
     offset = next(at for name, at, _ in index.members(2) if name == "png") + 40
     with open(index.shards[0].path, "r+b") as file:
@@ -563,7 +831,9 @@ def test_bytes_that_are_not_those_that_were_packed_are_bad_samples(old: Path, tm
         byte = file.read(1)
         file.seek(offset)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(SourceError, match=r"the bytes of its png are not those that were packed .crc32"):
+    with pytest.raises(
+        SourceError, match=r"the bytes of its png are not those that were packed .crc32"
+    ):
         wt.pack_tars(str(old), str(tmp_path / "out"))
     done = wt.pack_tars(str(old), str(tmp_path / "out"), on_bad="quarantine", overwrite=True)
     assert (done.info["quarantined"], len(done)) == (1, 20)
@@ -612,13 +882,26 @@ CAPTIONS = {"a": "12", "b": "a dog", "c": "1e5", "d": "nan", "e": "007", "f": "1
 )
 def test_a_text_beside_a_text_is_a_text_whatever_it_looks_like(text: str, keys: str) -> None:
     condition = Expression(text)
-    found = [key for key, caption in CAPTIONS.items() if condition.holds({"txt": caption.encode(), "copy": caption.encode()})]
+    found = [
+        key
+        for key, caption in CAPTIONS.items()
+        if condition.holds({"txt": caption.encode(), "copy": caption.encode()})
+    ]
     assert "".join(found) == keys
 
 
 def test_captions_that_look_like_numbers_are_no_bad_samples(tmp_path: Path) -> None:
-    wt.pack(({"__key__": key, "txt": caption} for key, caption in CAPTIONS.items()), str(tmp_path / "old"))
-    done = wt.pack_tars(str(tmp_path / "old"), str(tmp_path / "new"), select="len(txt) < 4", on_bad="quarantine", shuffle=False)
+    wt.pack(
+        ({"__key__": key, "txt": caption} for key, caption in CAPTIONS.items()),
+        str(tmp_path / "old"),
+    )
+    done = wt.pack_tars(
+        str(tmp_path / "old"),
+        str(tmp_path / "new"),
+        select="len(txt) < 4",
+        on_bad="quarantine",
+        shuffle=False,
+    )
     assert sorted(done.key(i) for i in range(len(done))) == ["a", "c", "d", "e", "g"]
     assert done.info["quarantined"] == 0
 
@@ -647,7 +930,14 @@ def test_conditions_are_never_code(text: str) -> None:
 
 
 def test_a_condition_that_cannot_be_told_is_a_bad_sample() -> None:
-    for text in ("txt > 3", "json['x'][5]", "cls / 0 == 1", "'a' * 9 == 1", "json.a", "txt.lower(1) == 'a'"):
+    for text in (
+        "txt > 3",
+        "json['x'][5]",
+        "cls / 0 == 1",
+        "'a' * 9 == 1",
+        "json.a",
+        "txt.lower(1) == 'a'",
+    ):
         with pytest.raises(SampleError, match="cannot be evaluated for it"):
             Expression(text).holds({"cls": b"2", "txt": b"two", "json": b"{}"})
 
@@ -655,17 +945,32 @@ def test_a_condition_that_cannot_be_told_is_a_bad_sample() -> None:
 # --- torchvision -----------------------------------------------------------------------------------------------------
 
 
-def test_a_torchvision_data_set_keeps_its_splits_classes_and_pixels(data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_torchvision_data_set_keeps_its_splits_classes_and_pixels(
+    data: Callable[[str], Path], tmp_path: Path
+) -> None:
     raw = tmp_path / "root" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for path in data("fashion-mnist").glob("*.gz"):
         with gzip.open(path) as packed, open(raw / path.stem, "wb") as file:
             shutil.copyfileobj(packed, file)
-    words = ["convert", "torchvision", "FashionMNIST", str(tmp_path / "out"), "--root", str(tmp_path / "root")]
+    words = [
+        "convert",
+        "torchvision",
+        "FashionMNIST",
+        str(tmp_path / "out"),
+        "--root",
+        str(tmp_path / "root"),
+    ]
     assert main([*words, "--no-shuffle", "--splits", "test"]) == 0
     index = wt.index(str(tmp_path / "out"))
-    assert (len(index), index.splits, index.labels[0].classes[9]) == (10_000, ("test",), "Ankle boot")
-    pixels = np.frombuffer((raw / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(-1, 28, 28)
+    assert (len(index), index.splits, index.labels[0].classes[9]) == (
+        10_000,
+        ("test",),
+        "Ankle boot",
+    )
+    pixels = np.frombuffer((raw / "t10k-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(
+        -1, 28, 28
+    )
     for number, fields in list(enumerate(samples(tmp_path / "out").values()))[::1000]:
         assert (np.asarray(Image.open(io.BytesIO(fields["png"]))) == pixels[number]).all()
 
@@ -679,9 +984,13 @@ def test_a_torchvision_data_set_of_files_keeps_their_bytes(tmp_path: Path) -> No
 
 
 def test_a_torchvision_name_or_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="torchvision has no data set 'Fasion'; perhaps .*FashionMNIST"):
+    with pytest.raises(
+        UsageError, match="torchvision has no data set 'Fasion'; perhaps .*FashionMNIST"
+    ):
         wt.pack_torchvision("Fasion", str(tmp_path / "out"), str(tmp_path))
-    with pytest.raises(SourceError, match="MNIST is not in .* as torchvision expects it .train: Dataset not found"):
+    with pytest.raises(
+        SourceError, match="MNIST is not in .* as torchvision expects it .train: Dataset not found"
+    ):
         wt.pack_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path))
     with pytest.raises(SourceError, match="has no split 'test'"):
         wt.pack_torchvision("MNIST", str(tmp_path / "out"), str(tmp_path), splits=["test"])
@@ -693,7 +1002,9 @@ def write_digits(folder: Path, name: str, count: int) -> None:
     pixels = np.repeat(np.arange(count, dtype=np.uint8), 28 * 28).tobytes()
     head = b"\0\0\x08\x03" + count.to_bytes(4, "big") + 2 * (28).to_bytes(4, "big")
     (folder / f"{name}-images-idx3-ubyte").write_bytes(head + pixels)
-    labels = b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(number % 10 for number in range(count))
+    labels = (
+        b"\0\0\x08\x01" + count.to_bytes(4, "big") + bytes(number % 10 for number in range(count))
+    )
     (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
 
 
@@ -704,14 +1015,19 @@ def test_a_split_that_torchvision_cannot_read_is_not_left_out_in_silence(tmp_pat
     images = raw / "t10k-images-idx3-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:3000])
-    with pytest.raises(SourceError, match="the split 'test' is not there or cannot be read.*--splits train"):
+    with pytest.raises(
+        SourceError, match="the split 'test' is not there or cannot be read.*--splits train"
+    ):
         wt.pack_torchvision("MNIST", out, str(tmp_path))
     index = wt.pack_torchvision("MNIST", out, str(tmp_path), splits=["train"])
     assert index.info["samples"].keys() == {"train"}
     assert index.info["ignored"] == {"split test, which --splits did not name": 1}
     images.write_bytes(whole)
     index = wt.pack_torchvision("MNIST", out, str(tmp_path), overwrite=True)
-    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {"train": 20, "test": 10}
+    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {
+        "train": 20,
+        "test": 10,
+    }
     assert index.info["ignored"] == {}
 
 
@@ -726,9 +1042,14 @@ def test_all_splits_that_torchvision_knows_are_taken_or_told(tmp_path: Path) -> 
         for number in numbers:
             (folder / "images" / f"Pug_{number}.jpg").write_bytes(picture(number, kind="JPEG"))
     index = wt.pack_torchvision("OxfordIIITPet", str(tmp_path / "out"), str(tmp_path))
-    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {"trainval": 4, "test": 3}
+    assert {split: sum(counts.values()) for split, counts in index.info["samples"].items()} == {
+        "trainval": 4,
+        "test": 3,
+    }
     (folder / "annotations" / "test.txt").unlink()
-    with pytest.raises(SourceError, match="the split 'test' is not there or cannot be read.*--splits trainval"):
+    with pytest.raises(
+        SourceError, match="the split 'test' is not there or cannot be read.*--splits trainval"
+    ):
         wt.pack_torchvision("OxfordIIITPet", str(tmp_path / "again"), str(tmp_path))
 
 
@@ -738,10 +1059,17 @@ def test_all_splits_that_torchvision_knows_are_taken_or_told(tmp_path: Path) -> 
 def test_class_names_that_look_like_numbers_are_read_as_the_table_said_them(pictures: Path) -> None:
     (pictures / "t.csv").write_text(
         "file,a,b,c\n"
-        + "".join(f"IMG/{n}.png,{['01', '05', '10'][n % 3]},{['2', '3a'][n % 2]},{n % 3 - 1}\n" for n in range(6))
+        + "".join(
+            f"IMG/{n}.png,{['01', '05', '10'][n % 3]},{['2', '3a'][n % 2]},{n % 3 - 1}\n"
+            for n in range(6)
+        )
     )
     index = wt.pack_table(
-        str(pictures / "t.csv"), str(pictures / "out"), image="file", label=["a", "b:class", "c:class"], shuffle=False
+        str(pictures / "t.csv"),
+        str(pictures / "out"),
+        image="file",
+        label=["a", "b:class", "c:class"],
+        shuffle=False,
     )
     fields = {name: wt.label("json", column=name) for name in "abc"}
     batch = next(iter(wt.Loader(index, fields, batch_size=6, shuffle=False)))
@@ -758,20 +1086,36 @@ def test_a_quote_that_is_not_closed_is_an_error_and_swallows_no_rows(pictures: P
 
 def test_bytes_of_other_columns_become_fields(pictures: Path) -> None:
     frame = pandas.DataFrame(
-        {"image": [picture(1)], "mask": [b"\x00\x01"], "Thumb.Nail": [{"bytes": picture(2), "path": "x"}], "n": [1]}
+        {
+            "image": [picture(1)],
+            "mask": [b"\x00\x01"],
+            "Thumb.Nail": [{"bytes": picture(2), "path": "x"}],
+            "n": [1],
+        }
     )
     wt.pack_table(frame, str(pictures / "out"), image="image")
     ((_, fields),) = samples(pictures / "out").items()
-    assert fields == {"png": picture(1), "mask.bin": b"\x00\x01", "thumb_nail.png": picture(2), "json": b'{"n": 1}'}
+    assert fields == {
+        "png": picture(1),
+        "mask.bin": b"\x00\x01",
+        "thumb_nail.png": picture(2),
+        "json": b'{"n": 1}',
+    }
 
 
-def test_keys_do_not_depend_on_where_the_pictures_lie(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_keys_do_not_depend_on_where_the_pictures_lie(
+    pictures: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = tmp_path_factory.mktemp("other")
     shutil.copytree(pictures / "IMG", other / "data" / "IMG")
     found = []
     for number, root in enumerate((pictures, other / "data")):
-        (pictures / "t.csv").write_text("file\n" + "".join(f"{root}/IMG/{n}.png\n" for n in range(6)))
-        wt.pack_table(str(pictures / "t.csv"), str(pictures / f"out{number}"), image="file", root=str(root))
+        (pictures / "t.csv").write_text(
+            "file\n" + "".join(f"{root}/IMG/{n}.png\n" for n in range(6))
+        )
+        wt.pack_table(
+            str(pictures / "t.csv"), str(pictures / f"out{number}"), image="file", root=str(root)
+        )
         found.append(sorted(samples(pictures / f"out{number}")))
         assert not (pictures / f"out{number}" / "renamed.jsonl").exists()
     assert found == [[f"IMG/{n}" for n in range(6)]] * 2
@@ -780,11 +1124,26 @@ def test_keys_do_not_depend_on_where_the_pictures_lie(pictures: Path, tmp_path_f
 def test_semicolons_unknown_kinds_and_lists_beside_single_values(pictures: Path) -> None:
     (pictures / "t.csv").write_text("file;tag\nIMG/0.png;a\n")
     assert len(list_table(str(pictures / "t.csv"), image="file", labels=["tag"]).items) == 1
-    with pytest.raises(UsageError, match="one of the kinds class, number, multi, and 'klass' is none"):
+    with pytest.raises(
+        UsageError, match="one of the kinds class, number, multi, and 'klass' is none"
+    ):
         list_table(str(pictures / "t.csv"), image="file", labels=["tag:klass"])
-    (pictures / "t.jsonl").write_text('{"file": "IMG/0.png", "tags": ["a", "b"]}\n{"file": "IMG/1.png", "tags": "a"}\n')
-    index = wt.pack_table(str(pictures / "t.jsonl"), str(pictures / "out"), image="file", label="tags", shuffle=False)
-    batch = next(iter(wt.Loader(index, {"t": wt.label("json", column="tags", multi=True)}, batch_size=2, shuffle=False)))
+    (pictures / "t.jsonl").write_text(
+        '{"file": "IMG/0.png", "tags": ["a", "b"]}\n{"file": "IMG/1.png", "tags": "a"}\n'
+    )
+    index = wt.pack_table(
+        str(pictures / "t.jsonl"), str(pictures / "out"), image="file", label="tags", shuffle=False
+    )
+    batch = next(
+        iter(
+            wt.Loader(
+                index,
+                {"t": wt.label("json", column="tags", multi=True)},
+                batch_size=2,
+                shuffle=False,
+            )
+        )
+    )
     assert batch["t"].tolist() == [[1, 1], [1, 0]]
 
 
@@ -801,15 +1160,25 @@ def test_globs_of_sets_with_other_classes_are_not_merged(tmp_path: Path, words: 
     for name, classes in (("a", {"cat": 3, "dog": 3}), ("b", {"ant": 3, "bee": 3})):
         write_class_folder(tmp_path / f"in-{name}", classes, "jpg")
         wt.pack_folder(str(tmp_path / f"in-{name}"), str(tmp_path / name))
-    command = ["convert", "tars", str(tmp_path / "a" / "*.tar"), str(tmp_path / "b" / "*.tar"), str(tmp_path / "out")]
+    command = [
+        "convert",
+        "tars",
+        str(tmp_path / "a" / "*.tar"),
+        str(tmp_path / "b" / "*.tar"),
+        str(tmp_path / "out"),
+    ]
     assert main([*command, *words]) == 2
-    assert main([*command, "--keep", "jpg"]) == 0  # without the classes there is nothing that differs
+    assert (
+        main([*command, "--keep", "jpg"]) == 0
+    )  # without the classes there is nothing that differs
     assert len(samples(tmp_path / "out")) == 12
 
 
 def test_splits_are_told_by_the_names_of_shards_that_have_no_index(tmp_path: Path) -> None:
     for name in ("train-000", "train-001", "val-000"):
-        write_tar(tmp_path / "s" / f"{name}.tar", [(f"{name}-{i}", {"txt": b"x"}) for i in range(4)])
+        write_tar(
+            tmp_path / "s" / f"{name}.tar", [(f"{name}-{i}", {"txt": b"x"}) for i in range(4)]
+        )
     index = wt.pack_tars(str(tmp_path / "s"), str(tmp_path / "out"))
     assert {shard.split: shard.samples for shard in index.shards} == {"train": 8, "val": 4}
 
@@ -817,8 +1186,13 @@ def test_splits_are_told_by_the_names_of_shards_that_have_no_index(tmp_path: Pat
 def test_a_split_of_a_split_has_the_shares_that_were_asked_for(tmp_path: Path) -> None:
     rows = ({"__key__": f"k{n}", "txt": "x"} for n in range(3000))
     wt.pack(rows, str(tmp_path / "all"), split={"train": 0.8, "val": 0.2})
-    index = wt.pack_tars(f"{tmp_path}/all/train-*.tar", str(tmp_path / "again"), split={"train": 0.8, "val": 0.2})
-    shares = {split: sum(s.samples for s in index.shards if s.split == split) / len(index) for split in index.splits}
+    index = wt.pack_tars(
+        f"{tmp_path}/all/train-*.tar", str(tmp_path / "again"), split={"train": 0.8, "val": 0.2}
+    )
+    shares = {
+        split: sum(s.samples for s in index.shards if s.split == split) / len(index)
+        for split in index.splits
+    }
     assert abs(shares["val"] - 0.2) < 0.03
 
 
@@ -828,22 +1202,33 @@ def test_fields_whose_names_no_reader_gives_back_are_refused(tmp_path: Path) -> 
     with pytest.raises(SourceError, match="two of its fields have one name: x.npy, x.npy"):
         wt.pack([{"x.npy": np.zeros(2), "X.npy": np.ones(2)}], str(tmp_path / "out2"))
     wt.pack([{"Depth.NPY": np.zeros(2)}], str(tmp_path / "out3"))
-    assert next(iter(wt.Loader(str(tmp_path / "out3"), {"d": wt.array("Depth.npy")}, batch_size=1)))["d"].shape == (1, 2)
+    assert next(
+        iter(wt.Loader(str(tmp_path / "out3"), {"d": wt.array("Depth.npy")}, batch_size=1))
+    )["d"].shape == (1, 2)
     with pytest.raises(UsageError, match="two fields would have one name"):
         wt.pack_arrays({"x": np.zeros(3), "X": np.zeros(3)}, str(tmp_path / "out4"))
 
 
-def test_pil_pictures_come_out_upright_and_with_their_grey(data: Callable[[str], Path], tmp_path: Path) -> None:
-    with Image.open(data("difficult") / "Landscape_6.jpg") as lying, Image.open(data("difficult") / "hopper_16bit.pgm") as deep:
+def test_pil_pictures_come_out_upright_and_with_their_grey(
+    data: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with (
+        Image.open(data("difficult") / "Landscape_6.jpg") as lying,
+        Image.open(data("difficult") / "hopper_16bit.pgm") as deep,
+    ):
         truth = np.asarray(deep, float).mean() / 256
-        wt.pack([{"__key__": "a", "jpg": lying}, {"__key__": "b", "jpg": deep}], str(tmp_path / "out"))
+        wt.pack(
+            [{"__key__": "a", "jpg": lying}, {"__key__": "b", "jpg": deep}], str(tmp_path / "out")
+        )
     found = samples(tmp_path / "out")
     made = Image.open(io.BytesIO(found["a"]["jpg"]))
     assert made.size[0] > made.size[1]
     assert abs(np.asarray(Image.open(io.BytesIO(found["b"]["jpg"])), float).mean() - truth) < 2
 
 
-def test_rows_of_bytes_and_wide_chunks_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_bytes_and_wide_chunks_are_read_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from wdstrain.packing import arrays
 
     monkeypatch.setattr(arrays, "_BLOCK", 100_000)
@@ -855,40 +1240,72 @@ def test_rows_of_bytes_and_wide_chunks_are_read_within_bounds(tmp_path: Path, mo
     sizes: list[int] = []
     blocks = arrays.blocks
     monkeypatch.setattr(
-        arrays, "blocks", lambda *words: ((first, sizes.append(len(b["bin"])) or b) for first, b in blocks(*words))
+        arrays,
+        "blocks",
+        lambda *words: ((first, sizes.append(len(b["bin"])) or b) for first, b in blocks(*words)),
     )
-    index = wt.pack_hdf5(str(tmp_path / "d.h5"), str(tmp_path / "out"), {"bin": "/blobs", "cls": "/labels"})
+    index = wt.pack_hdf5(
+        str(tmp_path / "d.h5"), str(tmp_path / "out"), {"bin": "/blobs", "cls": "/labels"}
+    )
     assert len(index) == 300
     assert max(sizes) <= 20
 
 
-def test_splits_and_data_sets_that_torchvision_has_not_are_sentences(data: Callable[[str], Path], tmp_path: Path) -> None:
+def test_splits_and_data_sets_that_torchvision_has_not_are_sentences(
+    data: Callable[[str], Path], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="has the splits train and test, and no 'banana'"):
         wt.pack_torchvision("FashionMNIST", str(tmp_path / "out"), str(tmp_path), splits=["banana"])
     for name in ("VisionDataset", "EMNIST"):
-        assert main(["convert", "torchvision", name, str(tmp_path / "out"), "--root", str(tmp_path)]) in (1, 2)
+        assert main(
+            ["convert", "torchvision", name, str(tmp_path / "out"), "--root", str(tmp_path)]
+        ) in (1, 2)
     assert not (tmp_path / "out").exists()
 
 
-def test_conditions_are_checked_before_reading_and_what_they_leave_is_counted(old: Path, tmp_path: Path, capsys: Any) -> None:
+def test_conditions_are_checked_before_reading_and_what_they_leave_is_counted(
+    old: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert main(["convert", "tars", str(old), str(tmp_path / "a"), "--select", "clss == 1"]) == 2
     assert "speaks of 'clss'; there are key, shard, split" in capsys.readouterr().err
     assert main(["convert", "tars", str(old), str(tmp_path / "a"), "--select", "cls == 77"]) == 1
-    assert "holds no samples to be packed (21 x samples that do not meet the condition)" in capsys.readouterr().err
     assert (
-        main(["convert", "tars", str(old), str(tmp_path / "a"), "--select", "cls == 1 and size.jpg < 9 or cls == 0", "--json"])
+        "holds no samples to be packed (21 x samples that do not meet the condition)"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(
+            [
+                "convert",
+                "tars",
+                str(old),
+                str(tmp_path / "a"),
+                "--select",
+                "cls == 1 and size.jpg < 9 or cls == 0",
+                "--json",
+            ]
+        )
         == 0
     )
     told = json.loads(capsys.readouterr().out)
-    assert (told["samples"], told["quarantined"], told["ignored"]) == (9, 0, {"samples that do not meet the condition": 12})
+    assert (told["samples"], told["quarantined"], told["ignored"]) == (
+        9,
+        0,
+        {"samples that do not meet the condition": 12},
+    )
 
 
-def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_are_refused(tmp_path: Path) -> None:
+def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_are_refused(
+    tmp_path: Path,
+) -> None:
     for split in ("train", "dev"):
         write_class_folder(tmp_path / "in" / split, {"a": 2})
     (tmp_path / "in" / "stray.png").write_bytes(picture(1))
     index = wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"))
-    assert (index.splits, index.info["ignored"]) == (("train", "val"), {"files beside the splits": 1})
+    assert (index.splits, index.info["ignored"]) == (
+        ("train", "val"),
+        {"files beside the splits": 1},
+    )
     write_class_folder(tmp_path / "in" / "val", {"a": 2})
     with pytest.raises(SourceError, match="two mean one split"):
         wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out2"))
@@ -899,16 +1316,38 @@ def test_what_lies_beside_split_folders_is_counted_and_two_names_for_one_split_a
 
 def test_a_class_given_as_bytes_is_the_class_of_that_name_or_number(tmp_path: Path) -> None:
     given: list[Any] = [b"cat", b"dog", "cat", 1, b"0", b" dog\n", np.int64(1), b"7"]
-    index = wt.pack([{"txt": "x", "cls": one} for one in given], str(tmp_path / "out"), classes=["cat", "dog", "7"])
+    index = wt.pack(
+        [{"txt": "x", "cls": one} for one in given],
+        str(tmp_path / "out"),
+        classes=["cat", "dog", "7"],
+    )
     found = samples(tmp_path / "out")
-    assert [found[key]["cls"] for key in sorted(found)] == [b"0", b"1", b"0", b"1", b"0", b"1", b"1", b"2"]
-    assert [(label.name, label.classes) for label in index.labels] == [("class", ("cat", "dog", "7"))]
+    assert [found[key]["cls"] for key in sorted(found)] == [
+        b"0",
+        b"1",
+        b"0",
+        b"1",
+        b"0",
+        b"1",
+        b"1",
+        b"2",
+    ]
+    assert [(label.name, label.classes) for label in index.labels] == [
+        ("class", ("cat", "dog", "7"))
+    ]
     assert index.info["samples"] == {"train": {"cat": 3, "dog": 4, "7": 1}}
 
 
 def test_bytes_that_name_one_class_and_number_another_are_a_bad_sample(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"row 2: its cls b'1' is the name of class 0 and may also be the number of class 1"):
-        wt.pack([{"txt": "x", "cls": "1"}, {"txt": "y", "cls": b"1"}], str(tmp_path / "out"), classes=["1", "0"])
+    with pytest.raises(
+        SourceError,
+        match=r"row 2: its cls b'1' is the name of class 0 and may also be the number of class 1",
+    ):
+        wt.pack(
+            [{"txt": "x", "cls": "1"}, {"txt": "y", "cls": b"1"}],
+            str(tmp_path / "out"),
+            classes=["1", "0"],
+        )
     index = wt.pack([{"txt": "x", "cls": b"1"}], str(tmp_path / "same"), classes=["0", "1"])
     assert index.info["samples"] == {"train": {"1": 1}}
 
@@ -918,7 +1357,9 @@ def test_a_class_that_is_none_of_the_names_is_a_bad_sample(tmp_path: Path, cls: 
     given = [{"txt": "x", "cls": 0}, {"txt": "y", "cls": cls}]
     with pytest.raises(SourceError, match="row 2: its cls is"):
         wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"])
-    assert len(wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], on_bad="quarantine")) == 1
+    assert (
+        len(wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], on_bad="quarantine")) == 1
+    )
 
 
 def test_numbers_and_names_are_not_mixed_where_no_names_are_known(tmp_path: Path) -> None:
@@ -927,7 +1368,10 @@ def test_numbers_and_names_are_not_mixed_where_no_names_are_known(tmp_path: Path
     with pytest.raises(SourceError, match="row 2: its cls is '1', and others are names"):
         wt.pack([{"txt": "x", "cls": b"cat"}, {"txt": "y", "cls": 1}], str(tmp_path / "out"))
     wt.pack([{"txt": "x", "cls": b"cat"}, {"txt": "y", "cls": b"dog"}], str(tmp_path / "out"))
-    assert sorted(fields["cls"] for fields in samples(tmp_path / "out").values()) == [b"cat", b"dog"]
+    assert sorted(fields["cls"] for fields in samples(tmp_path / "out").values()) == [
+        b"cat",
+        b"dog",
+    ]
 
 
 def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
@@ -937,7 +1381,10 @@ def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
     assert index.labels == (label, Label("class", "class", "cls", classes=("cat", "dog")))
     arrays = {"cls": np.arange(4) % 2, "y": np.arange(4) / 2}
     index = wt.pack_arrays(arrays, str(tmp_path / "arrays"), label="y", classes=["cat", "dog"])
-    assert index.labels == (Label("y", "number", "y.npy"), Label("class", "class", "cls", classes=("cat", "dog")))
+    assert index.labels == (
+        Label("y", "number", "y.npy"),
+        Label("class", "class", "cls", classes=("cat", "dog")),
+    )
     assert index.info["samples"] == {"train": {"cat": 2, "dog": 2}}
 
 
@@ -955,7 +1402,9 @@ class Named(list[Any]):
         lambda out: wt.pack_arrays({"cls": np.arange(2)}, out, classes=["cat", "cat"]),
     ],
 )
-def test_two_classes_of_one_name_are_refused(tmp_path: Path, pack: Callable[[str], wt.Index]) -> None:
+def test_two_classes_of_one_name_are_refused(
+    tmp_path: Path, pack: Callable[[str], wt.Index]
+) -> None:
     with pytest.raises(UsageError, match="classes has 'cat' at 0 and again later"):
         pack(str(tmp_path / "out"))
     with pytest.raises(UsageError, match="must be a list of names"):
@@ -980,10 +1429,14 @@ def test_a_narrow_tensor_is_a_picture_of_channels_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "cls"])
-def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(tmp_path: Path, name: str) -> None:
+def test_masked_values_are_bad_samples_and_never_what_lies_below_the_mask(
+    tmp_path: Path, name: str
+) -> None:
     masked = np.ma.array([1, 2, 3], mask=[False, True, False])
     out = str(tmp_path / "out")
-    index = wt.pack_arrays({"n": np.arange(3), name: masked}, out, shuffle=False, on_bad="quarantine")
+    index = wt.pack_arrays(
+        {"n": np.arange(3), name: masked}, out, shuffle=False, on_bad="quarantine"
+    )
     assert (len(index), index.info["quarantined"]) == (2, 1)
     assert "masked" in (tmp_path / "out" / "bad.jsonl").read_text()
     with pytest.raises(wt.SourceError, match="masked"):
@@ -996,11 +1449,16 @@ def test_rows_of_a_virtual_data_set_whose_file_is_gone_are_no_samples(tmp_path: 
             file["x"] = np.arange(3)
     with h5py.File(tmp_path / "all.h5", "w") as file:
         layout = h5py.VirtualLayout((6,), "i8")
-        layout[:3], layout[3:] = (h5py.VirtualSource(f"{name}.h5", "x", shape=(3,)) for name in ("a", "b"))
+        layout[:3], layout[3:] = (
+            h5py.VirtualSource(f"{name}.h5", "x", shape=(3,)) for name in ("a", "b")
+        )
         file.create_virtual_dataset("x", layout, fillvalue=-1)
     assert len(wt.pack_hdf5(tmp_path / "all.h5", tmp_path / "whole", {"x": "/x"})) == 6
     (tmp_path / "b.h5").unlink()
-    with pytest.raises(SourceError, match=r"b\.h5 cannot be read \(there is no such file\). Its rows would be fill values"):
+    with pytest.raises(
+        SourceError,
+        match=r"b\.h5 cannot be read \(there is no such file\). Its rows would be fill values",
+    ):
         wt.pack_hdf5(tmp_path / "all.h5", tmp_path / "out", {"x": "/x"})
     (tmp_path / "a.h5").rename(tmp_path / "b.h5")
     with pytest.raises(SourceError, match=r"a\.h5 cannot be read"):
@@ -1038,7 +1496,9 @@ def test_rows_of_different_length_and_enums_are_arrays(tmp_path: Path) -> None:
             made = file.create_dataset(name, (3,), h5py.vlen_dtype(kind))
             for number, row in enumerate(rows):
                 made[number] = row.astype(kind)
-        file.create_dataset("enum", data=[[0, 1]] * 3, dtype=h5py.enum_dtype({"no": 0, "yes": 1}, "u1"))
+        file.create_dataset(
+            "enum", data=[[0, 1]] * 3, dtype=h5py.enum_dtype({"no": 0, "yes": 1}, "u1")
+        )
     fields = {"small": "/small", "wide": "/wide", "enum": "/enum"}
     wt.pack_hdf5(tmp_path / "d.h5", tmp_path / "out", fields, shuffle=False)
     found = samples(tmp_path / "out")

@@ -19,12 +19,21 @@ ESCAPE = "\x1b]0;owned\x07\x1b[31m"
 def hostile(tmp_path: Path) -> Path:
     """Shards and an index whose every name would turn a terminal red."""
     folder = tmp_path / "set"
-    samples = [(f"k{i}{ESCAPE}", {"png": picture(i) if i else b"none", "cls": b"9" if i == 1 else b"0"}) for i in range(12)]
+    samples = [
+        (f"k{i}{ESCAPE}", {"png": picture(i) if i else b"none", "cls": b"9" if i == 1 else b"0"})
+        for i in range(12)
+    ]
     write_tar(folder / f"a{ESCAPE.replace('/', '')}.tar", samples)
     wt.index(folder)
     index = json.loads((folder / "index.json").read_text())
     index["wdstrain"]["labels"] = [
-        {"name": f"kind{ESCAPE}", "kind": "class", "field": "cls", "column": None, "classes": [f"c{ESCAPE}", f"d{ESCAPE}"]}
+        {
+            "name": f"kind{ESCAPE}",
+            "kind": "class",
+            "field": "cls",
+            "column": None,
+            "classes": [f"c{ESCAPE}", f"d{ESCAPE}"],
+        }
     ]
     index["shardlist"][0]["split"] = f"train{ESCAPE}"
     (folder / "index.json").write_text(json.dumps(index))
@@ -49,7 +58,11 @@ def hostile(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_verb_lets_an_escape_through(
-    hostile: Path, words: list[str], as_json: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    hostile: Path,
+    words: list[str],
+    as_json: bool,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(hostile.parent)
     with contextlib.suppress(SystemExit):
@@ -60,7 +73,9 @@ def test_no_verb_lets_an_escape_through(
     assert "\x07" not in shown.out + shown.err
 
 
-def test_what_repair_says_lets_none_through(hostile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_repair_says_lets_none_through(
+    hostile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (shard,) = hostile.glob("*.tar")
     shard.write_bytes(shard.read_bytes()[:9000])
     assert main(["repair", str(hostile), "-o", str(tmp_path / "whole")]) == 1

@@ -26,7 +26,10 @@ def shout(sample: dict[str, Any]) -> dict[str, Any]:
 
 def test_webdataset_stages_follow_a_stream(shards: Path) -> None:
     pipeline = wds.DataPipeline(
-        wt.stream(shards, shuffle=False), wds.map(shout), wds.to_tuple("__key__", "txt"), wds.batched(5)
+        wt.stream(shards, shuffle=False),
+        wds.map(shout),
+        wds.to_tuple("__key__", "txt"),
+        wds.batched(5),
     )
     batches = list(pipeline)
     assert [key for keys, _ in batches for key in keys] == [f"s{i:06d}" for i in range(21)]
@@ -45,15 +48,27 @@ def test_a_stream_is_the_loaders_order_epoch_after_epoch(shards: Path) -> None:
 def test_samples_have_the_keys_of_webdataset(shards: Path) -> None:
     sample = next(iter(wt.stream(shards, shuffle=False)))
     url = str(shards / "part-000.tar")
-    assert sample == {"__key__": "s000000", "__url__": url, "__epoch__": 0, "cls": b"0", "txt": b"sample 0"}
+    assert sample == {
+        "__key__": "s000000",
+        "__url__": url,
+        "__epoch__": 0,
+        "cls": b"0",
+        "txt": b"sample 0",
+    }
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_worker_processes_share_a_stream_and_its_epochs_differ(shards: Path, workers: int, persistent: bool) -> None:
+def test_worker_processes_share_a_stream_and_its_epochs_differ(
+    shards: Path, workers: int, persistent: bool
+) -> None:
     loader = torch.utils.data.DataLoader(
-        wt.stream(shards), batch_size=None, num_workers=workers, persistent_workers=persistent, collate_fn=as_it_is
+        wt.stream(shards),
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=persistent,
+        collate_fn=as_it_is,
     )
     epochs = [[sample["__key__"] for sample in loader] for _ in range(3)]
     assert all(sorted(epoch) == [f"s{i:06d}" for i in range(21)] for epoch in epochs)
@@ -64,7 +79,9 @@ def test_worker_processes_share_a_stream_and_its_epochs_differ(shards: Path, wor
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    samples: list[Sample] = [(f"k{i}", {"jpg": picture(i, kind="JPEG"), "cls": b"%d" % i}) for i in range(6)]
+    samples: list[Sample] = [
+        (f"k{i}", {"jpg": picture(i, kind="JPEG"), "cls": b"%d" % i}) for i in range(6)
+    ]
     write_tar(tmp_path / "p" / "a.tar", samples)
     return tmp_path / "p"
 
@@ -72,10 +89,14 @@ def pictures(tmp_path: Path) -> Path:
 def test_webdataset_samples_go_through_our_fields(pictures: Path) -> None:
     fields = {"image": wt.image(size=8, augment="flip"), "label": wt.label()}
     pipeline = wds.DataPipeline(
-        wds.SimpleShardList(str(pictures / "a.tar")), wds.tarfile_to_samples(), wds.map(wt.to_example(fields))
+        wds.SimpleShardList(str(pictures / "a.tar")),
+        wds.tarfile_to_samples(),
+        wds.map(wt.to_example(fields)),
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # webdataset leaves its files to the collector
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # webdataset leaves its files to the collector
         found = list(pipeline)
         gc.collect()
     assert [int(example["label"]) for example in found] == list(range(6))

@@ -40,7 +40,12 @@ def with_pictures(folder: Path, numbers: Any) -> Path:
     return folder
 
 
-def table(folder: Path, rows: list[list[Any]], columns: tuple[str, ...] = ("file", "y"), name: str = "t.csv") -> str:
+def table(
+    folder: Path,
+    rows: list[list[Any]],
+    columns: tuple[str, ...] = ("file", "y"),
+    name: str = "t.csv",
+) -> str:
     folder.mkdir(exist_ok=True)
     with open(folder / name, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([columns, *rows])
@@ -71,26 +76,36 @@ def bad_rows(out: Path) -> dict[int, str]:
     """{row: reason} of the quarantine."""
     if not (out / "bad.jsonl").exists():
         return {}
-    return {row["row"]: row["reason"] for row in map(json.loads, (out / "bad.jsonl").read_text().splitlines())}
+    return {
+        row["row"]: row["reason"]
+        for row in map(json.loads, (out / "bad.jsonl").read_text().splitlines())
+    }
 
 
 def sides(index: wt.Index) -> dict[str, str]:
     """{key: split}"""
-    return {index.key(n): index.shards[int(index.shard_of(np.array([n]))[0])].split for n in range(len(index))}
+    return {
+        index.key(n): index.shards[int(index.shard_of(np.array([n]))[0])].split
+        for n in range(len(index))
+    }
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rooted", [False, True])
-def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_missing(tmp_path: Path, rooted: bool) -> None:
+def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_missing(
+    tmp_path: Path, rooted: bool
+) -> None:
     with_pictures(tmp_path / "old" / "a", [1])
     with_pictures(tmp_path / "here", [1, 2])  # others of the same names
     (tmp_path / "here" / "IMG" / "1.png").write_bytes(picture(9))
     rows = [[f"{tmp_path}/old/a/IMG/1.png", "x"], [f"{tmp_path}/old/b/IMG/2.png", "y"]]
     options = {"root": str(tmp_path / "here")} if rooted else {}
     file = table(tmp_path / "here", rows)
-    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label="y", on_bad="quarantine", **options)  # type: ignore[arg-type]
+    index = wt.pack_table(
+        file, str(tmp_path / "out"), image="file", label="y", on_bad="quarantine", **options
+    )  # type: ignore[arg-type]
     assert [fields["png"] for fields in read(tmp_path / "out").values()] == [picture(1)]
     assert "the picture is not there" in bad_rows(tmp_path / "out")[3]
     assert index.info["quarantined"] == 1
@@ -99,17 +114,30 @@ def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_mis
 
 def test_absolute_paths_of_another_machine_need_a_root(folder: Path) -> None:
     file = table(folder, [["/gone/IMG/1.png", "a"]])
-    with pytest.raises(SourceError, match=r"row 2: /gone/IMG/1.png: the picture is not there; --root"):
+    with pytest.raises(
+        SourceError, match=r"row 2: /gone/IMG/1.png: the picture is not there; --root"
+    ):
         wt.pack_table(file, str(folder / "out"), image="file", label="y")
 
 
-@pytest.mark.parametrize("beginning", ["/", "/data/set/", "C:\\data\\set\\", "d:/", "\\\\server\\share\\"])
-def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(folder: Path, beginning: str) -> None:
+@pytest.mark.parametrize(
+    "beginning", ["/", "/data/set/", "C:\\data\\set\\", "d:/", "\\\\server\\share\\"]
+)
+def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(
+    folder: Path, beginning: str
+) -> None:
     shutil.copy(folder / "IMG" / "5.png", folder / "0.png")  # the same name, nearer to the root
-    turned = [f"{beginning}IMG/{n}.png".replace("/", "\\") if "\\" in beginning else f"{beginning}IMG/{n}.png" for n in (0, 1)]
+    turned = [
+        f"{beginning}IMG/{n}.png".replace("/", "\\")
+        if "\\" in beginning
+        else f"{beginning}IMG/{n}.png"
+        for n in (0, 1)
+    ]
     file = table(folder, [[turned[0], "a"], [turned[1], "b"]])
     index = wt.pack_table(file, str(folder / "out"), image="file", label="y", root=str(folder))
-    assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {f"IMG/{n}": picture(n) for n in (0, 1)}
+    assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {
+        f"IMG/{n}": picture(n) for n in (0, 1)
+    }
     assert "2 of 2 paths lead to a file" in index.info["source"]["decided"][0]
 
 
@@ -117,15 +145,34 @@ def test_one_beginning_is_left_out_of_all_paths(folder: Path) -> None:
     """A shorter end of one path is no reason to take it: the rule that finds the others is the rule for all."""
     shutil.copy(folder / "IMG" / "5.png", folder / "7.png")
     file = table(folder, [[f"/x/IMG/{n}.png", "ab"[n % 2]] for n in (0, 1, 7)])
-    index = wt.pack_table(file, str(folder / "out"), image="file", label="y", root=str(folder), on_bad="quarantine")
+    index = wt.pack_table(
+        file, str(folder / "out"), image="file", label="y", root=str(folder), on_bad="quarantine"
+    )
     assert set(read(folder / "out")) == {"IMG/0", "IMG/1"}
     assert list(bad_rows(folder / "out")) == [4]
-    assert index.info["source"]["decided"][0].startswith("pictures: 2 of 3 paths lead to a file; they are taken below the root")
+    assert index.info["source"]["decided"][0].startswith(
+        "pictures: 2 of 3 paths lead to a file; they are taken below the root"
+    )
 
 
-def test_the_rule_and_the_kinds_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = table(folder, [[f"IMG\\{n}.png", ["cat ", "Cat", "dog", "dog", "n", ""][n]] for n in range(6)])
-    words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--label", "y", "--on-bad", "quarantine"]
+def test_the_rule_and_the_kinds_are_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = table(
+        folder, [[f"IMG\\{n}.png", ["cat ", "Cat", "dog", "dog", "n", ""][n]] for n in range(6)]
+    )
+    words = [
+        "convert",
+        "table",
+        file,
+        str(folder / "out"),
+        "--image",
+        "file",
+        "--label",
+        "y",
+        "--on-bad",
+        "quarantine",
+    ]
     assert main(words) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == (
@@ -140,7 +187,9 @@ def test_the_rule_and_the_kinds_are_printed(folder: Path, capsys: pytest.Capture
 
 def test_backslashes_of_a_name_stay_where_such_a_file_exists(folder: Path) -> None:
     (folder / "IMG\\0.png").write_bytes(picture(8))
-    wt.pack_table(table(folder, [["IMG\\0.png", "a"]]), str(folder / "out"), image="file", label="y")
+    wt.pack_table(
+        table(folder, [["IMG\\0.png", "a"]]), str(folder / "out"), image="file", label="y"
+    )
     assert [fields["png"] for fields in read(folder / "out").values()] == [picture(8)]
 
 
@@ -154,9 +203,13 @@ def test_a_row_more_changes_no_key_and_no_split(tmp_path: Path, absolute: bool) 
     found = []
     for name, some in (("a", rows), ("b", more)):
         file = table(tmp_path / "tables", some, name=f"{name}.csv")
-        index = wt.pack_table(file, str(tmp_path / name), image="file", label="y", split={"train": 0.7, "val": 0.3})
+        index = wt.pack_table(
+            file, str(tmp_path / name), image="file", label="y", split={"train": 0.7, "val": 0.3}
+        )
         splits = sides(index)
-        found.append({(key, splits[key], fields["png"]) for key, fields in read(tmp_path / name).items()})
+        found.append(
+            {(key, splits[key], fields["png"]) for key, fields in read(tmp_path / name).items()}
+        )
     assert len(found[1]) == 42
     assert found[0] < found[1]
 
@@ -166,18 +219,27 @@ def test_a_row_more_changes_no_key_and_no_split(tmp_path: Path, absolute: bool) 
 
 def test_rows_of_one_picture_come_to_one_split(folder: Path) -> None:
     with_pictures(folder, range(30))
-    file = table(folder, [[f"{['', './', 'IMG/../'][n % 3]}IMG/{n % 30}.png", n % 3] for n in range(90)])
-    index = wt.pack_table(file, str(folder / "out"), image="file", label="y", split={"train": 0.5, "val": 0.5})
+    file = table(
+        folder, [[f"{['', './', 'IMG/../'][n % 3]}IMG/{n % 30}.png", n % 3] for n in range(90)]
+    )
+    index = wt.pack_table(
+        file, str(folder / "out"), image="file", label="y", split={"train": 0.5, "val": 0.5}
+    )
     splits, places = sides(index), {}
     for key, fields in read(folder / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
     assert len(places) == 30
     assert all(len(found) == 1 for found in places.values())
     assert index.info["divided"] == 0
-    assert "60 rows name a picture that an earlier row names too" in index.info["source"]["decided"][-1]
+    assert (
+        "60 rows name a picture that an earlier row names too"
+        in index.info["source"]["decided"][-1]
+    )
 
 
-def test_absolute_and_relative_paths_of_one_picture_come_to_one_split(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absolute_and_relative_paths_of_one_picture_come_to_one_split(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_pictures(folder, range(20))
     table(folder, [[f"{['', f'{folder}/'][n // 20]}IMG/{n % 20}.png", n % 2] for n in range(40)])
     monkeypatch.chdir(folder)
@@ -196,7 +258,9 @@ def test_an_object_that_names_an_entry_twice_is_a_bad_row(folder: Path) -> None:
         '{"file": "IMG/2.png", "y": 1, "z": {"a": 1, "a": 2}}',
     ]
     (folder / "t.jsonl").write_text("\n".join(rows))
-    index = wt.pack_table(str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_bad="quarantine")
+    index = wt.pack_table(
+        str(folder / "t.jsonl"), str(folder / "out"), image="file", label="y", on_bad="quarantine"
+    )
     assert len(index) == 1
     reasons = bad_rows(folder / "out")
     assert set(reasons) == {2, 3}
@@ -205,18 +269,35 @@ def test_an_object_that_names_an_entry_twice_is_a_bad_row(folder: Path) -> None:
 
 
 def test_equal_bytes_of_a_table_come_to_one_split(tmp_path: Path) -> None:
-    frame = pandas.DataFrame({"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]})
-    index = wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y", split={"train": 0.5, "val": 0.5})
+    frame = pandas.DataFrame(
+        {"image": [picture(n % 20) for n in range(60)], "y": [n % 2 for n in range(60)]}
+    )
+    index = wt.pack_table(
+        frame, str(tmp_path / "out"), image="image", label="y", split={"train": 0.5, "val": 0.5}
+    )
     splits, places = sides(index), {}
     for key, fields in read(tmp_path / "out").items():
         places.setdefault(fields["png"], set()).add(splits[key])
     assert [len(found) for found in places.values()] == [1] * 20
 
 
-def test_a_picture_in_two_splits_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_in_two_splits_is_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [[f"IMG/{n % 3}.png", n % 2, "train" if n < 4 else "val"] for n in range(6)]
     file = table(folder, rows, ("file", "y", "part"))
-    words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--label", "y", "--split-by", "part"]
+    words = [
+        "convert",
+        "table",
+        file,
+        str(folder / "out"),
+        "--image",
+        "file",
+        "--label",
+        "y",
+        "--split-by",
+        "part",
+    ]
     assert main(words) == 0
     assert "2 pictures are in two splits or more" in capsys.readouterr().out
 
@@ -227,21 +308,33 @@ _NUMBERS = ["0.5", "0.25", "1.5", "2.5", "-1"]
 
 
 @pytest.mark.parametrize("label", ["y", "y:number"])
-@pytest.mark.parametrize("odd", ["nan", "NA", "n/a", "None", "-", "?", "inf", "abc", "", "0.5.1", "1_000"])
+@pytest.mark.parametrize(
+    "odd", ["nan", "NA", "n/a", "None", "-", "?", "inf", "abc", "", "0.5.1", "1_000"]
+)
 def test_one_bad_cell_never_makes_numbers_classes(tmp_path: Path, odd: str, label: str) -> None:
     file = labelled(tmp_path, [*_NUMBERS[:2], odd, *_NUMBERS[2:]])
     with pytest.raises(SourceError, match="row 4"):
         wt.pack_table(file, str(tmp_path / "out"), image="file", label=label)
-    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine")
-    assert (index.labels[0].kind, len(index), list(bad_rows(tmp_path / "out"))) == ("number", 5, [4])
+    index = wt.pack_table(
+        file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine"
+    )
+    assert (index.labels[0].kind, len(index), list(bad_rows(tmp_path / "out"))) == (
+        "number",
+        5,
+        [4],
+    )
     assert "5 of 6 values fit" in index.info["source"]["decided"][1]
     found = {key: json.loads(fields["json"])["y"] for key, fields in read(tmp_path / "out").items()}
-    assert found == {f"IMG/{n}": float(cell) for n, cell in zip((0, 1, 3, 4, 5), _NUMBERS, strict=True)}
+    assert found == {
+        f"IMG/{n}": float(cell) for n, cell in zip((0, 1, 3, 4, 5), _NUMBERS, strict=True)
+    }
 
 
 @pytest.mark.parametrize("small", ["1e-100", "2.5e-100", "1E+3", "+.5", "-0"])
 def test_numbers_may_be_written_in_any_way(tmp_path: Path, small: str) -> None:
-    index = wt.pack_table(labelled(tmp_path, [*_NUMBERS, small]), str(tmp_path / "out"), image="file", label="y")
+    index = wt.pack_table(
+        labelled(tmp_path, [*_NUMBERS, small]), str(tmp_path / "out"), image="file", label="y"
+    )
     assert (index.labels[0].kind, len(index)) == ("number", 6)
 
 
@@ -269,7 +362,9 @@ def test_classes_are_decided_by_nearly_all_cells(
     tmp_path: Path, cells: list[str], label: str, classes: tuple[str, ...], bad: list[int]
 ) -> None:
     file = labelled(tmp_path, cells)
-    index = wt.pack_table(file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine")
+    index = wt.pack_table(
+        file, str(tmp_path / "out"), image="file", label=label, on_bad="quarantine"
+    )
     assert (index.labels[0].kind, index.labels[0].classes) == ("class", classes)
     assert list(bad_rows(tmp_path / "out")) == bad
     for key, fields in read(tmp_path / "out").items():
@@ -280,14 +375,22 @@ def test_classes_are_decided_by_nearly_all_cells(
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        ([str(n) for n in range(1001)], "1001 different whole numbers up to 1000.*--label y:class or y:number"),
+        (
+            [str(n) for n in range(1001)],
+            "1001 different whole numbers up to 1000.*--label y:class or y:number",
+        ),
         (["1", "2", "99999"], "3 different whole numbers up to 99999.*y:class or y:number"),
         (["1", "-1", "1"], "-1 and whole numbers from 1.*y:class or y:number"),
         (["1", "2", "a", "b"], "2 numbers and 2 texts, such as 'a'.*y:class or y:number"),
-        ([*["0", "1"] * 20, "0.5"], "40 whole numbers and 1 others, such as 0.5.*y:class or y:number"),
+        (
+            [*["0", "1"] * 20, "0.5"],
+            "40 whole numbers and 1 others, such as 0.5.*y:class or y:number",
+        ),
     ],
 )
-def test_a_column_of_two_meanings_is_asked_about(tmp_path: Path, cells: list[str], words: str) -> None:
+def test_a_column_of_two_meanings_is_asked_about(
+    tmp_path: Path, cells: list[str], words: str
+) -> None:
     with_pictures(tmp_path, [0])
     file = table(tmp_path, [["IMG/0.png", cell] for cell in cells])
     with pytest.raises(UsageError, match=words):
@@ -297,10 +400,22 @@ def test_a_column_of_two_meanings_is_asked_about(tmp_path: Path, cells: list[str
 
 def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -> None:
     file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
-    with pytest.raises(UsageError, match="'y' holds 1.1 and 1.10, which are one number and two names"):
-        wt.pack_table(file, str(tmp_path / "out"), image="file", label="y:class", on_bad="quarantine")
-    assert wt.pack_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind == "number"
-    whole = wt.pack_table(labelled(tmp_path, ["1", "1.0", "1e0", "0"]), str(tmp_path / "whole"), image="file", label="y:class")
+    with pytest.raises(
+        UsageError, match="'y' holds 1.1 and 1.10, which are one number and two names"
+    ):
+        wt.pack_table(
+            file, str(tmp_path / "out"), image="file", label="y:class", on_bad="quarantine"
+        )
+    assert (
+        wt.pack_table(file, str(tmp_path / "numbers"), image="file", label="y").labels[0].kind
+        == "number"
+    )
+    whole = wt.pack_table(
+        labelled(tmp_path, ["1", "1.0", "1e0", "0"]),
+        str(tmp_path / "whole"),
+        image="file",
+        label="y:class",
+    )
     assert whole.labels[0].classes == ("0", "1")
 
 
@@ -309,18 +424,35 @@ def test_many_class_numbers_stay_what_they_are_where_it_is_said(tmp_path: Path) 
     file = table(tmp_path, [["IMG/0.png", n] for n in range(1001)])
     index = wt.pack_table(file, str(tmp_path / "out"), image="file", label="y:class")
     assert index.labels[0].classes == tuple(map(str, range(1001)))
-    assert wt.pack_table(file, str(tmp_path / "b"), image="file", label="y:number").labels[0].kind == "number"
+    assert (
+        wt.pack_table(file, str(tmp_path / "b"), image="file", label="y:number").labels[0].kind
+        == "number"
+    )
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_label(tmp_path: Path, several: bool) -> None:
+def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_label(
+    tmp_path: Path, several: bool
+) -> None:
     told = {"info": {"features": {"label": {"names": ["1", "0", "bird"], "_type": "ClassLabel"}}}}
-    made = pyarrow.table({"image": [picture(n) for n in range(4)], "label": [0, 2, -1, 1], "x": [0.5] * 4})
-    pyarrow.parquet.write_table(made.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "t.parquet")
+    made = pyarrow.table(
+        {"image": [picture(n) for n in range(4)], "label": [0, 2, -1, 1], "x": [0.5] * 4}
+    )
+    pyarrow.parquet.write_table(
+        made.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "t.parquet"
+    )
     labels = ["label", "x"] if several else ["label"]
-    index = wt.pack_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image", label=labels, on_bad="quarantine")
+    index = wt.pack_table(
+        str(tmp_path / "t.parquet"),
+        str(tmp_path / "out"),
+        image="image",
+        label=labels,
+        on_bad="quarantine",
+    )
     assert index.labels[0].classes == ("1", "0", "bird")
-    assert bad_rows(tmp_path / "out") == {3: "the label column 'label' holds -1, which means that there is no label"}
+    assert bad_rows(tmp_path / "out") == {
+        3: "the label column 'label' holds -1, which means that there is no label"
+    }
     field = wt.label("json", column="label") if several else wt.label()
     batch = next(iter(wt.Loader(index, {"y": field}, batch_size=3, shuffle=False)))
     assert dict(zip(batch["__key__"], batch["y"].tolist(), strict=True)) == {
@@ -341,7 +473,9 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_la
         ([[1], [2]], "y:class", r"holds \[1\], which is no class"),
     ],
 )
-def test_lists_that_are_no_classes_are_refused(tmp_path: Path, cells: list[Any], label: str, words: str) -> None:
+def test_lists_that_are_no_classes_are_refused(
+    tmp_path: Path, cells: list[Any], label: str, words: str
+) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(len(cells))], "y": cells})
     with pytest.raises(UsageError, match=words):
         wt.pack_table(frame, str(tmp_path / "out"), image="image", label=label)
@@ -349,9 +483,13 @@ def test_lists_that_are_no_classes_are_refused(tmp_path: Path, cells: list[Any],
 
 def test_whole_numbers_that_became_floats_by_an_empty_cell_are_asked_about(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(n) for n in range(4)], "y": [0, 1, None, 1]})
-    with pytest.raises(UsageError, match="whole numbers as floats beside empty cells.*y:class or y:number"):
+    with pytest.raises(
+        UsageError, match="whole numbers as floats beside empty cells.*y:class or y:number"
+    ):
         wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y", on_bad="quarantine")
-    index = wt.pack_table(frame, str(tmp_path / "out"), image="image", label="y:class", on_bad="quarantine")
+    index = wt.pack_table(
+        frame, str(tmp_path / "out"), image="image", label="y:class", on_bad="quarantine"
+    )
     assert index.labels[0].classes == ("0", "1")
 
 
@@ -368,11 +506,23 @@ def test_cells_of_a_csv_may_be_of_any_size(folder: Path) -> None:
 
 def test_bytes_in_lists_and_objects_become_fields_of_their_own(tmp_path: Path) -> None:
     crops = pyarrow.array([[picture(1), b"\xff\xd8 no"], []], pyarrow.list_(pyarrow.binary()))
-    rows = pyarrow.table({"image": [picture(0), picture(9)], "crops": crops, "a/b": [{"mask": picture(2), "n": 1}] * 2})
+    rows = pyarrow.table(
+        {
+            "image": [picture(0), picture(9)],
+            "crops": crops,
+            "a/b": [{"mask": picture(2), "n": 1}] * 2,
+        }
+    )
     pyarrow.parquet.write_table(rows, tmp_path / "t.parquet")
     wt.pack_table(str(tmp_path / "t.parquet"), str(tmp_path / "out"), image="image")
     found = read(tmp_path / "out")
-    assert set(found["row-000000001"]) == {"png", "crops.0.png", "crops.1.bin", "a_b.mask.png", "json"}
+    assert set(found["row-000000001"]) == {
+        "png",
+        "crops.0.png",
+        "crops.1.bin",
+        "a_b.mask.png",
+        "json",
+    }
     assert found["row-000000001"]["crops.0.png"] == picture(1)
     assert found["row-000000001"]["crops.1.bin"] == b"\xff\xd8 no"
     assert found["row-000000001"]["a_b.mask.png"] == picture(2)
@@ -385,13 +535,24 @@ def test_bytes_in_lists_and_objects_become_fields_of_their_own(tmp_path: Path) -
 
 def test_columns_of_bytes_that_would_be_one_field_are_refused(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"image": [picture(0)], "Mask": [picture(1)], "mask": [picture(2)]})
-    with pytest.raises(SourceError, match="two of its columns would be one field: png, mask.png, mask.png; rename one"):
+    with pytest.raises(
+        SourceError,
+        match="two of its columns would be one field: png, mask.png, mask.png; rename one",
+    ):
         wt.pack_table(frame, str(tmp_path / "out"), image="image", on_bad="quarantine")
 
 
 def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
-    cells = [Decimal("1.10"), datetime.datetime(2024, 1, 2, 3), Path("a/b"), np.datetime64("2024-01-02"), bytearray(b"\0x")]
-    frame = pandas.DataFrame({"image": [picture(n) for n in range(5)], "x": pandas.Series(cells, dtype=object)})
+    cells = [
+        Decimal("1.10"),
+        datetime.datetime(2024, 1, 2, 3),
+        Path("a/b"),
+        np.datetime64("2024-01-02"),
+        bytearray(b"\0x"),
+    ]
+    frame = pandas.DataFrame(
+        {"image": [picture(n) for n in range(5)], "x": pandas.Series(cells, dtype=object)}
+    )
     wt.pack_table(frame, str(tmp_path / "out"), image="image")
     found = read(tmp_path / "out")
     assert [json.loads(found[f"row-00000000{n}"]["json"])["x"] for n in range(1, 5)] == [
@@ -407,11 +568,18 @@ def test_values_that_text_would_not_keep_are_refused(tmp_path: Path) -> None:
             wt.pack_table(frame, str(tmp_path / "odd"), image="image")
 
 
-def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such_blanks(folder: Path, tmp_path: Path) -> None:
+def test_blanks_that_a_cell_begins_with_are_kept_unless_quotes_stand_behind_such_blanks(
+    folder: Path, tmp_path: Path
+) -> None:
     def texts(text: str) -> list[str]:
         (folder / "t.csv").write_text(text)
-        wt.pack_table(folder / "t.csv", tmp_path / "out", image="file", shuffle=False, overwrite=True)
-        return [json.loads(fields["json"])["said"] for _, fields in sorted(read(tmp_path / "out").items())]
+        wt.pack_table(
+            folder / "t.csv", tmp_path / "out", image="file", shuffle=False, overwrite=True
+        )
+        return [
+            json.loads(fields["json"])["said"]
+            for _, fields in sorted(read(tmp_path / "out").items())
+        ]
 
     assert texts('file,said\nIMG/0.png,  a\n IMG/1.png," ""b"" "\n') == ["  a", ' "b" ']
     assert texts('file, said\nIMG/0.png, "a, b"\nIMG/1.png, c\n') == ["a, b", "c"]
@@ -428,15 +596,25 @@ def test_a_table_may_come_through_a_pipe(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        ("file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"), "is not UTF-8: line 2 has the byte 0xe9"),
-        ("file,y\rIMG/0.png,a\rIMG/1.png,caf\u00e9\r".encode("latin-1"), "is not UTF-8: line 3 has the byte 0xe9"),
+        (
+            "file,y\nIMG/0.png,caf\u00e9\n".encode("latin-1"),
+            "is not UTF-8: line 2 has the byte 0xe9",
+        ),
+        (
+            "file,y\rIMG/0.png,a\rIMG/1.png,caf\u00e9\r".encode("latin-1"),
+            "is not UTF-8: line 3 has the byte 0xe9",
+        ),
         ("file,y\nIMG/0.png,a\n".encode("utf-16"), "is not UTF-8: line 1 has the byte 0xff"),
         ("file,y\nIMG/0.png,a\n".encode("utf-16-le"), "has NUL bytes in line 1, as UTF-16 has"),
     ],
 )
-def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(folder: Path, data: bytes, told: str) -> None:
+def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(
+    folder: Path, data: bytes, told: str
+) -> None:
     (folder / "t.csv").write_bytes(data)
-    with pytest.raises(SourceError, match=f"t.csv {told}. A table must be UTF-8. Save it as UTF-8.$"):
+    with pytest.raises(
+        SourceError, match=f"t.csv {told}. A table must be UTF-8. Save it as UTF-8.$"
+    ):
         wt.pack_table(folder / "t.csv", folder / "out", image="file", label="y")
 
 
@@ -444,7 +622,10 @@ def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(folder: Path, data: b
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("# made today\nfile,y\nIMG/0.png,a\n", "has 1 (# made today), line 2 has 2. Remove lines before the header"),
+        (
+            "# made today\nfile,y\nIMG/0.png,a\n",
+            "has 1 (# made today), line 2 has 2. Remove lines before the header",
+        ),
         (
             "file;y, z\nIMG/0.png;a\nIMG/1.png;b\n",
             "has 2 (file;y, z), line 2 has 1. Remove lines before the header, and separate",
@@ -459,26 +640,43 @@ def test_rows_that_all_have_other_numbers_of_cells_than_the_header_are_told_with
     folder: Path, text: str, told: str, on_bad: str
 ) -> None:
     (folder / "t.csv").write_text(text)
-    with pytest.raises(SourceError, match=re.escape(f"no row has as many cells as the header: it {told}")):
+    with pytest.raises(
+        SourceError, match=re.escape(f"no row has as many cells as the header: it {told}")
+    ):
         wt.pack_table(folder / "t.csv", folder / "out", image="file", label="y", on_bad=on_bad)
 
 
 @pytest.mark.parametrize("delimiter", ["|", "\t", ";"])
-def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(folder: Path, delimiter: str) -> None:
+def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(
+    folder: Path, delimiter: str
+) -> None:
     (folder / "t.csv").write_text(f"file{delimiter}y,z\nIMG/0.png,a\n")
-    with pytest.raises(UsageError, match=rf"no column 'file'.*a header with {re.escape(repr(delimiter))} between its columns"):
+    with pytest.raises(
+        UsageError,
+        match=rf"no column 'file'.*a header with {re.escape(repr(delimiter))} between its columns",
+    ):
         wt.pack_table(folder / "t.csv", folder / "out", image="file")
 
 
-def test_splits_that_look_alike_are_printed_and_not_merged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = table(folder, [[f"IMG/{n}.png", ["val", "Val ", "train"][n % 3]] for n in range(6)], ("file", "part"))
+def test_splits_that_look_alike_are_printed_and_not_merged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = table(
+        folder,
+        [[f"IMG/{n}.png", ["val", "Val ", "train"][n % 3]] for n in range(6)],
+        ("file", "part"),
+    )
     words = ["convert", "table", file, str(folder / "out"), "--image", "file", "--split-by", "part"]
     main(words)
-    assert "split part: the splits 'val' and 'Val' look alike" in capsys.readouterr().err.splitlines()
+    assert (
+        "split part: the splits 'val' and 'Val' look alike" in capsys.readouterr().err.splitlines()
+    )
     assert set(wt.info(str(folder / "out")).splits) == {"train", "val", "Val"}
 
 
-def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_printed(folder: Path) -> None:
+def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_printed(
+    folder: Path,
+) -> None:
     nan, inf = float("nan"), float("inf")
     cells: dict[str, list[Any]] = {
         "file": [f"IMG/{n}.png" for n in range(6)],
@@ -498,6 +696,10 @@ def test_numbers_beside_the_labels_that_json_does_not_know_are_counted_and_print
     rows = [{name: values[n] for name, values in cells.items()} for n in range(6)]
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for source in (folder / "t.parquet", folder / "t.jsonl", pandas.DataFrame(cells)):
-        index = wt.pack_table(source, folder / "out", image="file", label="y", root=str(folder), overwrite=True)
-        assert [line for line in index.info["source"]["decided"] if line.startswith("column")] == wanted
+        index = wt.pack_table(
+            source, folder / "out", image="file", label="y", root=str(folder), overwrite=True
+        )
+        assert [
+            line for line in index.info["source"]["decided"] if line.startswith("column")
+        ] == wanted
     assert json.loads(read(folder / "out")["IMG/3"]["json"])["depth"] == "inf"

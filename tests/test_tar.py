@@ -32,7 +32,10 @@ def read(path: Path, walk: Walk | None = None) -> list[Sample]:
     """All samples of a shard through our reader."""
     with open_source(str(path)) as source:
         found = list(samples(source.read, source.size, str(path), walk))
-        return [(s.key, {name: source.read(offset, size) for name, offset, size in s.fields}) for s in found]
+        return [
+            (s.key, {name: source.read(offset, size) for name, offset, size in s.fields})
+            for s in found
+        ]
 
 
 @pytest.fixture
@@ -51,9 +54,13 @@ def test_python_tarfile_reads_our_shards(odd: Path) -> None:
 
 
 def test_gnu_tar_lists_our_shards(odd: Path) -> None:
-    listed = subprocess.run(["tar", "--quoting-style=literal", "-tf", odd], capture_output=True, check=True)
+    listed = subprocess.run(
+        ["tar", "--quoting-style=literal", "-tf", odd], capture_output=True, check=True
+    )
     assert listed.stderr == b""
-    assert listed.stdout.decode().splitlines() == [f"{key}.{name}" for key, fields in ODD for name in fields]
+    assert listed.stdout.decode().splitlines() == [
+        f"{key}.{name}" for key, fields in ODD for name in fields
+    ]
 
 
 def test_webdataset_reads_our_shards(odd: Path) -> None:
@@ -67,7 +74,9 @@ def test_we_read_shards_that_webdataset_wrote_with_its_pax_headers(tmp_path: Pat
     paths = sorted(tmp_path.glob("w-*.tar"))
     assert b"mtime" in paths[0].read_bytes()  # the float time in a PAX header is there
     found = [sample for path in paths for sample in read(path)]
-    wanted = [(key, {name: data for name, data in fields.items() if name != "cls"}) for key, fields in ODD]
+    wanted = [
+        (key, {name: data for name, data in fields.items() if name != "cls"}) for key, fields in ODD
+    ]
     assert [key for key, _ in found] == [key for key, _ in wanted]
     assert found[1][1]["jpg"] == b"x" * 511
     assert found[0][1]["seg.png"] == picture(2)
@@ -80,12 +89,19 @@ def test_we_read_every_format_of_python_tarfile(tmp_path: Path, style: int) -> N
         folder = tarfile.TarInfo("folder")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-        for name, data in (("folder/a.JPG", b"1" * 600), ("folder/a.cls", b"2"), (f"{LONG[:150]}.txt", b"3")):
+        for name, data in (
+            ("folder/a.JPG", b"1" * 600),
+            ("folder/a.cls", b"2"),
+            (f"{LONG[:150]}.txt", b"3"),
+        ):
             member = tarfile.TarInfo(name)
             member.size, member.mtime = len(data), 1.5 if style == tarfile.PAX_FORMAT else 1
             tar.addfile(member, io.BytesIO(data))
     walk = Walk()
-    assert read(path, walk) == [("folder/a", {"jpg": b"1" * 600, "cls": b"2"}), (LONG[:150], {"txt": b"3"})]
+    assert read(path, walk) == [
+        ("folder/a", {"jpg": b"1" * 600, "cls": b"2"}),
+        (LONG[:150], {"txt": b"3"}),
+    ]
     assert walk.ignored == {"a directory": 1}
 
 
@@ -100,7 +116,11 @@ def test_names_are_split_as_webdataset_splits_them() -> None:
 def test_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "t.tar"
     with tarfile.open(path, "w") as tar:
-        for name, kind in (("README", tarfile.REGTYPE), ("a.txt", tarfile.REGTYPE), ("l.txt", tarfile.SYMTYPE)):
+        for name, kind in (
+            ("README", tarfile.REGTYPE),
+            ("a.txt", tarfile.REGTYPE),
+            ("l.txt", tarfile.SYMTYPE),
+        ):
             member = tarfile.TarInfo(name)
             member.type = kind
             tar.addfile(member)
@@ -132,7 +152,9 @@ def test_a_flipped_bit_in_a_header_is_an_error_with_its_offset(odd: Path, tmp_pa
 
 
 def test_a_sample_that_comes_back_is_an_error(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "t.tar", [("a", {"jpg": b"1"}), ("b", {"jpg": b"2"}), ("a", {"cls": b"3"})])
+    path = write_tar(
+        tmp_path / "t.tar", [("a", {"jpg": b"1"}), ("b", {"jpg": b"2"}), ("a", {"cls": b"3"})]
+    )
     with pytest.raises(ShardError, match="'a' in two places, the second .'a.cls'. at offset 2048"):
         read(path)
 
@@ -146,7 +168,11 @@ def test_two_members_of_one_name_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(b"\x1f\x8b\x08" + bytes(600), "gzip"), (b"<html>" + bytes(1018), "no valid tar header"), (b"", "was cut")],
+    [
+        (b"\x1f\x8b\x08" + bytes(600), "gzip"),
+        (b"<html>" + bytes(1018), "no valid tar header"),
+        (b"", "was cut"),
+    ],
 )
 def test_what_is_no_tar_is_refused_with_a_sentence(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "t.tar").write_bytes(data)
@@ -172,10 +198,16 @@ def test_a_member_needs_a_name() -> None:
 def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_path: Path) -> None:
     whole = odd.read_bytes()
     half = len(ODD[0][1]["jpg"]) // 512 * 512 + 1024
-    for data in (whole + whole, whole[:half] + bytes(20_480), whole[:half] + bytes(512) + whole[half + 512 :]):
+    for data in (
+        whole + whole,
+        whole[:half] + bytes(20_480),
+        whole[:half] + bytes(512) + whole[half + 512 :],
+    ):
         path = tmp_path / "d.tar"
         path.write_bytes(data)
-        with pytest.raises(ShardError, match="several tars|not the end|damaged|no valid tar header"):
+        with pytest.raises(
+            ShardError, match="several tars|not the end|damaged|no valid tar header"
+        ):
             read(path)
     for more in (0, 512, 9216):  # what tar adds to fill its last record
         path.write_bytes(whole + bytes(more))
@@ -189,7 +221,13 @@ def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_pat
         ["-b 64 -cf t.tar a.bin b.bin c.bin"],
         ["-b 2048 -cf t.tar a.bin b.bin c.bin"],
         ["-cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-Af t.tar x.tar"],
-        ["-cf t.tar a.bin", "-cf x.tar b.bin", "-cf y.tar c.bin", "-Af t.tar x.tar", "-Af t.tar y.tar"],
+        [
+            "-cf t.tar a.bin",
+            "-cf x.tar b.bin",
+            "-cf y.tar c.bin",
+            "-Af t.tar x.tar",
+            "-Af t.tar y.tar",
+        ],
         ["-b 64 -cf t.tar a.bin", "-cf x.tar b.bin c.bin", "-b 64 -Af t.tar x.tar"],
         ["-cf t.tar a.bin", "-rf t.tar b.bin c.bin"],
     ],
@@ -226,9 +264,14 @@ def test_tars_one_after_another_are_refused_with_zeros_between_them(tmp_path: Pa
     for name in "abc":
         (tmp_path / f"{name}.bin").write_bytes(b"x" * 3000)
         subprocess.run(["tar", "-cf", f"{name}.tar", f"{name}.bin"], cwd=tmp_path, check=True)
-    (tmp_path / "joined.tar").write_bytes((tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes())
+    (tmp_path / "joined.tar").write_bytes(
+        (tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes()
+    )
     subprocess.run(["tar", "-Af", "a.tar", "b.tar", "c.tar"], cwd=tmp_path, check=True)
     for name in ("joined.tar", "a.tar"):
         with pytest.raises(ShardError, match="several tars in one.*wdstrain repair"):
             read(tmp_path / name)
-    assert [wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples for name in ("joined.tar", "a.tar")] == [2, 3]
+    assert [
+        wt.repair(tmp_path / name, tmp_path / f"{name}-out").samples
+        for name in ("joined.tar", "a.tar")
+    ] == [2, 3]

@@ -36,7 +36,12 @@ OPTIONS: dict[str, Any] = {
 
 
 def plain(outputs: int) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(392, outputs))
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 2),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(392, outputs),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,18 @@ def alone(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def started(processes: int, *words: str, options: dict[str, Any] = OPTIONS) -> subprocess.Popen[str]:
+def started(
+    processes: int, *words: str, options: dict[str, Any] = OPTIONS
+) -> subprocess.Popen[str]:
     """A job of so many processes."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*run, "-m", "wdstrain", "train", *words, *flags(options)],
@@ -70,7 +84,9 @@ def started(processes: int, *words: str, options: dict[str, Any] = OPTIONS) -> s
 
 
 def equal_within_noise(out: Path, alone: Path) -> None:
-    ours, theirs = (read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, alone))
+    ours, theirs = (
+        read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, alone)
+    )
     for name, value in theirs["model"].items():
         torch.testing.assert_close(ours["model"][name], value, rtol=1e-4, atol=1e-5)
     for one, other in zip(ours["history"], theirs["history"], strict=True):
@@ -82,7 +98,9 @@ def equal_within_noise(out: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_come_to_the_losses_and_metrics_of_one(pets: Path, alone: Path, tmp_path: Path, processes: int) -> None:
+def test_processes_come_to_the_losses_and_metrics_of_one(
+    pets: Path, alone: Path, tmp_path: Path, processes: int
+) -> None:
     job = started(processes, str(pets), "--out", str(tmp_path / "run"), "--json")
     out, said = job.communicate(timeout=100)
     assert job.returncode == 0, said
@@ -96,15 +114,21 @@ def test_a_killed_process_ends_the_job_with_a_sentence_and_another_number_goes_o
     pets: Path, alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    options = {name: value for name, value in OPTIONS.items() if name != "lanes"}  # as many as processes, and kept
-    job = started(2, str(pets), "--out", str(out), options={**options, "checkpoint_every": 2, "epochs": 2000})
+    options = {
+        name: value for name, value in OPTIONS.items() if name != "lanes"
+    }  # as many as processes, and kept
+    job = started(
+        2, str(pets), "--out", str(out), options={**options, "checkpoint_every": 2, "epochs": 2000}
+    )
     first = out / "checkpoints" / "step-00000002.pt"
     deadline = time.monotonic() + 60
     while not first.exists() and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     other = rank_of(job.pid, 0)
     os.kill(rank_of(job.pid, 1), signal.SIGKILL)
-    while Path(f"/proc/{other}/status").exists() and job.poll() is None:  # the launcher says it once; more must not hurt
+    while (
+        Path(f"/proc/{other}/status").exists() and job.poll() is None
+    ):  # the launcher says it once; more must not hurt
         with suppress(ProcessLookupError):
             os.kill(other, signal.SIGTERM)
     _, said = job.communicate(timeout=60)
@@ -114,7 +138,9 @@ def test_a_killed_process_ends_the_job_with_a_sentence_and_another_number_goes_o
     state = read_checkpoint(str(out / "checkpoints" / "last.pt"))
     assert state["loader"]["lanes"] == 2
     # one process goes on where two had been
-    done = train(str(pets), out, resume=True, **{**options, "epochs": state["position"]["epoch"] + 1})
+    done = train(
+        str(pets), out, resume=True, **{**options, "epochs": state["position"]["epoch"] + 1}
+    )
     assert done.epochs[-1]["samples"] == 144
     assert done.val["samples"] == 13
 
@@ -125,14 +151,19 @@ def rank_of(agent: int, rank: int) -> int:
         if folder.name.isdigit():
             try:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == agent and f"\0RANK={rank}\0".encode() in b"\0" + (folder / "environ").read_bytes():
+                if (
+                    parent == agent
+                    and f"\0RANK={rank}\0".encode() in b"\0" + (folder / "environ").read_bytes()
+                ):
                     return int(folder.name)
             except OSError:
                 continue
     raise AssertionError(f"torchrun has no rank {rank}")
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_cannot_be_shared_is_refused(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     from wdstrain.errors import UsageError

@@ -33,14 +33,19 @@ class Linear(torch.nn.Sequential):
 
 def small(out: Path, count: int = 24, **options: Any) -> Path:
     """Shards of small pictures of two classes."""
-    samples = ({"__key__": f"k{i:03d}", "png": picture(i, size=(16, 16)), "cls": i % 2} for i in range(count))
+    samples = (
+        {"__key__": f"k{i:03d}", "png": picture(i, size=(16, 16)), "cls": i % 2}
+        for i in range(count)
+    )
     wt.pack(samples, out, classes=["no", "yes"], **options)
     return out
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small(tmp_path_factory.mktemp("small") / "shards", split={"train": 0.75, "val": 0.25}, seed=1)
+    return small(
+        tmp_path_factory.mktemp("small") / "shards", split={"train": 0.75, "val": 0.25}, seed=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,9 @@ class Inverted:
         out[...] = 255 - out
 
 
-def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(shards: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
+    shards: Path, tmp_path: Path, capsys: Any
+) -> None:
     done = wt.train(shards, tmp_path / "run", image=wt.image(size=(8, 12)), **QUICK)
     checkpoint, val = str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{shards}/val-*.tar"
     assert wt.evaluate(checkpoint, val)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
@@ -87,16 +94,27 @@ def test_a_field_of_ones_own_is_asked_for_again(shards: Path, tmp_path: Path) ->
     checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{shards}/val-*.tar"
     with pytest.raises(wt.UsageError, match="trained with image=Inverted"):
         wt.evaluate(checkpoint, val)
-    assert wt.evaluate(checkpoint, val, image=Inverted())[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
+    assert wt.evaluate(checkpoint, val, image=Inverted())[1]["loss"] == pytest.approx(
+        done.val["loss"], abs=1e-9
+    )
     with pytest.raises(wt.UsageError, match=r"image was Inverted\(.*, is image\("):
         wt.train(shards, tmp_path / "run", resume=True, **{**QUICK, "epochs": 2})
 
 
 @pytest.mark.parametrize(
     "option",
-    [{"epochs": 9}, {"lr": 5.0}, {"label": "nonsense"}, {"augment": "rrc"}, {"image_size": 64}, {"class_weights": "balanced"}],
+    [
+        {"epochs": 9},
+        {"lr": 5.0},
+        {"label": "nonsense"},
+        {"augment": "rrc"},
+        {"image_size": 64},
+        {"class_weights": "balanced"},
+    ],
 )
-def test_options_that_the_checkpoint_says_are_refused(shards: Path, run: Path, tmp_path: Path, option: dict[str, Any]) -> None:
+def test_options_that_the_checkpoint_says_are_refused(
+    shards: Path, run: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
     (name,) = option
     with pytest.raises(wt.UsageError, match=f"'{name}' is none of the options"):
         wt.evaluate(run, shards / "val-000000.tar", **option)
@@ -113,10 +131,18 @@ GOOD, BAD = picture(1, size=(16, 16)), picture(1, size=(16, 16))[:60]
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "pictures",
-    [[BAD], [BAD] * 20, [GOOD] * 8 + [BAD], [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3, [GOOD, None, BAD, GOOD]],
+    [
+        [BAD],
+        [BAD] * 20,
+        [GOOD] * 8 + [BAD],
+        [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3,
+        [GOOD, None, BAD, GOOD],
+    ],
     ids=["one", "all", "last", "many", "missing"],
 )
-def test_every_picture_has_its_row(run: Path, tmp_path: Path, pictures: list[bytes | None], workers: int) -> None:
+def test_every_picture_has_its_row(
+    run: Path, tmp_path: Path, pictures: list[bytes | None], workers: int
+) -> None:
     samples = [
         {"__key__": f"k{i:03d}", **({"txt": b"no picture"} if data is None else {"png": data})}
         for i, data in enumerate(pictures)
@@ -142,13 +168,20 @@ def test_a_picture_whose_bytes_are_not_as_packed_has_its_row(run: Path, tmp_path
     assert "not those that were packed" in row["error"]
 
 
-def test_a_label_that_cannot_be_read_does_not_hide_what_is_said_of_the_picture(tmp_path: Path) -> None:
+def test_a_label_that_cannot_be_read_does_not_hide_what_is_said_of_the_picture(
+    tmp_path: Path,
+) -> None:
     label = wt.Label("y", "number", "json", "y")
     for name, values in (("whole", list(range(8))), ("odd", [0.5, "cow", 1, None])):
-        samples = ({"__key__": f"k{i}", "png": GOOD, **({} if y is None else {"json": {"y": y}})} for i, y in enumerate(values))
+        samples = (
+            {"__key__": f"k{i}", "png": GOOD, **({} if y is None else {"json": {"y": y}})}
+            for i, y in enumerate(values)
+        )
         wt.pack(samples, tmp_path / name, labels=[label], shuffle=False)
     wt.train(tmp_path / "whole", tmp_path / "run", **QUICK)
-    done = wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "odd", tmp_path / "p.csv")
+    done = wt.predict(
+        tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "odd", tmp_path / "p.csv"
+    )
     rows = rows_of(tmp_path / "p.csv")
     assert all(row["y"] for row in rows)
     assert [row["y true"] for row in rows] == ["0.5", "", "1", ""]
@@ -157,9 +190,15 @@ def test_a_label_that_cannot_be_read_does_not_hide_what_is_said_of_the_picture(t
     assert done.bad == 2
 
 
-def test_each_bad_picture_has_its_own_reason_also_where_keys_are_equal(run: Path, tmp_path: Path) -> None:
+def test_each_bad_picture_has_its_own_reason_also_where_keys_are_equal(
+    run: Path, tmp_path: Path
+) -> None:
     for name, data in (("a", BAD), ("b", BAD[:50])):
-        wt.pack([{"__key__": f"k{i:02d}", "png": data} for i in range(40)], tmp_path / name, shuffle=False)
+        wt.pack(
+            [{"__key__": f"k{i:02d}", "png": data} for i in range(40)],
+            tmp_path / name,
+            shuffle=False,
+        )
     paths = [tmp_path / name / "train-000000.tar" for name in "ab"]
     wt.predict(run, paths, tmp_path / "p.csv", batch_size=16)
     errors = [row["error"] for row in rows_of(tmp_path / "p.csv")]
@@ -170,7 +209,9 @@ def test_each_bad_picture_has_its_own_reason_also_where_keys_are_equal(run: Path
 def test_true_numbers_have_all_their_digits(tmp_path: Path) -> None:
     values = [12345.678 + 37.3 * i for i in range(12)] + [1_700_000_001, 1e-12, -0.1, 1 / 3]
     label = wt.Label("price", "number", "json", "price")
-    samples = ({"__key__": f"k{i:02d}", "png": GOOD, "json": {"price": y}} for i, y in enumerate(values))
+    samples = (
+        {"__key__": f"k{i:02d}", "png": GOOD, "json": {"price": y}} for i, y in enumerate(values)
+    )
     wt.pack(samples, tmp_path / "set", labels=[label], shuffle=False)
     wt.train(tmp_path / "set", tmp_path / "run", **QUICK)
     wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "set", tmp_path / "p.csv")
@@ -197,7 +238,10 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
     tmp_path: Path, dtype: str, shape: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(0)
-    samples = [{"__key__": f"k{i:02d}", "x.npy": (rng.random(shape) * 200).astype(dtype), "cls": i % 2} for i in range(32)]
+    samples = [
+        {"__key__": f"k{i:02d}", "x.npy": (rng.random(shape) * 200).astype(dtype), "cls": i % 2}
+        for i in range(32)
+    ]
     wt.pack(samples, tmp_path / "set", split={"train": 0.75, "val": 0.25}, shuffle=False)
     make = functools.partial(Linear, inputs=int(np.prod(shape)))
     image = wt.array("x.npy", shape=shape, dtype=dtype)
@@ -212,7 +256,9 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
         exported: Any = torch.jit.load(tmp_path / "m.ts")  # type: ignore[no-untyped-call]
     for key, row in rows.items():
         given = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
-        assert float(exported(given).detach().sigmoid()) == pytest.approx(float(row["class=1"]), abs=1e-4)
+        assert float(exported(given).detach().sigmoid()) == pytest.approx(
+            float(row["class=1"]), abs=1e-4
+        )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +285,11 @@ def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_w
 def test_a_target_that_is_no_number_is_a_bad_sample(tmp_path: Path, value: float) -> None:
     label = wt.Label("y", "number", "json", "y")
     samples = (
-        {"__key__": f"k{i:03d}", "png": GOOD, "json": json.dumps({"y": value if i == 7 else 1.0 * i}).encode()}
+        {
+            "__key__": f"k{i:03d}",
+            "png": GOOD,
+            "json": json.dumps({"y": value if i == 7 else 1.0 * i}).encode(),
+        }
         for i in range(200)
     )
     wt.pack(samples, tmp_path / "set", labels=[label], shuffle=False)
@@ -268,11 +318,15 @@ def test_options_are_given_as_numbers_of_numpy_paths_and_devices(
     shards: Path, tmp_path: Path, name: str, value: Any, line: str
 ) -> None:
     options = {**QUICK, "cache_dir": tmp_path / "cache"} if name == "cache_limit" else QUICK
-    wt.train(shards, tmp_path / "run", image=wt.image(size=np.int64(16)), **{**options, name: value})
+    wt.train(
+        shards, tmp_path / "run", image=wt.image(size=np.int64(16)), **{**options, name: value}
+    )
     assert line in (tmp_path / "run" / "config.toml").read_text().splitlines()
 
 
-def test_paths_are_kept_from_the_root(shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_kept_from_the_root(
+    shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "first.pt").write_bytes(run.read_bytes())
@@ -305,8 +359,13 @@ class Maker:
         return Linear(outputs)
 
 
-@pytest.mark.parametrize("make", [functools.partial(Linear, inputs=768), lambda outputs: Linear(outputs), Maker(), Linear(1)])
-def test_what_a_function_made_goes_on_from_the_shell_by_a_name(shards: Path, tmp_path: Path, capsys: Any, make: Any) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(Linear, inputs=768), lambda outputs: Linear(outputs), Maker(), Linear(1)],
+)
+def test_what_a_function_made_goes_on_from_the_shell_by_a_name(
+    shards: Path, tmp_path: Path, capsys: Any, make: Any
+) -> None:
     out = str(tmp_path / "run")
     wt.train(shards, out, model=make, **QUICK)
     wt.train(shards, out, model=make, resume=True, **{**QUICK, "epochs": 2})
@@ -318,8 +377,12 @@ def test_what_a_function_made_goes_on_from_the_shell_by_a_name(shards: Path, tmp
     assert main(["train", "--resume", "--out", out, "--epochs", "4", "--model", "small"]) == 2
 
 
-def test_a_model_imports_its_neighbours_when_it_is_made_and_when_it_runs(shards: Path, tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text("import torch\ndef linear(o): return torch.nn.Linear(768, o)\n")
+def test_a_model_imports_its_neighbours_when_it_is_made_and_when_it_runs(
+    shards: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "parts.py").write_text(
+        "import torch\ndef linear(o): return torch.nn.Linear(768, o)\n"
+    )
     (tmp_path / "late.py").write_text("scale = 1.0\n")
     (tmp_path / "mine.py").write_text(
         "import torch\n"
@@ -340,7 +403,18 @@ def test_a_model_imports_its_neighbours_when_it_is_made_and_when_it_runs(shards:
         "train",
         str(shards),
     ]
-    words += ["--out", "run", "--model", "mine:Net", "--epochs", "1", "--image-size", "16", "--batch-size", "8"]
+    words += [
+        "--out",
+        "run",
+        "--model",
+        "mine:Net",
+        "--epochs",
+        "1",
+        "--image-size",
+        "16",
+        "--batch-size",
+        "8",
+    ]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -356,9 +430,14 @@ def test_a_run_that_ended_by_patience_goes_on_with_more_of_it(shards: Path, tmp_
     assert len(wt.train(shards, tmp_path / "run", patience=0, resume=True, **options).epochs) == 6
 
 
-def test_a_run_that_learns_a_number_goes_on_where_the_shards_are_on_a_server(tmp_path: Path) -> None:
+def test_a_run_that_learns_a_number_goes_on_where_the_shards_are_on_a_server(
+    tmp_path: Path,
+) -> None:
     rng = np.random.default_rng(0)
-    samples = ({"__key__": f"k{i:03d}", "png": GOOD, "json": {"y": float(rng.normal())}} for i in range(400))
+    samples = (
+        {"__key__": f"k{i:03d}", "png": GOOD, "json": {"y": float(rng.normal())}}
+        for i in range(400)
+    )
     wt.pack(samples, tmp_path / "set", labels=[wt.Label("y", "number", "json", "y")])
     options = {**QUICK, "batch_size": 100}
     wt.train(tmp_path / "set", tmp_path / "run", **options)
@@ -379,12 +458,23 @@ def test_a_step_that_overflows_16_bits_is_left_out_and_told_and_a_run_of_them_en
     tmp_path: Path, large: int, ends: bool
 ) -> None:
     samples = (
-        {"__key__": f"k{i:02d}", "x.npy": np.array([1e9 if i < large else 0, i % 2], np.float32), "cls": i % 2}
+        {
+            "__key__": f"k{i:02d}",
+            "x.npy": np.array([1e9 if i < large else 0, i % 2], np.float32),
+            "cls": i % 2,
+        }
         for i in range(64)
     )
     wt.pack(samples, tmp_path / "set")
     image = wt.array("x.npy", shape=(2,), dtype="float32")
-    options: dict[str, Any] = {"model": Loud, "image": image, "amp": "fp16", "batch_size": 2, "device": "cpu", "epochs": 1}
+    options: dict[str, Any] = {
+        "model": Loud,
+        "image": image,
+        "amp": "fp16",
+        "batch_size": 2,
+        "device": "cpu",
+        "epochs": 1,
+    }
     if ends:
         with pytest.raises(wt.WdstrainError, match="16 bits overflow step after step"):
             wt.train(tmp_path / "set", tmp_path / "run", **options)
@@ -409,15 +499,23 @@ print(done.epochs[0]["samples"], done.val["samples"])
 
 def joined(code: str, folder: Path, shards: Path) -> list[tuple[int, str]]:
     """Two processes that run this code: how each ended, and what it said."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")
+    }
     words = [[sys.executable, "-c", code, str(rank), str(folder), str(shards)] for rank in (0, 1)]
-    jobs = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words]
+    jobs = [
+        subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words
+    ]
     said = [job.communicate(timeout=100)[0].strip() for job in jobs]
     return [(job.returncode, text) for job, text in zip(jobs, said, strict=True)]
 
 
 @pytest.mark.slow
-def test_processes_that_met_without_the_environment_share_the_samples(shards: Path, tmp_path: Path) -> None:
+def test_processes_that_met_without_the_environment_share_the_samples(
+    shards: Path, tmp_path: Path
+) -> None:
     val = float(len(wt.Loader(f"{shards}/val-*.tar", batch_size=1).index))
     assert joined(JOINED, tmp_path, shards) == [(0, f"16 {val}")] * 2
 
@@ -439,7 +537,9 @@ except wt.WdstrainError as error:
 
 
 @pytest.mark.slow
-def test_a_lost_process_leaves_the_signals_of_the_caller_as_they_were(shards: Path, tmp_path: Path) -> None:
+def test_a_lost_process_leaves_the_signals_of_the_caller_as_they_were(
+    shards: Path, tmp_path: Path
+) -> None:
     assert joined(JOINED.partition("done =")[0] + DYING, tmp_path, shards)[0] == (0, "True True")
 
 
@@ -447,6 +547,15 @@ def test_a_pipe_among_pictures_is_not_waited_for(run: Path, tmp_path: Path) -> N
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.png").write_bytes(GOOD)
     os.mkfifo(tmp_path / "in" / "b.png")
-    command = [sys.executable, "-m", "wdstrain", "predict", str(run), str(tmp_path / "in"), "-o", str(tmp_path / "p.csv")]
+    command = [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "predict",
+        str(run),
+        str(tmp_path / "in"),
+        "-o",
+        str(tmp_path / "p.csv"),
+    ]
     assert subprocess.run(command, timeout=100, capture_output=True).returncode == 1
     assert [row["error"] for row in rows_of(tmp_path / "p.csv")] == ["", "it is no file"]

@@ -31,7 +31,16 @@ def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(pixels).save(folder / "img" / f"{i:03d}.png")
         rows.append(f"img/{i:03d}.png,{'bright' if light > 0.5 else 'dark'},{light:.4f}")
     (folder / "log.csv").write_text("\n".join(rows) + "\n")
-    words = ["convert", "table", str(folder / "log.csv"), str(folder / "out"), "--image", "file", "--label", "kind,light"]
+    words = [
+        "convert",
+        "table",
+        str(folder / "log.csv"),
+        str(folder / "out"),
+        "--image",
+        "file",
+        "--label",
+        "kind,light",
+    ]
     assert main([*words, "--split", "train=0.8,val=0.2"]) == 0
     return folder / "out"
 
@@ -39,7 +48,9 @@ def bright(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CONFIG: dict[str, Any] = {"epochs": 3, "batch_size": 16, "image_size": 16}
 
 
-def test_classes_are_learnt_and_the_checkpoint_scores_the_same(bright: Path, tmp_path: Path) -> None:
+def test_classes_are_learnt_and_the_checkpoint_scores_the_same(
+    bright: Path, tmp_path: Path
+) -> None:
     done = train(str(bright), tmp_path / "run", label="kind", **CONFIG)
     assert done.val["accuracy"] > 0.85
     _, again = evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{bright}/val-*.tar")
@@ -103,16 +114,36 @@ def test_an_unknown_model_or_device_is_refused_with_names(bright: Path, tmp_path
 
 def test_train_and_evaluate_are_typed(bright: Path, tmp_path: Path, capsys: Any) -> None:
     run = str(tmp_path / "run")
-    words = ["--label", "kind", "--epochs", "1", "--batch-size", "16", "--image-size", "8", "--num-workers", "1"]
-    assert main(["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run, *words]) == 0
+    words = [
+        "--label",
+        "kind",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+        "--image-size",
+        "8",
+        "--num-workers",
+        "1",
+    ]
+    assert (
+        main(
+            ["train", f"{bright}/train-*.tar", "--val", f"{bright}/val-*.tar", "--out", run, *words]
+        )
+        == 0
+    )
     assert "accuracy" in capsys.readouterr().out
     assert main(["evaluate", f"{run}/checkpoints/best.pt", f"{bright}/val-*.tar", "--json"]) == 0
     assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
 
 
 @pytest.mark.slow
-def test_the_demo_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("wdstrain.demo._OPTIONS", {"model": "small", "epochs": 1, "batch_size": 32, "image_size": 8})
+def test_the_demo_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(
+        "wdstrain.demo._OPTIONS", {"model": "small", "epochs": 1, "batch_size": 32, "image_size": 8}
+    )
     for _ in range(2):
         assert main(["demo", "--dir", str(tmp_path)]) == 0
         assert "1797 (train" in capsys.readouterr().out
@@ -121,12 +152,26 @@ def test_the_demo_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     train(str(bright), run, label="kind", epochs=1, batch_size=16, image_size=8)
-    rows = [line for line in (bright.parent / "log.csv").read_text().splitlines() if "bright" not in line]
+    rows = [
+        line
+        for line in (bright.parent / "log.csv").read_text().splitlines()
+        if "bright" not in line
+    ]
     (bright.parent / "dark.csv").write_text("\n".join(rows).replace("dark", "gloomy") + "\n")
-    words = ["convert", "table", str(bright.parent / "dark.csv"), str(other), "--image", "file", "--label", "kind:class,light"]
+    words = [
+        "convert",
+        "table",
+        str(bright.parent / "dark.csv"),
+        str(other),
+        "--image",
+        "file",
+        "--label",
+        "kind:class,light",
+    ]
     assert main(words) == 0
     with pytest.raises(
-        UsageError, match="the classes of these shards are 0 gloomy; those that are learnt are 0 bright, 1 dark"
+        UsageError,
+        match="the classes of these shards are 0 gloomy; those that are learnt are 0 bright, 1 dark",
     ):
         evaluate(str(run / "checkpoints" / "last.pt"), str(other))
     with pytest.raises(UsageError, match="the classes of these shards are 0 gloomy"):
@@ -143,7 +188,9 @@ def test_every_sample_is_scored_whatever_the_environment_says(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = train([str(bright)], tmp_path / "run", label="kind", epochs=1, batch_size=16, image_size=8)
+    done = train(
+        [str(bright)], tmp_path / "run", label="kind", epochs=1, batch_size=16, image_size=8
+    )
     assert done.val["samples"] + done.epochs[0]["samples"] + done.epochs[0]["left_out"] == 240
 
 
@@ -166,7 +213,21 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
 
 
 def test_lines_fit_into_a_terminal_of_80_columns(bright: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(["train", str(bright), "--label", "light", "--out", str(tmp_path / "r"), "--epochs", "1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(bright),
+                "--label",
+                "light",
+                "--out",
+                str(tmp_path / "r"),
+                "--epochs",
+                "1",
+            ]
+        )
+        == 0
+    )
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch")]
     assert lines
     assert max(map(len, lines)) <= 80

@@ -42,7 +42,11 @@ def content(number: int) -> dict[str, bytes]:
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     """A set of one shard of 12 samples of two fields, with checksums in its index."""
-    wt.pack([{"__key__": f"k{i:02d}", **content(i)} for i in range(12)], str(tmp_path / "set"), shuffle=False)
+    wt.pack(
+        [{"__key__": f"k{i:02d}", **content(i)} for i in range(12)],
+        str(tmp_path / "set"),
+        shuffle=False,
+    )
     return tmp_path / "set"
 
 
@@ -50,7 +54,9 @@ def packed(tmp_path: Path) -> Path:
 def photos(tmp_path: Path) -> Path:
     """The same of 12 pictures."""
     wt.pack(
-        [{"__key__": f"k{i:02d}", "png": picture(i), "cls": i % 3} for i in range(12)], str(tmp_path / "photos"), shuffle=False
+        [{"__key__": f"k{i:02d}", "png": picture(i), "cls": i % 3} for i in range(12)],
+        str(tmp_path / "photos"),
+        shuffle=False,
     )
     return tmp_path / "photos"
 
@@ -81,12 +87,16 @@ def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
 
 def walked(data: bytes) -> tuple[list[Found], list[Damage]]:
     found = list(salvage(lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), Walk()))
-    return [one for one in found if isinstance(one, Found)], [one for one in found if isinstance(one, Damage)]
+    return [one for one in found if isinstance(one, Found)], [
+        one for one in found if isinstance(one, Damage)
+    ]
 
 
 def places(count: int, below: int, *words: str) -> list[int]:
     """Places all over a range, the same on every machine."""
-    return sorted(set((bits(np.arange(count, dtype=np.uint64), *words) % np.uint64(below)).tolist()))
+    return sorted(
+        set((bits(np.arange(count, dtype=np.uint64), *words) % np.uint64(below)).tolist())
+    )
 
 
 # --- the walk --------------------------------------------------------------------------------------------------------
@@ -96,14 +106,24 @@ def test_a_sound_shard_is_walked_as_a_reader_walks_it(packed: Path) -> None:
     data = shard_of(packed).read_bytes()
     found, damages = walked(data)
     assert not damages
-    assert [(f.key, f.start, f.stop, f.fields) for f in found] == list(strict(lambda at, n: data[at : at + n], len(data), "x"))
+    assert [(f.key, f.start, f.stop, f.fields) for f in found] == list(
+        strict(lambda at, n: data[at : at + n], len(data), "x")
+    )
     assert not any(one.doubtful for one in found)
 
 
-def test_a_shard_cut_at_any_byte_is_told_as_cut_and_its_whole_samples_are_found(packed: Path) -> None:
+def test_a_shard_cut_at_any_byte_is_told_as_cut_and_its_whole_samples_are_found(
+    packed: Path,
+) -> None:
     data = shard_of(packed).read_bytes()
     whole, _ = walked(data)
-    for size in [*range(0, len(data), 64), *range(1, len(data), 509), len(data) - 1, whole[-1].stop, whole[3].stop + 700]:
+    for size in [
+        *range(0, len(data), 64),
+        *range(1, len(data), 509),
+        len(data) - 1,
+        whole[-1].stop,
+        whole[3].stop + 700,
+    ]:
         found, damages = walked(data[:size])
         assert len(damages) == 1
         assert "was cut" in damages[0].reason or "ends inside" in damages[0].reason, damages[0]
@@ -148,7 +168,10 @@ def test_several_tars_in_one_are_told_with_the_place_of_the_join(packed: Path) -
         (lambda d: b"\x1f\x8b" + d[2:257] + bytes(6) + d[263:], "is a gzip file"),
         (lambda d: b"no tar at all" * 99, "no valid tar header at offset 0"),
         (lambda d: b"", "ends at byte 0"),
-        (lambda d: header("x" * 200 + ".bin", 9)[:1024] + END, "ends at offset 1024 after an extension header"),
+        (
+            lambda d: header("x" * 200 + ".bin", 9)[:1024] + END,
+            "ends at offset 1024 after an extension header",
+        ),
     ],
 )
 def test_every_damage_is_told_as_what_it_is(packed: Path, make: Any, words: str) -> None:
@@ -160,7 +183,13 @@ def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> No
     """Headers that all claim what cannot be, and nothing but zeros: each byte is looked at a bounded number of times."""
     claim = header("a.bin", 1 << 32)
     looks = 0
-    for data in (claim * 4000, bytes(8 << 20), (claim + b"x") * 4000, b"ustar" * 300_000, header("a.bin", 0) * 4000 + END):
+    for data in (
+        claim * 4000,
+        bytes(8 << 20),
+        (claim + b"x") * 4000,
+        b"ustar" * 300_000,
+        header("a.bin", 0) * 4000 + END,
+    ):
         read = 0
 
         def counted(at: int, n: int, data: bytes = data) -> bytes:
@@ -226,7 +255,9 @@ def test_other_samples_than_indexed_are_found(shards: Path) -> None:
     data = bytearray((shards / "part-000.tar").read_bytes())
     at = data.find(b"s000003.cls")
     data[at + 6 : at + 7] = b"9"
-    data[at + 148 : at + 156] = b"%06o\0 " % (sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256)
+    data[at + 148 : at + 156] = b"%06o\0 " % (
+        sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256
+    )
     (shards / "part-000.tar").write_bytes(data)
     findings = wt.verify(shards).findings
     assert len(findings) == 1
@@ -245,7 +276,9 @@ def test_a_finding_is_a_sentence_and_an_object(packed: Path, capsys: Any) -> Non
     (found,) = wt.verify(packed).findings
     assert isinstance(found, Finding)
     assert (
-        str(found) == found.sentence == f"{path}: 'k00', field 'bin' at offset 512: the bytes are not those that were packed."
+        str(found)
+        == found.sentence
+        == f"{path}: 'k00', field 'bin' at offset 512: the bytes are not those that were packed."
     )
     assert main(["verify", str(packed), "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)["findings"]
@@ -266,15 +299,22 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
         path = folder / f"part-{number:03d}.tar"
         path.write_bytes(flipped(path.read_bytes(), 1024))
     found = [wt.verify(folder, jobs=jobs) for jobs in (1, 2, 7)]
-    assert [one.shard for one in found[0].findings] == [str(folder / "part-000.tar"), str(folder / "part-002.tar")]
+    assert [one.shard for one in found[0].findings] == [
+        str(folder / "part-000.tar"),
+        str(folder / "part-002.tar"),
+    ]
     assert found[0] == found[1] == found[2]
 
 
-def test_a_shard_of_the_index_that_is_missing_is_found_and_the_others_are_read(shards: Path) -> None:
+def test_a_shard_of_the_index_that_is_missing_is_found_and_the_others_are_read(
+    shards: Path,
+) -> None:
     wt.index(shards)
     (shards / "part-001.tar").unlink()
     found = wt.verify(shards)
-    assert [str(one) for one in found.findings] == [f"{shards}/part-001.tar cannot be opened: No such file or directory."]
+    assert [str(one) for one in found.findings] == [
+        f"{shards}/part-001.tar cannot be opened: No such file or directory."
+    ]
     assert (found.shards, found.samples) == (3, 8)
 
 
@@ -301,21 +341,29 @@ def test_every_key_that_comes_back_and_every_second_member_is_found(tmp_path: Pa
 # --- verify: the whole set -------------------------------------------------------------------------------------------
 
 
-def test_a_field_that_nearly_all_have_is_missed_and_one_that_some_have_is_counted(tmp_path: Path) -> None:
-    samples: list[Sample] = [(f"k{i:03d}", {"jpg" if i % 2 else "png": b"p", "cls": b"1"}) for i in range(200)]
+def test_a_field_that_nearly_all_have_is_missed_and_one_that_some_have_is_counted(
+    tmp_path: Path,
+) -> None:
+    samples: list[Sample] = [
+        (f"k{i:03d}", {"jpg" if i % 2 else "png": b"p", "cls": b"1"}) for i in range(200)
+    ]
     for i in range(60):
         samples[i][1]["txt"] = b"t"
     del samples[77][1]["cls"]
     write_tar(tmp_path / "a.tar", samples)
     found = wt.verify(tmp_path)
-    assert [(one.key, one.reason) for one in found.findings] == [("k077", "it has no cls, which 199 of 200 samples have")]
+    assert [(one.key, one.reason) for one in found.findings] == [
+        ("k077", "it has no cls, which 199 of 200 samples have")
+    ]
     assert found.fields == {"cls": 199, "jpg": 100, "png": 100, "txt": 60}
     needed = wt.verify(tmp_path, need="jpg;png,cls").findings
     assert [one.key for one in needed] == ["k077"]
     assert len(wt.verify(tmp_path, need=["txt"]).findings) == 140
 
 
-def test_a_shard_whose_samples_all_lack_a_field_says_so_a_hundred_times_and_then_how_many(tmp_path: Path) -> None:
+def test_a_shard_whose_samples_all_lack_a_field_says_so_a_hundred_times_and_then_how_many(
+    tmp_path: Path,
+) -> None:
     write_tar(tmp_path / "a.tar", [(f"k{i:03d}", {"txt": b"t"}) for i in range(130)])
     found = wt.verify(tmp_path, need="cls").findings
     assert len([one for one in found if one.key]) == 100
@@ -333,7 +381,9 @@ def test_a_label_that_the_index_names_must_be_there(tmp_path: Path) -> None:
 
 
 def test_empty_pictures_and_labels_are_found(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})])
+    write_tar(
+        tmp_path / "a.tar", [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})]
+    )
     found = wt.verify(tmp_path).findings
     assert [(one.key, one.field, one.reason) for one in found] == [
         ("a", "jpg", "it has 0 bytes"),
@@ -346,7 +396,10 @@ def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None
     mask = picture(50)
     names = {"train": [0, 1, 2, 2], "val": [3, 1, 4, 2], "test": [5, 6]}
     for split, numbers in names.items():
-        samples = [(f"{split}{n}", {"png": picture(one), "mask.png": mask, "cls": b"0"}) for n, one in enumerate(numbers)]
+        samples = [
+            (f"{split}{n}", {"png": picture(one), "mask.png": mask, "cls": b"0"})
+            for n, one in enumerate(numbers)
+        ]
         write_tar(tmp_path / f"{split}-000000.tar", samples)  # type: ignore[arg-type]
     if indexed:
         wt.index(tmp_path)
@@ -362,15 +415,23 @@ def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None
 
 def test_pictures_of_one_size_and_crc32_are_not_the_same_picture(tmp_path: Path) -> None:
     mine, other = alike()
-    write_tar(tmp_path / "train-000000.tar", [("a", {"png": mine, "cls": b"0"}), ("b", {"png": other, "cls": b"0"})])
+    write_tar(
+        tmp_path / "train-000000.tar",
+        [("a", {"png": mine, "cls": b"0"}), ("b", {"png": other, "cls": b"0"})],
+    )
     write_tar(tmp_path / "val-000000.tar", [("a", {"png": other, "cls": b"0"})])
     findings = wt.verify(tmp_path).findings
     assert [one.key for one in findings] == ["a"]
     assert "its picture is also in split 'train': key 'b' in" in findings[0].reason
 
 
-def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", [("k0", {"txt": b"a", "cls": b"1"}), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})])
+def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(
+    tmp_path: Path,
+) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        [("k0", {"txt": b"a", "cls": b"1"}), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})],
+    )
     write_tar(tmp_path / "b.tar", [("k1", {"txt": b"other"}), ("k0", {"cls": b"1", "txt": b"a"})])
     found = wt.verify(tmp_path)
     (twin,) = found.findings
@@ -385,7 +446,16 @@ def test_decoding_finds_what_is_whole_and_yet_no_picture(tmp_path: Path) -> None
     np.save(arrays, np.array([{"code": 1}], dtype=object), allow_pickle=True)
     samples: list[Sample] = [
         ("a", {"png": good, "json": b"{}", "txt": b"t", "cls": b"1", "bin": b"?"}),
-        ("b", {"png": good[:-40], "json": b"{", "txt": b"\xff", "cls": b" ", "npy": arrays.getvalue()}),
+        (
+            "b",
+            {
+                "png": good[:-40],
+                "json": b"{",
+                "txt": b"\xff",
+                "cls": b" ",
+                "npy": arrays.getvalue(),
+            },
+        ),
     ]
     write_tar(tmp_path / "a.tar", samples)
     assert wt.verify(tmp_path).ok
@@ -399,7 +469,9 @@ def test_decoding_finds_what_is_whole_and_yet_no_picture(tmp_path: Path) -> None
 
 def test_a_label_that_is_no_class_of_the_index_is_found_when_decoding(photos: Path) -> None:
     document = json.loads((photos / "index.json").read_text())
-    document["wdstrain"]["labels"] = [{"name": "class", "kind": "class", "field": "cls", "column": None, "classes": ["a", "b"]}]
+    document["wdstrain"]["labels"] = [
+        {"name": "class", "kind": "class", "field": "cls", "column": None, "classes": ["a", "b"]}
+    ]
     (photos / "index.json").write_text(json.dumps(document))
     found = wt.verify(photos, decode=True).findings
     assert [one.key for one in found] == ["k02", "k05", "k08", "k11"]
@@ -407,7 +479,9 @@ def test_a_label_that_is_no_class_of_the_index_is_found_when_decoding(photos: Pa
 
 
 def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsys: Any) -> None:
-    write_tar(tmp_path / "a.tar", [(f"k{i}", {"png": b"no picture", "json": b"{"}) for i in range(30)])
+    write_tar(
+        tmp_path / "a.tar", [(f"k{i}", {"png": b"no picture", "json": b"{"}) for i in range(30)]
+    )
     assert main(["verify", str(tmp_path), "--decode"]) == 1
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 3
@@ -464,10 +538,17 @@ def test_with_an_index_all_that_damage_did_not_touch_is_saved(packed: Path, tmp_
     out = tmp_path / "out"
     for at in places(50, len(data), "flip"):
         path.write_bytes(flipped(data, at))
-        check(packed, out, whole, {key for key, of in spans.items() if any(a <= at < b for a, b in of)})
+        check(
+            packed,
+            out,
+            whole,
+            {key for key, of in spans.items() if any(a <= at < b for a, b in of)},
+        )
     for size in places(25, len(data), "cut"):
         path.write_bytes(data[:size])
-        check(packed, out, whole, {key for key, of in spans.items() if any(b > size for _, b in of)})
+        check(
+            packed, out, whole, {key for key, of in spans.items() if any(b > size for _, b in of)}
+        )
     for at in places(10, len(data) - 4000, "gap"):
         path.write_bytes(data[:at] + data[at + 777 :])
         touched = {key for key, of in spans.items() if any(a < at + 777 and b > at for a, b in of)}
@@ -484,19 +565,31 @@ def check(folder: Path, out: Path, whole: dict[str, dict[str, bytes]], touched: 
     saved = contents(out)
     assert saved == {key: fields for key, fields in whole.items() if key not in touched}
     assert {one.key for one in done.findings} == touched
-    assert (done.samples, done.lost, done.ok) == (len(whole) - len(touched), len(touched), not touched)
+    assert (done.samples, done.lost, done.ok) == (
+        len(whole) - len(touched),
+        len(touched),
+        not touched,
+    )
     assert wt.verify(out).ok
 
 
-def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(packed: Path, tmp_path: Path) -> None:
+def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(
+    packed: Path, tmp_path: Path
+) -> None:
     whole, data = contents(packed), shard_of(packed).read_bytes()
     found, _ = walked(data)
     keys = [one.key for one in found]
     heads = [at - 512 for one in found for _, at, _ in one.fields]
     path, out = tmp_path / "foreign" / "x.tar", tmp_path / "out"
     path.parent.mkdir()
-    damaged = [(flipped(data, at + place % 148), at, at + 512) for at in heads for place in places(2, 512, "head", at)]
-    damaged += [(data[:size], size, len(data)) for size in places(25, len(data), "cut") if size > 3000]
+    damaged = [
+        (flipped(data, at + place % 148), at, at + 512)
+        for at in heads
+        for place in places(2, 512, "head", at)
+    ]
+    damaged += [
+        (data[:size], size, len(data)) for size in places(25, len(data), "cut") if size > 3000
+    ]
     for bad, start, stop in damaged:
         path.write_bytes(bad)
         done = wt.repair(path, out, overwrite=True)
@@ -511,16 +604,25 @@ def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(packed: Path
 
 
 def test_a_repaired_set_has_labels_and_splits_and_trains(photos: Path, tmp_path: Path) -> None:
-    index = wt.pack_tars(str(photos), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}, shard_samples=3)
+    index = wt.pack_tars(
+        str(photos), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}, shard_samples=3
+    )
     for path in (tmp_path / "set").glob("*.tar"):
         path.write_bytes(flipped(path.read_bytes(), 600))
     done = wt.repair(tmp_path / "set", tmp_path / "out")
     assert done.samples + done.lost == len(index)
     assert done.lost == len(index.shards)
-    before, after = (json.loads((tmp_path / name / "index.json").read_text()) for name in ("set", "out"))
+    before, after = (
+        json.loads((tmp_path / name / "index.json").read_text()) for name in ("set", "out")
+    )
     assert after["wdstrain"]["labels"] == before["wdstrain"]["labels"]
     assert {row["split"] for row in after["shardlist"]} == {"train", "val"}
-    loader = wt.Loader(str(tmp_path / "out" / "train-*.tar"), {"image": wt.image("png", size=8)}, batch_size=2, tail="keep")
+    loader = wt.Loader(
+        str(tmp_path / "out" / "train-*.tar"),
+        {"image": wt.image("png", size=8)},
+        batch_size=2,
+        tail="keep",
+    )
     keys = [key for batch in loader for key in batch["__key__"]]
     loader.close()
     assert len(keys) == len(set(keys)) > 0
@@ -530,7 +632,9 @@ def test_members_of_a_sample_that_lie_apart_come_together(tmp_path: Path) -> Non
     names = ["a.jpg", "b.jpg", "a.cls", "b.cls", "a.jpg"]
     (tmp_path / "x.tar").write_bytes(b"".join(member(name, name.encode()) for name in names) + END)
     done = wt.repair(tmp_path / "x.tar", tmp_path / "out")
-    assert contents(tmp_path / "out") == {key: {"jpg": f"{key}.jpg".encode(), "cls": f"{key}.cls".encode()} for key in "ab"}
+    assert contents(tmp_path / "out") == {
+        key: {"jpg": f"{key}.jpg".encode(), "cls": f"{key}.cls".encode()} for key in "ab"
+    }
     assert [str(one) for one in done.findings] == [
         f"{tmp_path}/x.tar: 'a', the sample at offset 4096: its key came before, at offset 0."
     ]
@@ -554,7 +658,9 @@ def test_an_index_without_checksums_names_what_is_lost(shards: Path, tmp_path: P
     assert (done.samples, done.lost) == (20, 1)
 
 
-def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(shards: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(
+    shards: Path, tmp_path: Path
+) -> None:
     wt.index(shards)
     (shards / "part-001.tar").unlink()
     done = wt.repair(shards, tmp_path / "out")
@@ -579,7 +685,9 @@ def test_shards_of_a_server_are_repaired_here(packed: Path, tmp_path: Path) -> N
     assert wt.verify(tmp_path / "out").ok
 
 
-def test_repair_tells_by_shard_what_was_lost_and_its_status(packed: Path, tmp_path: Path, capsys: Any) -> None:
+def test_repair_tells_by_shard_what_was_lost_and_its_status(
+    packed: Path, tmp_path: Path, capsys: Any
+) -> None:
     out, path = tmp_path / "out", shard_of(packed)
     assert main(["repair", str(packed), "-o", str(out)]) == 0
     assert main(["repair", str(packed), "-o", str(out)]) == 2
@@ -587,7 +695,10 @@ def test_repair_tells_by_shard_what_was_lost_and_its_status(packed: Path, tmp_pa
     path.write_bytes(flipped(path.read_bytes(), 600))
     assert main(["repair", str(packed), "-o", str(out), "--overwrite"]) == 1
     err = capsys.readouterr().err
-    assert f"{path}: 1 sample lost: 'k00' (field bin at offset 512: the bytes are not those that were packed)." in err
+    assert (
+        f"{path}: 1 sample lost: 'k00' (field bin at offset 512: the bytes are not those that were packed)."
+        in err
+    )
     assert main(["repair", str(packed), "-o", str(out), "--overwrite", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["lost"] == 1
 
@@ -595,7 +706,10 @@ def test_repair_tells_by_shard_what_was_lost_and_its_status(packed: Path, tmp_pa
 @pytest.fixture
 def small_disk() -> Iterator[None]:
     """A file beyond 8 KB is refused, as on a full disk."""
-    limits, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, old = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -608,7 +722,9 @@ def test_a_full_disk_leaves_nothing(packed: Path, tmp_path: Path, small_disk: No
     assert not (tmp_path / "out").exists()
 
 
-def test_two_shards_of_one_name_are_not_repaired_into_one_folder(shards: Path, tmp_path: Path) -> None:
+def test_two_shards_of_one_name_are_not_repaired_into_one_folder(
+    shards: Path, tmp_path: Path
+) -> None:
     write_shards(tmp_path / "other", [3])
     with pytest.raises(UsageError, match=r"two shards are named part-000.tar"):
         wt.repair([shards, tmp_path / "other"], tmp_path / "out")
@@ -643,14 +759,29 @@ def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
 def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Path) -> None:
     """Each label is told by its first sample and a count; a loader delivers such numbers, so a repair keeps them."""
     texts = ["1.5", "nan", "inf", "2", "-inf", "NaN"]
-    samples = [{"__key__": f"k{n}", "y": texts[n % 6], "json": b'{"z": NaN}' if n == 3 else b'{"z": 1}'} for n in range(12)]
+    samples = [
+        {"__key__": f"k{n}", "y": texts[n % 6], "json": b'{"z": NaN}' if n == 3 else b'{"z": 1}'}
+        for n in range(12)
+    ]
     labels = [wt.Label("y", "number", "y"), wt.Label("z", "number", "json", "z")]
     wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, shard_samples=6)
     assert wt.verify(tmp_path / "set").ok
     found = wt.verify(tmp_path / "set", decode=True)
-    assert [(os.path.basename(one.shard), one.key, one.field, one.reason) for one in found.findings] == [
-        ("train-000000.tar", "k1", "y", "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard"),
+    assert [
+        (os.path.basename(one.shard), one.key, one.field, one.reason) for one in found.findings
+    ] == [
+        (
+            "train-000000.tar",
+            "k1",
+            "y",
+            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+        ),
         ("train-000000.tar", "k3", "json", "its z is NaN or infinite, and cannot be learnt"),
-        ("train-000001.tar", "k7", "y", "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard"),
+        (
+            "train-000001.tar",
+            "k7",
+            "y",
+            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+        ),
     ]
     assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0

@@ -45,7 +45,11 @@ class Listener(logging.Handler):
 
 @pytest.fixture
 def listen() -> Iterator[Callable[..., Listener]]:
-    logger, listeners, level = logging.getLogger("wdstrain"), list[Listener](), logging.getLogger("wdstrain").level
+    logger, listeners, level = (
+        logging.getLogger("wdstrain"),
+        list[Listener](),
+        logging.getLogger("wdstrain").level,
+    )
     logger.setLevel(logging.INFO)
 
     def begin(then: Callable[[str], None] = lambda _: None) -> Listener:
@@ -76,7 +80,9 @@ class WaitsForGate:
             time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")])
+@pytest.mark.parametrize(
+    ("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")]
+)
 def test_who_is_stuck_is_told_with_stage_shard_key_and_stack(
     shards: Path, tmp_path: Path, listen: Callable[..., Listener], workers: int, context: Any
 ) -> None:
@@ -93,11 +99,18 @@ def test_who_is_stuck_is_told_with_stage_shard_key_and_stack(
 
     heard = listen(stack_is_there)
     loader = wt.Loader(
-        shards, transform=WaitsForGate(gate), batch_size=3, num_workers=workers, multiprocessing_context=context, patience=0.3
+        shards,
+        transform=WaitsForGate(gate),
+        batch_size=3,
+        num_workers=workers,
+        multiprocessing_context=context,
+        patience=0.3,
     )
     assert sum(len(batch["__key__"]) for batch in loader) == 21  # what was slow is not lost
     loader.close()
-    told, *_ = [text for text in heard.said if waits(text)]  # again after twice the time, where a machine is that slow
+    told, *_ = [
+        text for text in heard.said if waits(text)
+    ]  # again after twice the time, where a machine is that slow
     assert f"part-001.tar: '{STUCK}' at offset 4096" in told
     assert ("worker process" if workers else "decoder thread") in told
     assert "test_watching.py" in told
@@ -107,16 +120,27 @@ def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_
     shards: Path, listen: Callable[..., Listener]
 ) -> None:
     reading, writing = os.pipe()
-    heard = listen(lambda _: os.write(writing, b"xx"))  # the next epoch is being decoded before this one ends
+    heard = listen(
+        lambda _: os.write(writing, b"xx")
+    )  # the next epoch is being decoded before this one ends
 
     def transform(sample: dict[str, Any]) -> dict[str, int]:
         if sample["__key__"] == STUCK:
             byte = ctypes.create_string_buffer(1)
-            while ctypes.PyDLL(None).read(reading, byte, 1) != 1:  # PyDLL keeps the lock; a signal may cut the call short
+            while (
+                ctypes.PyDLL(None).read(reading, byte, 1) != 1
+            ):  # PyDLL keeps the lock; a signal may cut the call short
                 pass
         return {"length": len(sample["txt"])}
 
-    loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
     os.close(reading)
@@ -125,7 +149,9 @@ def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_
     assert STUCK in told
 
 
-def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, listen: Callable[..., Listener]) -> None:
+def test_a_worker_that_was_stopped_is_told_to_be(
+    shards: Path, tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
     def go_on(text: str) -> None:
         if "stopped" in text:
             os.kill(int(text.partition("pid ")[2].partition(")")[0]), signal.SIGCONT)
@@ -137,7 +163,14 @@ def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, l
         return {"length": len(sample["txt"])}
 
     heard = listen(go_on)
-    loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
     (told,) = [text for text in heard.said if "no answer from the process: stopped" in text]
@@ -145,7 +178,9 @@ def test_a_worker_that_was_stopped_is_told_to_be(shards: Path, tmp_path: Path, l
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(shards: Path, listen: Callable[..., Listener]) -> None:
+def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(
+    shards: Path, listen: Callable[..., Listener]
+) -> None:
     taken = shards / "taken"  # the first batch, which a worker that is stopped could not hand over
 
     def transform(sample: dict[str, Any]) -> dict[str, int]:
@@ -155,17 +190,29 @@ def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(shards: P
             os.kill(os.getpid(), signal.SIGSTOP)
         return {"length": len(sample["txt"])}
 
-    loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", shuffle=False)
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        shuffle=False,
+    )
     next(iter(loader))
     (worker,) = multiprocessing.active_children()
     taken.touch()
     end = time.monotonic() + 30
-    while Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < end:
+    while (
+        Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+        and time.monotonic() < end
+    ):
         time.sleep(0.005)
     loader.close()  # torch waits for 5 s, asks the worker to end, and leaves it; the fixture looks for what is left
 
 
-def test_storage_that_is_silent_is_told_with_its_shard_and_offset(tmp_path: Path, listen: Callable[..., Listener]) -> None:
+def test_storage_that_is_silent_is_told_with_its_shard_and_offset(
+    tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
     write_shards(tmp_path / "far", [7, 13])
     wt.index(tmp_path / "far")
     gate = threading.Event()
@@ -185,7 +232,9 @@ def test_storage_that_is_silent_is_told_with_its_shard_and_offset(tmp_path: Path
     assert "reader.py" in told or "forward.py" in told
 
 
-def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(shards: Path, listen: Callable[..., Listener]) -> None:
+def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(
+    shards: Path, listen: Callable[..., Listener]
+) -> None:
     heard, busy = listen(), threading.Event()
     for batch in wt.Loader(shards, batch_size=5, patience=0.05):
         busy.wait(0.2)  # four times the patience, of the loop's own
@@ -237,18 +286,35 @@ def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
             del batch
         loader.close()
         report = loader.report()
-        assert report["wait_seconds"] + 0.005 > report["parse_seconds"] + report["shuffle_seconds"] + report["handoff_seconds"]
-        return {name: value for name, value in report.items() if name.endswith("_seconds") and name != "wait_seconds"}
+        assert (
+            report["wait_seconds"] + 0.005
+            > report["parse_seconds"] + report["shuffle_seconds"] + report["handoff_seconds"]
+        )
+        return {
+            name: value
+            for name, value in report.items()
+            if name.endswith("_seconds") and name != "wait_seconds"
+        }
 
     for workers in (0, 1):
         found = {
-            "decode_seconds": seconds(wt.Loader(shards, {"txt": SlowField()}, batch_size=5, num_workers=workers)),
-            "collate_seconds": seconds(wt.Loader(shards, transform=SlowToStack(), batch_size=5, num_workers=workers)),
+            "decode_seconds": seconds(
+                wt.Loader(shards, {"txt": SlowField()}, batch_size=5, num_workers=workers)
+            ),
+            "collate_seconds": seconds(
+                wt.Loader(shards, transform=SlowToStack(), batch_size=5, num_workers=workers)
+            ),
             "loop_seconds": seconds(wt.Loader(shards, batch_size=5, num_workers=workers), 0.03),
         }
         for stage, took in found.items():
             assert took[stage] >= 0.08, (workers, stage, took)
-            others = {"read_seconds", "decode_seconds", "collate_seconds", "copy_seconds", "loop_seconds"} - {stage}
+            others = {
+                "read_seconds",
+                "decode_seconds",
+                "collate_seconds",
+                "copy_seconds",
+                "loop_seconds",
+            } - {stage}
             assert max(took[name] for name in others) < took[stage] / 2, (workers, stage, took)
 
     with serving(shards) as served:
@@ -269,7 +335,9 @@ def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Lis
     for _batch in loader:
         break  # an epoch that was left is none
     loader.close()
-    assert [line.partition(",")[0] for line in heard.lines] == [f"epoch {i}: 20 samples" for i in range(3)]
+    assert [line.partition(",")[0] for line in heard.lines] == [
+        f"epoch {i}: 20 samples" for i in range(3)
+    ]
     for line in heard.lines:
         assert "\n" not in line
         assert len(line) <= 120
@@ -277,13 +345,21 @@ def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Lis
             assert word in line
 
 
-def test_the_line_and_the_report_name_what_went_wrong(tmp_path: Path, listen: Callable[..., Listener]) -> None:
+def test_the_line_and_the_report_name_what_went_wrong(
+    tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
     bad = {"<b>k03</b>": b"no picture"}
     samples = [(f"k{i:02d}", {"png": picture(i), "cls": b"0"}) for i in range(20)]
     samples[3] = ("<b>k03</b>", {"png": bad["<b>k03</b>"], "cls": b"0"})
     write_tar(tmp_path / "shards" / "a.tar", samples)
     heard = listen()
-    loader = wt.Loader(tmp_path / "shards", {"image": wt.image(size=8)}, batch_size=5, on_bad="replace", max_bad=0.5)
+    loader = wt.Loader(
+        tmp_path / "shards",
+        {"image": wt.image(size=8)},
+        batch_size=5,
+        on_bad="replace",
+        max_bad=0.5,
+    )
     for _batch in loader:
         pass
     loader.close()
@@ -313,12 +389,23 @@ def test_decoding_that_waits_is_told_from_decoding_that_computes(tmp_path: Path)
 
 def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
     meter = EpochStats()
-    meter.add_bad([Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number") for i in range(500)])
+    meter.add_bad(
+        [
+            Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number")
+            for i in range(500)
+        ]
+    )
     assert meter.bad_reasons == {"cls: is not a whole number": 500}
     meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
     assert len(meter.bad_reasons) <= 21
     assert sum(meter.bad_reasons.values()) == 1000
-    meter.epoch, meter.samples, meter.batches, meter.bytes, meter.retries = 10**6, 10**12, 10**10, 10**18, 10**6
+    meter.epoch, meter.samples, meter.batches, meter.bytes, meter.retries = (
+        10**6,
+        10**12,
+        10**10,
+        10**18,
+        10**6,
+    )
     meter.wait_seconds = meter.decode_seconds = 1e7
     assert len(meter.line) <= 120
     assert len(meter.bad_line) <= 120
@@ -327,7 +414,13 @@ def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
 def test_descriptors_are_given_back_with_the_loader(shards: Path) -> None:
     def count() -> int:
         for _ in range(3):
-            loader = wt.Loader(shards, batch_size=3, num_workers=1, transform=Short(), multiprocessing_context="fork")
+            loader = wt.Loader(
+                shards,
+                batch_size=3,
+                num_workers=1,
+                transform=Short(),
+                multiprocessing_context="fork",
+            )
             next(iter(loader))
             loader.close()
             del loader
@@ -348,20 +441,44 @@ def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
     shards: Path, listen: Callable[..., Listener], tmp_path: Path
 ) -> None:
     gate = WaitsForGate(tmp_path / "gate")
-    heard = listen(lambda text: gate.gate.touch() if "other code in this worker took the signal SIGUSR2" in text else None)
+    heard = listen(
+        lambda text: (
+            gate.gate.touch()
+            if "other code in this worker took the signal SIGUSR2" in text
+            else None
+        )
+    )
 
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         return gate(sample)
 
-    loader = wt.Loader(shards, transform=transform, batch_size=3, num_workers=1, multiprocessing_context="fork", patience=0.3)
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
     assert sum(len(batch["__key__"]) for batch in loader) == 21
     loader.close()
     assert any("other code in this worker took the signal SIGUSR2" in text for text in heard.said)
 
 
 def test_a_hand_off_that_takes_most_of_the_time_is_the_verdict() -> None:
-    meter = EpochStats(samples=100, batches=100, handoff_seconds=3.0, parse_seconds=1.0, wait_seconds=5.0, loop_seconds=1.0)
-    assert meter.verdict.startswith("input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches")
+    meter = EpochStats(
+        samples=100,
+        batches=100,
+        handoff_seconds=3.0,
+        parse_seconds=1.0,
+        wait_seconds=5.0,
+        loop_seconds=1.0,
+    )
+    assert meter.verdict.startswith(
+        "input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches"
+    )
     meter.bad_samples.append(Finding("a.tar", "k", "png", 0, "bad"))
-    assert meter.report()["bad_samples"] == [{"shard": "a.tar", "key": "k", "field": "png", "offset": 0, "reason": "bad"}]
+    assert meter.report()["bad_samples"] == [
+        {"shard": "a.tar", "key": "k", "field": "png", "offset": 0, "reason": "bad"}
+    ]

@@ -45,11 +45,15 @@ def warm(folder: Path) -> Iterator[Path]:
     """A folder with `wdstrain` and `snippet`, for the front of the path, which work until the end."""
     address = f"\0wdstrain-guides-{os.getpid()}-{os.urandom(8).hex()}"
     for name in NAMES:
-        (folder / name).write_text(_CLIENT.format(python=sys.executable, address=address, name=name))
+        (folder / name).write_text(
+            _CLIENT.format(python=sys.executable, address=address, name=name)
+        )
         (folder / name).chmod(0o755)
     run = [sys.executable, "-m", "tests.warm", address[1:]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(run, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
+    server = subprocess.Popen(
+        run, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
     assert server.stdout is not None
     try:
         assert server.stdout.readline() == "ready\n"

@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     from wdstrain.loader.webdataset import Stream, stream, to_example
     from wdstrain.looking.doors import Peek, peek
     from wdstrain.order.plan import Plan
-    from wdstrain.packing.doors import pack, pack_arrays, pack_folder, pack_hdf5, pack_table, pack_tars, pack_torchvision
+    from wdstrain.packing.doors import (
+        pack,
+        pack_arrays,
+        pack_folder,
+        pack_hdf5,
+        pack_table,
+        pack_tars,
+        pack_torchvision,
+    )
     from wdstrain.shards.index import Index, Label, Shard
     from wdstrain.shards.resolve import make_index as index
     from wdstrain.storage.file_object import gopen
@@ -124,14 +132,18 @@ _NAMES = {
     "verifying.doors": "Verification verify",
     "verifying.repairing": "Repair repair",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {"index": "shards.resolve"}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
+    "index": "shards.resolve"
+}
 
 
 def __getattr__(name: str) -> Any:
     """What a name stands for is imported when it is first used: a command that needs no torch does not wait for it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
-    found = getattr(import_module(f"wdstrain.{_MODULES[name]}"), "make_index" if name == "index" else name)
+    found = getattr(
+        import_module(f"wdstrain.{_MODULES[name]}"), "make_index" if name == "index" else name
+    )
     globals()[name] = found
     return found
 

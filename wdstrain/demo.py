@@ -22,12 +22,20 @@ from wdstrain.training.doors import train
 from wdstrain.training.telling import Tell
 from wdstrain.verifying.doors import verify
 
-_OPTIONS: dict[str, Any] = {"model": "small", "epochs": 6, "batch_size": 32, "lr": 4e-3, "image_size": 16}
+_OPTIONS: dict[str, Any] = {
+    "model": "small",
+    "epochs": 6,
+    "batch_size": 32,
+    "lr": 4e-3,
+    "image_size": 16,
+}
 
 
 def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     """Run the demo in `folder`, replacing an earlier one: digits-png/, digits/ and digits-run/ in it. Returns its figures."""
-    pictures, shards, out = (os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run"))
+    pictures, shards, out = (
+        os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run")
+    )
     count = _write_pictures(pictures)
     tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {pictures}")
     options = Options(split={"train": 0.8, "val": 0.2}, shard_samples=400, overwrite=True)
@@ -36,7 +44,9 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
     checked = verify(shards)
     if checked.findings:
-        raise WdstrainError(f"the shards were damaged right after they were written: {checked.findings[0]}")
+        raise WdstrainError(
+            f"the shards were damaged right after they were written: {checked.findings[0]}"
+        )
     tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
     tell.line(f"4. training {_OPTIONS['model']} for {_OPTIONS['epochs']} epochs: {out}")
     begun = time.monotonic()
@@ -46,12 +56,18 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     waited = sum(epoch["stall"] * epoch["seconds"] for epoch in outcome.epochs)
     busy = sum(epoch["seconds"] for epoch in outcome.epochs)
     return [
-        ("samples", f"{len(index)} ({', '.join(f'{split} {n}' for split, n in _by_split(index).items())})"),
+        (
+            "samples",
+            f"{len(index)} ({', '.join(f'{split} {n}' for split, n in _by_split(index).items())})",
+        ),
         ("shards", str(len(index.shards))),
         ("MB", f"{size / 1e6:.1f}"),
         ("samples/s", f"{trained / busy:.0f} in training"),
         ("stall", f"{waited / busy:.1%} of the training time was spent waiting for data"),
-        ("accuracy", f"{outcome.val['accuracy']:.2%} on {int(outcome.val['samples'])} validation samples"),
+        (
+            "accuracy",
+            f"{outcome.val['accuracy']:.2%} on {int(outcome.val['samples'])} validation samples",
+        ),
         ("time", f"{seconds:.0f} s of training and validation"),
     ]
 
@@ -72,7 +88,10 @@ def next_steps(folder: str) -> list[str]:
 
 
 def _by_split(index: Any) -> dict[str, int]:
-    return {split: sum(shard.samples for shard in index.shards if shard.split == split) for split in index.splits}
+    return {
+        split: sum(shard.samples for shard in index.shards if shard.split == split)
+        for split in index.splits
+    }
 
 
 def _write_pictures(folder: str) -> int:

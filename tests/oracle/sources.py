@@ -71,7 +71,9 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
             data = draw_image(rng, form)
             below = folder / name / rng.choice(("", "", "deep", "a.b"))
             below.mkdir(parents=True, exist_ok=True)
-            path = below / rng.choice((f"{number}.{ending}", f"{number}.x.{ending}", f"ü {number}.{ending}"))
+            path = below / rng.choice(
+                (f"{number}.{ending}", f"{number}.x.{ending}", f"ü {number}.{ending}")
+            )
             path.write_bytes(data)
             paths.append(path)
             items.append(Item(data, {}, {"class": name}))
@@ -82,7 +84,12 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
         path = rng.choice(paths)
         path.write_bytes(draw_image(rng, "PNG" if path.suffix == ".png" else "JPEG"))
 
-    return Source("png;jpg;jpeg", items, lambda out, **options: wt.pack_folder(str(folder), out, **options), change=change)
+    return Source(
+        "png;jpg;jpeg",
+        items,
+        lambda out, **options: wt.pack_folder(str(folder), out, **options),
+        change=change,
+    )
 
 
 def draw_table(rng: random.Random, folder: Path) -> Source:
@@ -94,7 +101,11 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
     for number in range(rng.randrange(3, 40)):
         data = draw_image(rng)
         path = folder / "images" / f"{number:03d}.png"
-        kind, angle, text = rng.choice(words), round(rng.uniform(-1, 1), 4), rng.choice(('say "x"', "a,b", "00123", "\n", ""))
+        kind, angle, text = (
+            rng.choice(words),
+            round(rng.uniform(-1, 1), 4),
+            rng.choice(('say "x"', "a,b", "00123", "\n", "")),
+        )
         fault = rng.choice((None,) * 12 + ("missing", "empty label", "no number"))
         if fault != "missing":
             path.write_bytes(data)
@@ -103,7 +114,14 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
             items.append(Item(data, {}, labels))
         bad += fault is not None
         shown = str(path) if absolute else f"images/{number:03d}.png"
-        rows.append([shown, "" if fault == "empty label" else kind, "oops" if fault == "no number" else str(angle), text])
+        rows.append(
+            [
+                shown,
+                "" if fault == "empty label" else kind,
+                "oops" if fault == "no number" else str(angle),
+                text,
+            ]
+        )
         if fault is None:
             good.append(rows[-1])
     with open(folder / "table.csv", "w", newline="", encoding="utf-8") as file:
@@ -131,7 +149,10 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
     labels[: min(3, count)] = np.arange(min(3, count))
     x[:, 0] = np.arange(count)
     names = ["zero", "one", "two"]
-    items = [Item(_npy(row), {}, {"class": names[label]}) for row, label in zip(x, labels.tolist(), strict=True)]
+    items = [
+        Item(_npy(row), {}, {"class": names[label]})
+        for row, label in zip(x, labels.tolist(), strict=True)
+    ]
     arrays: dict[str, Any] = {"x": x, "cls": labels}
     if rng.random() < 0.6:
         for name, array in arrays.items():
@@ -143,7 +164,12 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
         if isinstance(arrays["x"], str):
             np.save(folder / "x.npy", x)
 
-    return Source("x.npy", items, lambda out, **options: wt.pack_arrays(arrays, out, classes=names, **options), change=change)
+    return Source(
+        "x.npy",
+        items,
+        lambda out, **options: wt.pack_arrays(arrays, out, classes=names, **options),
+        change=change,
+    )
 
 
 def draw_iterable(rng: random.Random, folder: Path) -> Source:
@@ -154,7 +180,12 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
         data = draw_image(rng)
         label = rng.randrange(3)
         document = {"n": number, "ü": [1, None, "x"]}
-        sample: dict[str, Any] = {"png": data, "cls": label, "txt": f"text {number}", "json": document}
+        sample: dict[str, Any] = {
+            "png": data,
+            "cls": label,
+            "txt": f"text {number}",
+            "json": document,
+        }
         if keyed:
             sample["__key__"] = rng.choice((f"key-{number}", f"a.b/{number}", f"{number // 2}"))
         samples.append(sample)
@@ -163,7 +194,11 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
     def stream() -> Iterator[dict[str, Any]]:
         yield from samples
 
-    return Source("png", items, lambda out, **options: wt.pack(stream(), out, classes=list(WORDS[:3]), **options))
+    return Source(
+        "png",
+        items,
+        lambda out, **options: wt.pack(stream(), out, classes=list(WORDS[:3]), **options),
+    )
 
 
 def draw_tars(rng: random.Random, folder: Path) -> Source:
@@ -185,7 +220,9 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
         items.append(Item(sample.fields["number"], fields, {}))
 
     def convert(out: str, **options: Any) -> wt.Index:
-        return wt.pack_tars(str(folder / "tars"), out, select=select, drop=drop, rename=rename, **options)
+        return wt.pack_tars(
+            str(folder / "tars"), out, select=select, drop=drop, rename=rename, **options
+        )
 
     def change() -> None:
         sample = rng.choice([one for one in data.samples if chosen(one)])

@@ -138,12 +138,16 @@ def contents(out: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def check_kill(rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float) -> None:
+def check_kill(
+    rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
+) -> None:
     """Killed at a drawn moment and resumed, a conversion ends with the same bytes."""
     other = out.with_name("killed")
     fork = multiprocessing.get_context("fork")
     for _ in range(rng.choice((1, 1, 2))):
-        process = fork.Process(target=source.convert, args=(str(other),), kwargs={**options, "resume": True})
+        process = fork.Process(
+            target=source.convert, args=(str(other),), kwargs={**options, "resume": True}
+        )
         process.start()
         process.join(rng.random() * took)
         process.kill()
@@ -152,14 +156,18 @@ def check_kill(rng: random.Random, source: Source, out: Path, options: dict[str,
     assert contents(other) == contents(out)
 
 
-def check_jobs(rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float) -> None:
+def check_jobs(
+    rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
+) -> None:
     """Two processes write the same bytes as one."""
     other = out.with_name("jobs")
     source.convert(str(other), **options, jobs=2)
     assert contents(other) == contents(out)
 
 
-def check_change(rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float) -> None:
+def check_change(
+    rng: random.Random, source: Source, out: Path, options: dict[str, Any], took: float
+) -> None:
     """A finished set is what `resume` returns for the same source, and never for another one."""
     before = contents(out)
     again = source.convert(str(out), **options, resume=True)

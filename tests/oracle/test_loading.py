@@ -98,7 +98,9 @@ def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
     }
 
 
-def read_rank(source: Any, case: Mapping[str, Any], view: str, epoch: int, rank: int, **more: Any) -> list[Batch]:
+def read_rank(
+    source: Any, case: Mapping[str, Any], view: str, epoch: int, rank: int, **more: Any
+) -> list[Batch]:
     """All batches of one epoch on one rank."""
     loader = wt.Loader(source, rank=rank, **{**case, **options(view), **more})
     try:
@@ -126,14 +128,20 @@ def numbers(view: str, batches: list[Batch]) -> list[list[int]]:
     return [rows(view, batch) for batch in batches]
 
 
-def check_epoch(data: DataSet, source: Any, case: Mapping[str, Any], view: str, epoch: int) -> list[list[list[int]]]:
+def check_epoch(
+    data: DataSet, source: Any, case: Mapping[str, Any], view: str, epoch: int
+) -> list[list[list[int]]]:
     """Read an epoch on every rank, compare all values, and return the numbers by rank, step and row."""
     by_rank, real = [], Counter[int]()
     for rank in range(case["world_size"]):
         batches = read_rank(source, case, view, epoch, rank)
         for batch in batches:
             compare(view, batch, data)
-            valid = batch["__valid__"].tolist() if case["tail"] == "pad" else [True] * len(batch["__key__"])
+            valid = (
+                batch["__valid__"].tolist()
+                if case["tail"] == "pad"
+                else [True] * len(batch["__key__"])
+            )
             real.update(n for n, good in zip(rows(view, batch), valid, strict=True) if good)
         by_rank.append(numbers(view, batches))
     assert len({len(steps) for steps in by_rank}) == 1, "ranks differ in steps"
@@ -143,13 +151,19 @@ def check_epoch(data: DataSet, source: Any, case: Mapping[str, Any], view: str, 
         dropped = len(data.samples) - real.total()
         expected = [sample.number for sample in data.samples]
         # with tail="drop" one run of samples is left out
-        assert any(order == expected[:at] + expected[at + dropped :] for at in range(len(order) + 1))
+        assert any(
+            order == expected[:at] + expected[at + dropped :] for at in range(len(order) + 1)
+        )
     return by_rank
 
 
-def check_counts(data: DataSet, case: Mapping[str, Any], by_rank: list[list[list[int]]], real: Counter[int]) -> None:
+def check_counts(
+    data: DataSet, case: Mapping[str, Any], by_rank: list[list[list[int]]], real: Counter[int]
+) -> None:
     """Every sample once; with tail="drop", fewer than a global batch is left out."""
-    assert not real or max(real.values()) == 1, f"repeated: {[n for n, times in real.items() if times > 1]}"
+    assert not real or max(real.values()) == 1, (
+        f"repeated: {[n for n, times in real.items() if times > 1]}"
+    )
     total, step = len(data.samples), case["batch_size"] * case["world_size"]
     expected = total // step * step if case["tail"] == "drop" else total
     assert real.total() == expected, f"{real.total()} samples of {expected}"
@@ -162,11 +176,25 @@ Orders = list[list[list[int]]]
 
 
 def check_workers(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """Worker processes deliver the same batches in the same order as threads."""
     rank = rng.randrange(case["world_size"])
-    batches = read_rank(paths, case, view, epoch, rank, num_workers=rng.choice((1, 2)), multiprocessing_context="fork")
+    batches = read_rank(
+        paths,
+        case,
+        view,
+        epoch,
+        rank,
+        num_workers=rng.choice((1, 2)),
+        multiprocessing_context="fork",
+    )
     assert numbers(view, batches) == orders[rank]
     for batch in batches:
         compare(view, batch, data)
@@ -177,7 +205,13 @@ def check_workers(
 
 
 def check_resume(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A loop that is left at any step goes on with the next batch, in the same loader or in another one."""
     rank = rng.randrange(case["world_size"])
@@ -202,11 +236,19 @@ def check_resume(
         compare(view, batch, data)
     if following is not None:
         expected = read_rank(paths, case, view, epoch + 1, rank)[0]
-        assert rows(view, following) == rows(view, expected), "the epoch after a resume is not the next one"
+        assert rows(view, following) == rows(view, expected), (
+            "the epoch after a resume is not the next one"
+        )
 
 
 def check_ranks(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """With `lanes` fixed, another number of ranks takes the same global batches."""
     lanes, total = case["lanes"] or case["world_size"], case["batch_size"] * case["world_size"]
@@ -220,18 +262,29 @@ def check_ranks(
 
 
 def check_bad_samples(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A sample that cannot be decoded is replaced and counted, or ends the loop at its batch; no other is touched."""
     view = rng.choice(tuple(DECODED))
     field = rng.choice(DECODED[view])
-    victims = {sample.number for sample in rng.sample(data.samples, min(len(data.samples) // 2, rng.randrange(1, 4)))}
+    victims = {
+        sample.number
+        for sample in rng.sample(data.samples, min(len(data.samples) // 2, rng.randrange(1, 4)))
+    }
     if not victims:
         return
     damaged = DataSet(
         tuple(
             tuple(
-                type(s)(**{**s.__dict__, "fields": {**s.fields, field: BROKEN[field]}}) if s.number in victims else s
+                type(s)(**{**s.__dict__, "fields": {**s.fields, field: BROKEN[field]}})
+                if s.number in victims
+                else s
                 for s in shard
             )
             for shard in data.shards
@@ -240,7 +293,10 @@ def check_bad_samples(
     again = write(damaged, paths[0].parent.parent / "damaged", rng)
     workers = rng.choice((0, 0, 0, 1))
     # the sizes of samples differ now, and with them the default of the shuffle buffer
-    planned_steps = [numbers("bytes", read_rank(again, case, "bytes", epoch, rank)) for rank in range(case["world_size"])]
+    planned_steps = [
+        numbers("bytes", read_rank(again, case, "bytes", epoch, rank))
+        for rank in range(case["world_size"])
+    ]
     rank = rng.randrange(case["world_size"])
     first = next((at for at, step in enumerate(planned_steps[rank]) if victims & set(step)), None)
 
@@ -249,7 +305,9 @@ def check_bad_samples(
     assert numbers(view, delivered) == planned_steps[rank][:first]
     assert (error is None) == (first is None), f"first bad batch: {first}; error: {error}"
     if error is not None:
-        assert any(sample.key in error for sample in damaged.samples if sample.number in victims), error
+        assert any(sample.key in error for sample in damaged.samples if sample.number in victims), (
+            error
+        )
         assert view == "transform" or field in error
 
     loader = wt.Loader(again, on_bad="replace", max_bad=1.0, **more)
@@ -272,7 +330,13 @@ def check_bad_samples(
 
 
 def check_part(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """Some of the shards, named one by one or by a pattern, are a set of their own."""
     chosen = sorted(rng.sample(range(len(paths)), rng.randrange(1, len(paths) + 1)))
@@ -283,21 +347,31 @@ def check_part(
         return
     source: Any = [paths[index] for index in chosen]
     if rng.random() < 0.5:
-        source = str(paths[0].parent / f"part-{{{','.join(f'{index:03d}' for index in chosen)},}}.tar").replace(",}", "}")
+        source = str(
+            paths[0].parent / f"part-{{{','.join(f'{index:03d}' for index in chosen)},}}.tar"
+        ).replace(",}", "}")
         if len(chosen) == 1:
             source = str(paths[chosen[0]])
     check_epoch(part, source, case, view, epoch)
 
 
 def check_server(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A server that fails now and then gives what the disk gives, also through a cache."""
     rank = rng.randrange(case["world_size"])
     more: dict[str, Any] = {}
     if rng.random() < 0.6:
         more["cache_dir"] = paths[0].parent.parent / "cache"
-        more["cache_limit"] = rng.choice((None, max(path.stat().st_size for path in paths) * 2 + 100_000))
+        more["cache_limit"] = rng.choice(
+            (None, max(path.stat().st_size for path in paths) * 2 + 100_000)
+        )
     indexed = rng.random() < 0.5
     if indexed:
         wt.index(str(paths[0].parent))
@@ -306,7 +380,9 @@ def check_server(
         kinds = (cut(100), cut(1000, reset=True), cut_in_headers(), status(503), status(500))
         for _ in range(2):
             served.faults.extend(rng.choice(kinds) for _ in range(rng.randrange(3)))
-            batches = read_rank(f"{served.url}/index.json" if indexed else urls, case, view, epoch, rank, **more)
+            batches = read_rank(
+                f"{served.url}/index.json" if indexed else urls, case, view, epoch, rank, **more
+            )
             assert numbers(view, batches) == orders[rank]
             for batch in batches:
                 compare(view, batch, data)
@@ -314,14 +390,23 @@ def check_server(
 
 
 def check_mixture(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A mixture gives each source its share, each sample once, and each sample its own bytes."""
     folder = paths[0].parent.parent / "other"
     other = draw_data_set(rng, first=100_000)
     write(other, folder, rng)
     sets = {"a": data, "b": other}
-    names = {one: set(sample.fields) - {"bin"} for one, sample in ((n, s.samples[0]) for n, s in sets.items())}
+    names = {
+        one: set(sample.fields) - {"bin"}
+        for one, sample in ((n, s.samples[0]) for n, s in sets.items())
+    }
     assert names["a"] == names["b"]
     weights = rng.choice((None, {"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 9}))
     sizes = {name: (weights or {n: len(s.samples) for n, s in sets.items()})[name] for name in sets}
@@ -331,7 +416,13 @@ def check_mixture(
     steps = set()
     for rank in range(case["world_size"]):
         try:
-            loader = wt.mix({"a": str(paths[0].parent), "b": str(folder)}, weights=weights, rank=rank, **mixed, **options(view))
+            loader = wt.mix(
+                {"a": str(paths[0].parent), "b": str(folder)},
+                weights=weights,
+                rank=rank,
+                **mixed,
+                **options(view),
+            )
         except wt.PlanError:  # a source cannot fill one step
             return
         batches = list(loader.epoch(epoch))
@@ -353,7 +444,13 @@ def check_mixture(
 
 
 def check_fork(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A forked child that uses its parent's loader delivers the truth or refuses; the parent notices nothing."""
     rank = rng.randrange(case["world_size"])
@@ -390,7 +487,13 @@ def check_fork(
 
 
 def check_stream(
-    rng: random.Random, data: DataSet, paths: list[Path], case: dict[str, Any], view: str, epoch: int, orders: Orders
+    rng: random.Random,
+    data: DataSet,
+    paths: list[Path],
+    case: dict[str, Any],
+    view: str,
+    epoch: int,
+    orders: Orders,
 ) -> None:
     """A stream under any number of worker processes gives each sample once per epoch, also after looks at single samples."""
     stream = wt.stream(paths, seed=case["seed"], shuffle=case["shuffle"])
@@ -400,14 +503,20 @@ def check_stream(
     persistent = workers > 0 and rng.random() < 0.3
     context = "fork" if workers else None
     loader = DataLoader(
-        stream, batch_size=None, num_workers=workers, persistent_workers=persistent, multiprocessing_context=context
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=persistent,
+        multiprocessing_context=context,
     )
     expected = {sample.number: sample for sample in data.samples}
     for _ in range(rng.choice((1, 2, 3))):
         samples = list(loader)
         assert sorted(int(sample["number"]) for sample in samples) == sorted(expected)
         for sample in samples:
-            fields = {name: bytes(value) for name, value in sample.items() if not name.startswith("__")}
+            fields = {
+                name: bytes(value) for name, value in sample.items() if not name.startswith("__")
+            }
             assert fields == expected[int(sample["number"])].fields
         if rng.random() < 0.3:
             next(iter(stream))
@@ -420,7 +529,9 @@ def test_the_model_notices_a_changed_byte(tmp_path: Path) -> None:
     write(data, tmp_path, rng)
     with open(tmp_path / "part-000.tar", "r+b") as file:
         content = file.read()
-        file.seek(content.index(data.samples[0].fields["npy"]) + len(data.samples[0].fields["npy"]) - 1)
+        file.seek(
+            content.index(data.samples[0].fields["npy"]) + len(data.samples[0].fields["npy"]) - 1
+        )
         file.write(bytes([content[file.tell()] ^ 1]))
     loader = wt.Loader(str(tmp_path), batch_size=1, shuffle=False)
     with pytest.raises(AssertionError):

@@ -57,7 +57,11 @@ def options(view: str) -> dict[str, Any]:
 
 SIDE = (5, 7)
 VIEWS = ("bytes", "transform", "random transform", "tensors", "lists")
-DECODED = {"tensors": ("cls", "npy", "png"), "lists": ("npy", "png", "json"), "transform": ("json",)}
+DECODED = {
+    "tensors": ("cls", "npy", "png"),
+    "lists": ("npy", "png", "json"),
+    "transform": ("json",),
+}
 
 
 def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
@@ -65,7 +69,9 @@ def rows(view: str, batch: Mapping[str, Any]) -> list[int]:
     return [int(number) for number in batch["number"]]
 
 
-def compare(view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[str, ...] = ()) -> None:
+def compare(
+    view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[str, ...] = ()
+) -> None:
     """Assert that every row holds just what the model says of its sample."""
     by_number = data.by_number()
     for row, number in enumerate(rows(view, batch)):
@@ -82,12 +88,16 @@ def compare(view: str, batch: Mapping[str, Any], data: DataSet, classes: tuple[s
             _compare_values(view, batch, row, sample, classes)
 
 
-def _compare_values(view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]) -> None:
+def _compare_values(
+    view: str, batch: Mapping[str, Any], row: int, sample: Sample, classes: tuple[str, ...]
+) -> None:
     assert np.array_equal(np.asarray(batch["x"][row]), sample.array)
     assert np.array_equal(np.asarray(batch["image"][row]), sample.pixels.transpose(2, 0, 1))
     if view == "tensors":
         label = int(batch["label"][row])
-        assert (classes[label] if classes else label) == (CLASSES[sample.label] if classes else sample.label)
+        assert (classes[label] if classes else label) == (
+            CLASSES[sample.label] if classes else sample.label
+        )
     else:
         assert batch["document"][row]["number"] == sample.number
         assert float(batch["angle"][row]) == float(torch.tensor(sample.angle, dtype=torch.float32))

@@ -13,19 +13,46 @@ from wdstrain.report.terminal import ProgressReporter
 def add_bench(verbs: Any) -> None:
     """Add `bench` to the verbs of the command line."""
     bench = verb(
-        verbs, "bench", _bench, "what holds loading back on this machine, and what would help", "bench shards/photos --tune"
+        verbs,
+        "bench",
+        _bench,
+        "what holds loading back on this machine, and what would help",
+        "bench shards/photos --tune",
     )
     urls(bench)
-    bench.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples (default: %(default)s)")
-    bench.add_argument("--num-workers", type=int, default=0, metavar="N", help="0: threads (default: %(default)s)")
-    bench.add_argument("--image-size", type=int, default=224, metavar="N", help="pixels (default: %(default)s)")
-    bench.add_argument("--augment", default="rrc+flip", metavar="WORDS", help="as in training (default: %(default)s)")
+    bench.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="samples (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--num-workers", type=int, default=0, metavar="N", help="0: threads (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--image-size", type=int, default=224, metavar="N", help="pixels (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--augment",
+        default="rrc+flip",
+        metavar="WORDS",
+        help="as in training (default: %(default)s)",
+    )
     bench.add_argument("--bytes", action="store_true", help="decode nothing: deliver bytes")
-    bench.add_argument("--tune", action="store_true", help="try other numbers of workers, and print the best")
-    bench.add_argument("--cold", action="store_true", help="put local shards out of the system's memory first")
-    bench.add_argument("--seconds", type=float, default=1.5, metavar="S", help="of each measurement (default: %(default)s)")
+    bench.add_argument(
+        "--tune", action="store_true", help="try other numbers of workers, and print the best"
+    )
+    bench.add_argument(
+        "--cold", action="store_true", help="put local shards out of the system's memory first"
+    )
+    bench.add_argument(
+        "--seconds",
+        type=float,
+        default=1.5,
+        metavar="S",
+        help="of each measurement (default: %(default)s)",
+    )
     bench.add_argument("--cache-dir", metavar="DIR", help="cache of shards of servers")
-    bench.add_argument("--cache-limit", type=size, metavar="SIZE", help="most bytes in it, such as 200GB")
+    bench.add_argument(
+        "--cache-limit", type=size, metavar="SIZE", help="most bytes in it, such as 200GB"
+    )
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -33,7 +60,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     from wdstrain.tuning.bench import bench, usual_fields
 
     index = open_shards(arguments.urls)
-    fields = None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
+    fields = (
+        None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
+    )
     if fields is None and not arguments.bytes and len(index):
         raise UsageError(
             f"these shards hold no pictures and no arrays, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."

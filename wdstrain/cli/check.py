@@ -21,20 +21,47 @@ _NAMED = 3  # lost samples of one shard that are named
 
 def add_check(verbs: Any) -> None:
     """Add the verbs."""
-    verify = verb(verbs, "verify", _verify, "read everything and compare it with the index", "verify shards/photos --decode")
-    urls(verify)
-    verify.add_argument("--decode", action="store_true", help="decode every picture, parse every label, json, npy and txt")
-    verify.add_argument(
-        "--need", default="", metavar="F[;F],...", help="fields that every sample must have, such as 'jpg;png,cls'"
+    verify = verb(
+        verbs,
+        "verify",
+        _verify,
+        "read everything and compare it with the index",
+        "verify shards/photos --decode",
     )
-    verify.add_argument("--jobs", type=int, default=cores(), metavar="N", help="threads (default: one per core)")
+    urls(verify)
+    verify.add_argument(
+        "--decode",
+        action="store_true",
+        help="decode every picture, parse every label, json, npy and txt",
+    )
+    verify.add_argument(
+        "--need",
+        default="",
+        metavar="F[;F],...",
+        help="fields that every sample must have, such as 'jpg;png,cls'",
+    )
+    verify.add_argument(
+        "--jobs", type=int, default=cores(), metavar="N", help="threads (default: one per core)"
+    )
 
-    repair = verb(verbs, "repair", _repair, "copy what is whole out of damaged shards", "repair shards/photos -o shards/saved")
+    repair = verb(
+        verbs,
+        "repair",
+        _repair,
+        "copy what is whole out of damaged shards",
+        "repair shards/photos -o shards/saved",
+    )
     urls(repair)
     repair.add_argument(
-        "-o", "--out", required=True, metavar="DIR", help="folder for the repaired shards, not that of the damaged"
+        "-o",
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder for the repaired shards, not that of the damaged",
     )
-    repair.add_argument("--decode", action="store_true", help="leave out samples that cannot be decoded or parsed")
+    repair.add_argument(
+        "--decode", action="store_true", help="leave out samples that cannot be decoded or parsed"
+    )
     repair.add_argument("--overwrite", action="store_true", help="replace the shards in the folder")
 
 
@@ -50,11 +77,27 @@ def _verify(arguments: argparse.Namespace) -> int:
 
         def tell(so_far: Verification, total: int | None) -> None:
             text = f"{so_far.shards} shards, {len(so_far.findings)} findings"
-            teller.step("verifying", so_far.bytes // 10**6, None if total is None else total // 10**6, text, "MB")
+            teller.step(
+                "verifying",
+                so_far.bytes // 10**6,
+                None if total is None else total // 10**6,
+                text,
+                "MB",
+            )
 
-        done = verify(arguments.urls, decode=arguments.decode, jobs=arguments.jobs, need=arguments.need, progress=tell)
+        done = verify(
+            arguments.urls,
+            decode=arguments.decode,
+            jobs=arguments.jobs,
+            need=arguments.need,
+            progress=tell,
+        )
     seconds = time.monotonic() - begun
-    rows = [("shards", str(done.shards)), ("samples", str(done.samples)), ("MB", f"{done.bytes / 1e6:.1f}")]
+    rows = [
+        ("shards", str(done.shards)),
+        ("samples", str(done.samples)),
+        ("MB", f"{done.bytes / 1e6:.1f}"),
+    ]
     rows.append(("fields", _counts(done.fields)))
     if done.unindexed:
         what = f"{done.unindexed} of {done.shards} shards: no index has any, so only structure was checked"
@@ -62,10 +105,22 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.decode:
         rows.append(("decoded", _counts(done.decoded) or "nothing"))
     if done.not_decoded:
-        rows.append(("not decoded", f"{_counts(done.not_decoded)}: such fields, or ones of more than 1 GiB, are not tried"))
-    rows += [("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())]
+        rows.append(
+            (
+                "not decoded",
+                f"{_counts(done.not_decoded)}: such fields, or ones of more than 1 GiB, are not tried",
+            )
+        )
+    rows += [
+        ("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())
+    ]
     if done.repeated:
-        rows.append(("keys of several shards", f"{done.repeated} samples; their bytes differ, so they are no copies"))
+        rows.append(
+            (
+                "keys of several shards",
+                f"{done.repeated} samples; their bytes differ, so they are no copies",
+            )
+        )
     rows.append(("findings", str(len(done.findings)) if done.findings else "none"))
     rows.append(("time", f"{seconds:.1f} s, {done.bytes / 1e6 / max(1e-9, seconds):.0f} MB/s"))
     result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
@@ -81,13 +136,29 @@ def _repair(arguments: argparse.Namespace) -> int:
     with ProgressReporter() as teller:
 
         def tell(done: int, total: int | None) -> None:
-            teller.step("repairing", done // 10**6, None if total is None else total // 10**6, "", "MB")
+            teller.step(
+                "repairing", done // 10**6, None if total is None else total // 10**6, "", "MB"
+            )
 
-        done = repair(arguments.urls, arguments.out, decode=arguments.decode, overwrite=arguments.overwrite, progress=tell)
+        done = repair(
+            arguments.urls,
+            arguments.out,
+            decode=arguments.decode,
+            overwrite=arguments.overwrite,
+            progress=tell,
+        )
     seconds = time.monotonic() - begun
     lost = f"at least {done.lost}" if any(not one.key for one in done.findings) else str(done.lost)
-    rows = [("shards", str(done.shards)), ("samples copied", str(done.samples)), ("samples lost", lost)]
-    rows += [("MB", f"{done.bytes / 1e6:.1f}"), ("time", f"{seconds:.1f} s"), ("shards are in", done.out)]
+    rows = [
+        ("shards", str(done.shards)),
+        ("samples copied", str(done.samples)),
+        ("samples lost", lost),
+    ]
+    rows += [
+        ("MB", f"{done.bytes / 1e6:.1f}"),
+        ("time", f"{seconds:.1f} s"),
+        ("shards are in", done.out),
+    ]
     result(arguments, {**done.report(), "seconds": round(seconds, 3)}, rows)
     for note in done.notes:
         print_message(f"note: {note}")
@@ -97,7 +168,9 @@ def _repair(arguments: argparse.Namespace) -> int:
     for shard, findings in list(shards.items())[:_MOST]:
         _tell_lost(shard, findings)
     if len(shards) > _MOST:
-        print_message(f"{len(shards) - _MOST} more shards have lost something; --json gives all of it.")
+        print_message(
+            f"{len(shards) - _MOST} more shards have lost something; --json gives all of it."
+        )
     return 0 if done.ok else 1
 
 
@@ -121,7 +194,9 @@ def _tell(findings: Sequence[Finding]) -> None:
         return
     kinds: dict[tuple[bool, str, str], list[Finding]] = {}
     for one in findings:
-        kind = (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)  # of a whole shard: each for itself
+        kind = (
+            (True, one.field, one.kind) if one.key else (False, one.shard, one.reason)
+        )  # of a whole shard: each for itself
         kinds.setdefault(kind, []).append(one)
     for same in sorted(kinds.values(), key=len, reverse=True):
         print_message(f"{len(same)} x {same[0].sentence}" if len(same) > 1 else same[0].sentence)

@@ -25,38 +25,77 @@ def add_convert(verbs: Any) -> None:
     parser = verbs.add_parser("convert", help="make shards", description="Make shards.")
     kinds = parser.add_subparsers(title="kinds of source", metavar="KIND", required=True)
 
-    folder = _kind(kinds, "folder", _folder, "class folders", "folder photos/ shards/photos --split train=0.9,val=0.1")
-    folder.add_argument("source", help="folder with a folder for each class, or with train/ and val/ of such folders")
+    folder = _kind(
+        kinds,
+        "folder",
+        _folder,
+        "class folders",
+        "folder photos/ shards/photos --split train=0.9,val=0.1",
+    )
+    folder.add_argument(
+        "source",
+        help="folder with a folder for each class, or with train/ and val/ of such folders",
+    )
     folder.add_argument("out", help="folder for the shards")
     folder.add_argument("--flat", action="store_true", help="pictures without classes")
 
     rows = _kind(
-        kinds, "table", _table, "a table (CSV, TSV, JSON lines, parquet)", "table log.csv shards/log --image path --label angle"
+        kinds,
+        "table",
+        _table,
+        "a table (CSV, TSV, JSON lines, parquet)",
+        "table log.csv shards/log --image path --label angle",
     )
     rows.add_argument("file", help="table; by its extension: .csv, .tsv, .jsonl, .parquet")
     rows.add_argument("out", help="folder for the shards")
-    rows.add_argument("--image", required=True, metavar="COL", help="column of picture paths, or of their bytes (parquet)")
     rows.add_argument(
-        "--label", metavar="COL[,COL...]", help="columns to learn; COL:class, COL:number, COL:multi (a|b) say which kind"
+        "--image",
+        required=True,
+        metavar="COL",
+        help="column of picture paths, or of their bytes (parquet)",
+    )
+    rows.add_argument(
+        "--label",
+        metavar="COL[,COL...]",
+        help="columns to learn; COL:class, COL:number, COL:multi (a|b) say which kind",
     )
     rows.add_argument(
         "--root",
         metavar="DIR",
         help="where relative paths begin (default: the table's folder), and absolute ones of another machine are looked for",
     )
-    rows.add_argument("--no-header", dest="header", action="store_false", help="CSV without a header: columns are 0, 1, ...")
-    rows.add_argument("--group-by", metavar="COL", help="rows that are equal in it come to one side of a split")
+    rows.add_argument(
+        "--no-header",
+        dest="header",
+        action="store_false",
+        help="CSV without a header: columns are 0, 1, ...",
+    )
+    rows.add_argument(
+        "--group-by", metavar="COL", help="rows that are equal in it come to one side of a split"
+    )
     rows.add_argument("--split-by", metavar="COL", help="column that names each row's split")
 
     hdf5 = _kind(
-        kinds, "hdf5", _hdf5, "an HDF5 or PyTables file", "hdf5 data.h5 shards/data --field image=/images --field cls=/labels"
+        kinds,
+        "hdf5",
+        _hdf5,
+        "an HDF5 or PyTables file",
+        "hdf5 data.h5 shards/data --field image=/images --field cls=/labels",
     )
     hdf5.add_argument("file", help="HDF5 file")
     hdf5.add_argument("out", help="folder for the shards")
-    hdf5.add_argument("--key", metavar="/PATH", help="data set that names the samples (default: they are numbered)")
+    hdf5.add_argument(
+        "--key",
+        metavar="/PATH",
+        help="data set that names the samples (default: they are numbered)",
+    )
 
     arrays = _kind(
-        kinds, "arrays", _arrays, ".npy and .npz arrays", "arrays shards/data --field png=images.npy --field cls=labels.npy"
+        kinds,
+        "arrays",
+        _arrays,
+        ".npy and .npz arrays",
+        "arrays shards/data --field png=images.npy --field cls=labels.npy",
     )
     arrays.add_argument("out", help="folder for the shards")
     for one, what in ((hdf5, "/path/in/file"), (arrays, "FILE.npy or FILE.npz:member")):
@@ -68,27 +107,56 @@ def add_convert(verbs: Any) -> None:
             metavar="NAME=" + what.split(" ")[0],
             help=f"field and its {what}; png=, jpg= store rows as pictures, cls= as classes, other names as NAME.npy",
         )
-        one.add_argument("--label", metavar="NAME[,NAME...]", help="fields to learn; NAME:class or NAME:number says which kind")
-        one.add_argument("--classes", metavar="A,B,...", help="names of the classes that cls counts")
+        one.add_argument(
+            "--label",
+            metavar="NAME[,NAME...]",
+            help="fields to learn; NAME:class or NAME:number says which kind",
+        )
+        one.add_argument(
+            "--classes", metavar="A,B,...", help="names of the classes that cls counts"
+        )
 
     tars = _kind(
-        kinds, "tars", _tars, "existing shards, anew", "tars 'old/*.tar' shards/new --select 'cls < 3' --split train=.9,val=.1"
+        kinds,
+        "tars",
+        _tars,
+        "existing shards, anew",
+        "tars 'old/*.tar' shards/new --select 'cls < 3' --split train=.9,val=.1",
     )
-    tars.add_argument("urls", nargs="+", metavar="URL", help="folder, index.json, tar, glob or brace pattern of shards")
+    tars.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="folder, index.json, tar, glob or brace pattern of shards",
+    )
     tars.add_argument("out", help="folder for the new shards")
     tars.add_argument("--keep", metavar="F[,F...]", help="fields that stay")
     tars.add_argument("--drop", metavar="F[,F...]", help="fields that go")
     tars.add_argument("--rename", metavar="F=G[,F=G...]", help="new names of fields")
-    tars.add_argument("--select", metavar="CONDITION", help="samples to take, such as 'cls < 3 and json.width > 640'")
-    tars.add_argument("--keys", metavar="FILE", help="keys of the samples to take, one on each line")
+    tars.add_argument(
+        "--select",
+        metavar="CONDITION",
+        help="samples to take, such as 'cls < 3 and json.width > 640'",
+    )
+    tars.add_argument(
+        "--keys", metavar="FILE", help="keys of the samples to take, one on each line"
+    )
 
     vision = _kind(
-        kinds, "torchvision", _torchvision, "a torchvision data set", "torchvision FashionMNIST shards/fashion --root data"
+        kinds,
+        "torchvision",
+        _torchvision,
+        "a torchvision data set",
+        "torchvision FashionMNIST shards/fashion --root data",
     )
     vision.add_argument("name", help="class in torchvision.datasets")
     vision.add_argument("out", help="folder for the shards")
-    vision.add_argument("--root", required=True, metavar="DIR", help="where its files are; nothing is downloaded")
-    vision.add_argument("--splits", metavar="S[,S...]", help="which, by torchvision's names (default: all)")
+    vision.add_argument(
+        "--root", required=True, metavar="DIR", help="where its files are; nothing is downloaded"
+    )
+    vision.add_argument(
+        "--splits", metavar="S[,S...]", help="which, by torchvision's names (default: all)"
+    )
 
 
 # --- kinds -----------------------------------------------------------------------------------------------------------
@@ -161,14 +229,19 @@ def _tars(arguments: argparse.Namespace) -> int:
     return _convert(
         arguments,
         lambda: stream_tars(arguments.urls, out=arguments.out, note=print_message, **asked),
-        lambda options: resumed_in_place(arguments.out, stated(arguments.urls, arguments.out, **asked), options),
+        lambda options: resumed_in_place(
+            arguments.out, stated(arguments.urls, arguments.out, **asked), options
+        ),
     )
 
 
 def _torchvision(arguments: argparse.Namespace) -> int:
     from wdstrain.packing.vision import stream_torchvision
 
-    return _convert(arguments, lambda: stream_torchvision(arguments.name, arguments.root, splits=_words(arguments.splits)))
+    return _convert(
+        arguments,
+        lambda: stream_torchvision(arguments.name, arguments.root, splits=_words(arguments.splits)),
+    )
 
 
 def _convert(
@@ -186,13 +259,19 @@ def _convert(
         with ProgressReporter() as teller:
 
             def tell(step: Step) -> None:
-                text = f"{step.bytes / 1e6:.1f} MB" + (f", {step.bad} quarantined" if step.bad else "")
+                text = f"{step.bytes / 1e6:.1f} MB" + (
+                    f", {step.bad} quarantined" if step.bad else ""
+                )
                 teller.step(step.title, step.done, step.total, text, "samples")
 
             done = convert(source, arguments.out, options, tell)
     for label in done.index.labels:
         if label.kind == "class" and len(label.classes) == 1:
-            lies = " Is that a folder in which the class folders lie?" if source.source.get("kind") == "folder" else ""
+            lies = (
+                " Is that a folder in which the class folders lie?"
+                if source.source.get("kind") == "folder"
+                else ""
+            )
             print_message(f"note: there is one class only, {label.classes[0]!r}.{lies}")
     seconds = time.monotonic() - begun
     found = {
@@ -220,16 +299,33 @@ def _told(done: Conversion, out: str, seconds: float) -> list[tuple[str, str]]:
     rows = [("source", f"{done.listed} = {' + '.join(parts)}")]
     if done.bad:
         rows.append(
-            ("quarantined", f"listed with reasons in {os.path.join(out, 'bad.jsonl')}; the first: {done.bad[0].sentence}")
+            (
+                "quarantined",
+                f"listed with reasons in {os.path.join(out, 'bad.jsonl')}; the first: {done.bad[0].sentence}",
+            )
         )
-    rows += [("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())]
+    rows += [
+        ("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())
+    ]
     if done.divided:
-        rows.append(("divided", f"{done.divided} pictures are in two splits or more, by rows that name the same picture"))
+        rows.append(
+            (
+                "divided",
+                f"{done.divided} pictures are in two splits or more, by rows that name the same picture",
+            )
+        )
     if done.renamed:
-        rows.append(("renamed", f"{done.renamed} keys; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}"))
+        rows.append(
+            (
+                "renamed",
+                f"{done.renamed} keys; what the source calls them is in {os.path.join(out, 'renamed.jsonl')}",
+            )
+        )
     names = list(dict.fromkeys(name for counts in done.samples.values() for name in counts if name))
     for name in names[:_MOST_CLASSES]:
-        counts = ", ".join(f"{split} {counts.get(name, 0)}" for split, counts in done.samples.items())
+        counts = ", ".join(
+            f"{split} {counts.get(name, 0)}" for split, counts in done.samples.items()
+        )
         rows.append((f"  {name}", counts))
     if len(names) > _MOST_CLASSES:
         rows.append(("  ...", f"{len(names) - _MOST_CLASSES} more classes"))
@@ -247,35 +343,90 @@ def _told(done: Conversion, out: str, seconds: float) -> list[tuple[str, str]]:
 def _kind(kinds: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
     parser = verb(kinds, name, run, text, f"convert {example}")
     group = parser.add_argument_group("packing")
-    group.add_argument("--shard-samples", type=int, metavar="N", help="most samples in a shard (default: as many as fit)")
     group.add_argument(
-        "--shard-bytes", type=size, default="256MB", metavar="SIZE", help="most bytes in a shard (default: %(default)s)"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the shuffle and the split (default: %(default)s)")
-    group.add_argument("--no-shuffle", dest="shuffle", action="store_false", help="keep the source's order")
-    group.add_argument(
-        "--split", type=shares, metavar="NAME=SHARE,...", help="for example train=0.9,val=0.1, by a hash of the key"
-    )
-    group.add_argument("--stratify", action="store_true", help="make the shares of the split exact within each class")
-    group.add_argument("--resize", type=int, metavar="N", help="make pictures whose shorter side is above N pixels that small")
-    group.add_argument(
-        "--quality", type=int, metavar="N", help="JPEG quality of what is encoded anew (default: 90); alone: of all"
+        "--shard-samples",
+        type=int,
+        metavar="N",
+        help="most samples in a shard (default: as many as fit)",
     )
     group.add_argument(
-        "--check", choices=("magic", "decode"), default="magic", help="decode: see that each picture can be decoded"
+        "--shard-bytes",
+        type=size,
+        default="256MB",
+        metavar="SIZE",
+        help="most bytes in a shard (default: %(default)s)",
     )
     group.add_argument(
-        "--on-bad", choices=("raise", "quarantine"), default="raise", help="quarantine: list bad samples in bad.jsonl and go on"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the shuffle and the split (default: %(default)s)",
     )
-    group.add_argument("--jobs", type=int, default=cores(), metavar="N", help="processes (default: %(default)s, one per core)")
     group.add_argument(
-        "--memory", type=size, default="1GB", metavar="SIZE", help="for putting samples in order (default: %(default)s)"
+        "--no-shuffle", dest="shuffle", action="store_false", help="keep the source's order"
     )
     group.add_argument(
-        "--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster with a shared file system"
+        "--split",
+        type=shares,
+        metavar="NAME=SHARE,...",
+        help="for example train=0.9,val=0.1, by a hash of the key",
     )
-    group.add_argument("--limit", type=int, metavar="N", help="pack N samples only; of a stream, the first N")
-    group.add_argument("--resume", action="store_true", help="go on with a conversion that was broken off")
+    group.add_argument(
+        "--stratify",
+        action="store_true",
+        help="make the shares of the split exact within each class",
+    )
+    group.add_argument(
+        "--resize",
+        type=int,
+        metavar="N",
+        help="make pictures whose shorter side is above N pixels that small",
+    )
+    group.add_argument(
+        "--quality",
+        type=int,
+        metavar="N",
+        help="JPEG quality of what is encoded anew (default: 90); alone: of all",
+    )
+    group.add_argument(
+        "--check",
+        choices=("magic", "decode"),
+        default="magic",
+        help="decode: see that each picture can be decoded",
+    )
+    group.add_argument(
+        "--on-bad",
+        choices=("raise", "quarantine"),
+        default="raise",
+        help="quarantine: list bad samples in bad.jsonl and go on",
+    )
+    group.add_argument(
+        "--jobs",
+        type=int,
+        default=cores(),
+        metavar="N",
+        help="processes (default: %(default)s, one per core)",
+    )
+    group.add_argument(
+        "--memory",
+        type=size,
+        default="1GB",
+        metavar="SIZE",
+        help="for putting samples in order (default: %(default)s)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: on a Ray cluster with a shared file system",
+    )
+    group.add_argument(
+        "--limit", type=int, metavar="N", help="pack N samples only; of a stream, the first N"
+    )
+    group.add_argument(
+        "--resume", action="store_true", help="go on with a conversion that was broken off"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace the shards in the folder")
     parser.set_defaults(interrupted=_AGAIN)
     return parser

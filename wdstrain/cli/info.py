@@ -9,7 +9,13 @@ from textwrap import fill
 from typing import Any
 
 from wdstrain.cli.words import urls, verb
-from wdstrain.report.terminal import ProgressReporter, print_grid, print_message, print_result, print_table
+from wdstrain.report.terminal import (
+    ProgressReporter,
+    print_grid,
+    print_message,
+    print_result,
+    print_table,
+)
 
 _BAR = 30  # characters of the longest bar
 _NAME = 24  # of a class's name
@@ -17,7 +23,13 @@ _NAME = 24  # of a class's name
 
 def add_info(verbs: Any) -> None:
     """Add the verb to those of the command line."""
-    info = verb(verbs, "info", _info, "what is in shards: samples, sizes, pictures, labels", "info shards/photos")
+    info = verb(
+        verbs,
+        "info",
+        _info,
+        "what is in shards: samples, sizes, pictures, labels",
+        "info shards/photos",
+    )
     urls(info)
     info.add_argument(
         "--exact",
@@ -43,7 +55,9 @@ def _info(arguments: argparse.Namespace) -> int:
     else:
         print_table(found.summary())
         if found.contents:
-            print_grid(["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents])
+            print_grid(
+                ["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents]
+            )
             print_table((one.name, told(one)) for one in found.contents)
         for one in found.histograms:
             line = f"{one.label}: {'; '.join(notes(one))}"
@@ -65,4 +79,6 @@ def _bars(counts: dict[str, int], *, about: bool) -> None:
     for name, count in counts.items():
         cut = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         bar = "█" * round(_BAR * count / most) or "▏" * (count > 0)
-        print_result(f"  {cut:<{width}}  {bar:<{_BAR}}  {'~' * about + str(count):>{digits}}  {count / whole:6.1%}")
+        print_result(
+            f"  {cut:<{width}}  {bar:<{_BAR}}  {'~' * about + str(count):>{digits}}  {count / whole:6.1%}"
+        )

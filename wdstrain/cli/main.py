@@ -33,7 +33,10 @@ from wdstrain.report.terminal import ProgressReporter, flush_results, print_mess
 
 def entry() -> NoReturn:
     """The console script."""
-    for name in ("stdout", "stderr"):  # closed by whoever began us, and a file of ours must not come to stand there
+    for name in (
+        "stdout",
+        "stderr",
+    ):  # closed by whoever began us, and a file of ours must not come to stand there
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.exit(main(sys.argv[1:]))
@@ -101,10 +104,17 @@ def _serve(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
     seconds, count = time.monotonic() - begun, server.requests
     if arguments.json:
-        found = {"folder": server.folder, "url": server.url, "requests": count, "bytes": server.bytes}
+        found = {
+            "folder": server.folder,
+            "url": server.url,
+            "requests": count,
+            "bytes": server.bytes,
+        }
         print_result(json.dumps({**found, "seconds": round(seconds, 3)}, ensure_ascii=False))
     else:
-        print_result(f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s")
+        print_result(
+            f"served {count} request{'s' * (count != 1)}, {server.bytes / 1e6:.1f} MB, in {seconds:.0f} s"
+        )
     return status
 
 
@@ -125,12 +135,16 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="wdstrain", description="Train from WebDataset tar shards.")
+    parser = argparse.ArgumentParser(
+        prog="wdstrain", description="Train from WebDataset tar shards."
+    )
     parser.add_argument("--version", action="version", version=f"wdstrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     add_convert(verbs)
 
-    index = verb(verbs, "index", _index, "make or refresh the index of shards", "index shards/photos")
+    index = verb(
+        verbs, "index", _index, "make or refresh the index of shards", "index shards/photos"
+    )
     urls(index)
     add_info(verbs)
     add_check(verbs)
@@ -140,12 +154,26 @@ def _parser() -> argparse.ArgumentParser:
     add_plan(verbs)
     add_training(verbs)
 
-    serve = verb(verbs, "serve", _serve, "let other programs and machines read shards over HTTP", "serve shards/photos")
-    serve.add_argument("folder", metavar="DIR", help="folder to serve; nothing outside of it is, and no hidden file")
-    serve.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: every one of this machine (default: %(default)s)"
+    serve = verb(
+        verbs,
+        "serve",
+        _serve,
+        "let other programs and machines read shards over HTTP",
+        "serve shards/photos",
     )
-    serve.add_argument("--port", type=int, default=8000, metavar="N", help="0: any free one (default: %(default)s)")
+    serve.add_argument(
+        "folder",
+        metavar="DIR",
+        help="folder to serve; nothing outside of it is, and no hidden file",
+    )
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at; 0.0.0.0: every one of this machine (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0: any free one (default: %(default)s)"
+    )
 
     demo = verb(verbs, "demo", _demo, "the whole road on handwritten digits", "demo")
     demo.add_argument("--dir", default="shards", help="folder to work in (default: %(default)s)")

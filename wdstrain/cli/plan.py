@@ -22,21 +22,58 @@ def add_plan(verbs: Any) -> None:
         "plan shards/photos --batch-size 64 --world-size 8",
     )
     urls(plan)
-    plan.add_argument("--batch-size", type=int, default=64, metavar="N", help="of each rank (default: %(default)s)")
-    plan.add_argument("--world-size", type=int, default=1, metavar="N", help="ranks (default: %(default)s)")
-    plan.add_argument("--lanes", type=int, metavar="N", help="forward runs through the shards (default: one for each rank)")
-    plan.add_argument("--shuffle-buffer", type=int, metavar="N", help="samples (default: 256 MB of them)")
-    plan.add_argument("--no-shuffle", dest="shuffle", action="store_false", help="the order on disk")
-    plan.add_argument("--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)")
-    plan.add_argument("--epoch", type=int, default=0, metavar="N", help="which epoch, from 0 on (default: %(default)s)")
     plan.add_argument(
-        "--tail", choices=get_args(Tail), default="drop", help="samples that fill no whole step (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="of each rank (default: %(default)s)",
     )
-    plan.add_argument("--label", metavar="NAME", help="label whose classes are looked at (default: the only one of classes)")
     plan.add_argument(
-        "--no-labels", dest="labels", action="store_false", help="read nothing at all; of classes nothing is told"
+        "--world-size", type=int, default=1, metavar="N", help="ranks (default: %(default)s)"
     )
-    plan.add_argument("-o", "--out", metavar="FILE.html", help="write it as a page with figures, too")
+    plan.add_argument(
+        "--lanes",
+        type=int,
+        metavar="N",
+        help="forward runs through the shards (default: one for each rank)",
+    )
+    plan.add_argument(
+        "--shuffle-buffer", type=int, metavar="N", help="samples (default: 256 MB of them)"
+    )
+    plan.add_argument(
+        "--no-shuffle", dest="shuffle", action="store_false", help="the order on disk"
+    )
+    plan.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the order (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--epoch",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which epoch, from 0 on (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--tail",
+        choices=get_args(Tail),
+        default="drop",
+        help="samples that fill no whole step (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--label",
+        metavar="NAME",
+        help="label whose classes are looked at (default: the only one of classes)",
+    )
+    plan.add_argument(
+        "--no-labels",
+        dest="labels",
+        action="store_false",
+        help="read nothing at all; of classes nothing is told",
+    )
+    plan.add_argument(
+        "-o", "--out", metavar="FILE.html", help="write it as a page with figures, too"
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -22,10 +22,24 @@ from wdstrain.training.configuration import (
 
 def add_training(verbs: Any) -> None:
     """Add the verbs of training to those of the command line."""
-    train = verb(verbs, "train", _train, "train a model on shards", "train shards/photos --out runs/photos --epochs 10")
-    train.add_argument("urls", nargs="*", metavar="URL", help="folder, index.json, tar, glob or brace pattern of shards")
+    train = verb(
+        verbs,
+        "train",
+        _train,
+        "train a model on shards",
+        "train shards/photos --out runs/photos --epochs 10",
+    )
     train.add_argument(
-        "--val", nargs="+", metavar="URL", help="shards to validate on (default: the split val, if there is one)"
+        "urls",
+        nargs="*",
+        metavar="URL",
+        help="folder, index.json, tar, glob or brace pattern of shards",
+    )
+    train.add_argument(
+        "--val",
+        nargs="+",
+        metavar="URL",
+        help="shards to validate on (default: the split val, if there is one)",
     )
     train.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
     train.add_argument(
@@ -33,14 +47,22 @@ def add_training(verbs: Any) -> None:
         action="store_true",
         help="go on from the last checkpoint in the folder, with its options; start if there is none",
     )
-    train.add_argument("--overwrite", action="store_true", help="replace an earlier run in the folder")
-    train.add_argument("--config", metavar="FILE", help="options in a .toml or .yaml file; flags win over it")
+    train.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in the folder"
+    )
+    train.add_argument(
+        "--config", metavar="FILE", help="options in a .toml or .yaml file; flags win over it"
+    )
     for name in OPTIONS:
         _add_option(train, name)
     train.set_defaults(interrupted="Run it again with --resume to go on from the last checkpoint.")
 
     evaluate = verb(
-        verbs, "evaluate", _evaluate, "score a checkpoint", "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'"
+        verbs,
+        "evaluate",
+        _evaluate,
+        "score a checkpoint",
+        "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'",
     )
     predict = verb(
         verbs,
@@ -52,18 +74,32 @@ def add_training(verbs: Any) -> None:
     for one in (evaluate, predict):
         one.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
     urls(evaluate)
-    predict.add_argument("urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards")
-    predict.add_argument("-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture")
-    predict.add_argument("--probabilities", action="store_true", help="a column for each class, too")
+    predict.add_argument(
+        "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
+    )
+    predict.add_argument(
+        "-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture"
+    )
+    predict.add_argument(
+        "--probabilities", action="store_true", help="a column for each class, too"
+    )
     for one, names in ((evaluate, OF_EVALUATING), (predict, OF_PREDICTING)):
         for name in names:
             _add_option(one, name)
 
     export = verb(
-        verbs, "export", _export, "a trained model for other programs", "export runs/photos/checkpoints/best.pt photos.onnx"
+        verbs,
+        "export",
+        _export,
+        "a trained model for other programs",
+        "export runs/photos/checkpoints/best.pt photos.onnx",
     )
     export.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
-    export.add_argument("out", metavar="FILE", help="ends in .pt (state dict), .ts (TorchScript), .pt2 (torch.export) or .onnx")
+    export.add_argument(
+        "out",
+        metavar="FILE",
+        help="ends in .pt (state dict), .ts (TorchScript), .pt2 (torch.export) or .onnx",
+    )
     for one in (evaluate, predict, export):
         one.add_argument(
             "--model",
@@ -77,7 +113,11 @@ def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
     option, (kind, _) = OPTIONS[name], kinds()[name]
     flag, text = f"--{name.replace('_', '-')}", option.metadata["text"]
     default = "" if option.default in (None, False) else f" (default: {option.default})"
-    words: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": f"{text}{default}".replace("%", "%%")}
+    words: dict[str, Any] = {
+        "dest": name,
+        "default": argparse.SUPPRESS,
+        "help": f"{text}{default}".replace("%", "%%"),
+    }
     if kind is bool:
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, **words)
     elif choices := option.metadata["choices"]:
@@ -116,14 +156,25 @@ def _train(arguments: argparse.Namespace) -> int:
     options |= _given(arguments)
     addresses = arguments.urls or data.get("train")
     if not addresses:
-        raise UsageError("no shards to train on were named. Give their address, or a --config file whose [data] has train.")
+        raise UsageError(
+            "no shards to train on were named. Give their address, or a --config file whose [data] has train."
+        )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     Config.of(options)  # before anything is imported and opened
     try:
         with last_words():
-            done = train(addresses, arguments.out, val=val, resume=arguments.resume, overwrite=arguments.overwrite, **options)
+            done = train(
+                addresses,
+                arguments.out,
+                val=val,
+                resume=arguments.resume,
+                overwrite=arguments.overwrite,
+                **options,
+            )
     except Stopped as stopped:
-        print_message(f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}")
+        print_message(
+            f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}"
+        )
         return stopped.status
     if not World().leads:
         return 0
@@ -135,7 +186,11 @@ def _train(arguments: argparse.Namespace) -> int:
     ]
     rows += [("bad samples", str(last["bad"]))] if last["bad"] else []
     rows += [("validation", text(done.task, done.val))] if done.val else []
-    rows += [("verdict", last["verdict"]), ("run is in", done.folder), ("report", os.path.join(done.folder, "report.html"))]
+    rows += [
+        ("verdict", last["verdict"]),
+        ("run is in", done.folder),
+        ("report", os.path.join(done.folder, "report.html")),
+    ]
     result(arguments, {"out": done.folder, "epochs": done.epochs, "best": done.best}, rows)
     return 0
 
@@ -147,7 +202,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
     task, metrics = evaluate(arguments.checkpoint, arguments.urls, **_given(arguments))
     if World().leads:
-        result(arguments, metrics, [("samples", str(int(metrics["samples"]))), ("metrics", text(task, metrics))])
+        result(
+            arguments,
+            metrics,
+            [("samples", str(int(metrics["samples"]))), ("metrics", text(task, metrics))],
+        )
     return 0
 
 
@@ -155,7 +214,13 @@ def _predict(arguments: argparse.Namespace) -> int:
     from wdstrain.training.predicting import predict
 
     addresses = arguments.urls[0] if len(arguments.urls) == 1 else arguments.urls
-    done = predict(arguments.checkpoint, addresses, arguments.out, probabilities=arguments.probabilities, **_given(arguments))
+    done = predict(
+        arguments.checkpoint,
+        addresses,
+        arguments.out,
+        probabilities=arguments.probabilities,
+        **_given(arguments),
+    )
     rows = [("rows", str(done.rows)), ("of bad pictures", str(done.bad)), ("table", arguments.out)]
     result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
     return 1 if done.bad else 0

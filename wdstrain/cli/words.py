@@ -17,7 +17,10 @@ Verb = Callable[[argparse.Namespace], int]
 
 def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = parent.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=f"example: wdstrain {example}"
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=f"example: wdstrain {example}",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--debug", action="store_true", help="show where an error came from")
@@ -26,7 +29,12 @@ def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse
 
 
 def urls(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("urls", nargs="+", metavar="URL", help="folder, index.json, tar, glob or brace pattern of shards")
+    parser.add_argument(
+        "urls",
+        nargs="+",
+        metavar="URL",
+        help="folder, index.json, tar, glob or brace pattern of shards",
+    )
 
 
 def size(text: str) -> int:
@@ -45,11 +53,15 @@ def shares(text: str) -> dict[str, float]:
                 raise ValueError
             found[name.strip()] = float(share)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{part!r} is no share of a split; write for example train=0.9,val=0.1") from None
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no share of a split; write for example train=0.9,val=0.1"
+            ) from None
     return found
 
 
-def result(arguments: argparse.Namespace, found: dict[str, Any], rows: list[tuple[str, str]]) -> None:
+def result(
+    arguments: argparse.Namespace, found: dict[str, Any], rows: list[tuple[str, str]]
+) -> None:
     if arguments.json:
         print_result(json.dumps(found, ensure_ascii=False))
     else:
@@ -69,18 +81,31 @@ def facts(index: Index) -> dict[str, Any]:
 
 def summary(index: Index) -> list[tuple[str, str]]:
     known = facts(index)
-    rows = [("samples", str(known["samples"])), ("shards", str(known["shards"])), ("MB", f"{known['bytes'] / 1e6:.1f}")]
+    rows = [
+        ("samples", str(known["samples"])),
+        ("shards", str(known["shards"])),
+        ("MB", f"{known['bytes'] / 1e6:.1f}"),
+    ]
     if any(index.splits):
-        rows.append(("splits", ", ".join(f"{name} {count}" for name, count in known["splits"].items())))
+        rows.append(
+            ("splits", ", ".join(f"{name} {count}" for name, count in known["splits"].items()))
+        )
     rows.append(("fields", ", ".join(index.fields)))
     for label in index.labels:
         some = ", ".join(label.classes[:10]) + (", ..." if len(label.classes) > 10 else "")
         plural = "es" if len(label.classes) != 1 else ""
         several = "any of " if label.kind == "multi" else ""
-        what = "a number" if label.kind == "number" else f"{several}{len(label.classes)} class{plural}: {some}"
+        what = (
+            "a number"
+            if label.kind == "number"
+            else f"{several}{len(label.classes)} class{plural}: {some}"
+        )
         rows.append((f"label {label.name}", what))
     return rows
 
 
 def _splits(index: Index) -> dict[str, int]:
-    return {split: sum(shard.samples for shard in index.shards if shard.split == split) for split in index.splits}
+    return {
+        split: sum(shard.samples for shard in index.shards if shard.split == split)
+        for split in index.splits
+    }

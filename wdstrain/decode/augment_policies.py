@@ -53,7 +53,9 @@ def _done(image: Image.Image, name: str, magnitude: float, turned: bool) -> Imag
     return change(image, name, -magnitude if turned and name in _SIGNED else magnitude)
 
 
-def _affine(image: Image.Image, matrix: tuple[float, float, float, float, float, float]) -> Image.Image:
+def _affine(
+    image: Image.Image, matrix: tuple[float, float, float, float, float, float]
+) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
 
 
@@ -100,7 +102,9 @@ def _up_to(most: float) -> Range:
     return lambda part: part * most
 
 
-def _ranges(slope: float, move: float, degrees: float, factor: float, bits: int) -> dict[str, Range]:
+def _ranges(
+    slope: float, move: float, degrees: float, factor: float, bits: int
+) -> dict[str, Range]:
     """The magnitude of each change for a part, 0 to 1, of the most."""
     return {
         "identity": _up_to(0),

@@ -68,7 +68,9 @@ class Slots:
         self.memory = Memory(max(1, (busy + spare) * layout.size))
         self.copies = 0  # batches handed out as copies
         self._lock = threading.Lock()
-        self._free = list(range(busy + spare))  # a heap: those in front are used again first, the others take no memory
+        self._free = list(
+            range(busy + spare)
+        )  # a heap: those in front are used again first, the others take no memory
         self._held: dict[int, _Ground] = {}  # slot -> what its tensors rest on
         # what ended. It is appended at any time, in any thread: by C alone, because a Ctrl-C that comes while Python code runs
         # for the end of an object would be swallowed
@@ -84,7 +86,10 @@ class Slots:
             try:
                 self._locked = PageLock(self.memory)
             except OSError as error:
-                _log.warning("%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).", error)
+                _log.warning(
+                    "%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).",
+                    error,
+                )
 
     def reset(self) -> None:
         """Take back every slot that is not in the user's hands."""
@@ -97,7 +102,9 @@ class Slots:
         with self._lock:
             self._collect()
             if not self._free:
-                raise WdstrainError(f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer.")
+                raise WdstrainError(
+                    f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer."
+                )
             return heappop(self._free)
 
     def hand_out(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
@@ -107,19 +114,26 @@ class Slots:
             keeps = len(self._held) < self.spare and bool(self.layout.columns)
         if not keeps:
             arrays = self.layout.arrays(self.memory.view, slot * self.layout.size, rows)
-            tensors = {name: _tensor(array.copy(), self.layout.columns[name][0]) for name, array in arrays.items()}
+            tensors = {
+                name: _tensor(array.copy(), self.layout.columns[name][0])
+                for name, array in arrays.items()
+            }
             self.copies += bool(self.layout.columns)
             with self._lock:
                 heappush(self._free, slot)
             return tensors
-        ground = (ctypes.c_char * self.layout.size).from_buffer(self.memory.map, slot * self.layout.size)
+        ground = (ctypes.c_char * self.layout.size).from_buffer(
+            self.memory.map, slot * self.layout.size
+        )
         ground.locked = self._locked  # type: ignore[attr-defined]  # as long as its tensors live
         held = _Ground(ground, self._ended.append)
         held.slot = slot
         with self._lock:
             self._held[slot] = held
         arrays = self.layout.arrays(ground, 0, rows)
-        return {name: _tensor(array, self.layout.columns[name][0]) for name, array in arrays.items()}
+        return {
+            name: _tensor(array, self.layout.columns[name][0]) for name, array in arrays.items()
+        }
 
     def stop(self) -> None:
         """Hand nothing out until `go_on`: a process is about to be forked."""
@@ -132,7 +146,9 @@ class Slots:
     def held(self) -> list[Snapshot]:
         """The batches in the user's hands, while it is stopped."""
         self._collect()
-        return [Snapshot(self.memory, slot * self.layout.size, self.layout.size) for slot in self._held]
+        return [
+            Snapshot(self.memory, slot * self.layout.size, self.layout.size) for slot in self._held
+        ]
 
     def _collect(self) -> None:
         while self._ended:
@@ -187,4 +203,6 @@ class _Fork:
 _living: weakref.WeakSet[Slots] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     _fork = _Fork()
-    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end_in_parent, after_in_child=_fork.end_in_child)
+    os.register_at_fork(
+        before=_fork.begin, after_in_parent=_fork.end_in_parent, after_in_child=_fork.end_in_child
+    )

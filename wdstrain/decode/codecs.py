@@ -26,13 +26,22 @@ BoxOf = Callable[[int, int], Box]
 
 _WORK = 1 << 32  # pixels times scans of a JPEG: one as large as is allowed may have 24
 _SCAN = 10  # bytes of a scan, at least
-_MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL)  # of a segment of a JPEG, or of its end
+_MARKER = re.compile(
+    rb"\xff([^\x00\xff\xd0-\xd8\x01])", re.DOTALL
+)  # of a segment of a JPEG, or of its end
 _STRIP = 1 << 18  # pixels that leave Pillow at a time
-_UPSIDE_DOWN, _REVERSED = (3, 4, 6, 7), (2, 3, 7, 8)  # orientations whose rows, and columns, are stored the last first
+_UPSIDE_DOWN, _REVERSED = (
+    (3, 4, 6, 7),
+    (2, 3, 7, 8),
+)  # orientations whose rows, and columns, are stored the last first
 
 
 def decode_image(
-    data: bytes | memoryview, box_of: BoxOf | None = None, out: Pixels | None = None, *, blue_first: bool = False
+    data: bytes | memoryview,
+    box_of: BoxOf | None = None,
+    out: Pixels | None = None,
+    *,
+    blue_first: bool = False,
 ) -> Pixels:
     """The pixels of an encoded image, or of a part of it. uint8[height, width, 3], RGB, or BGR if asked.
 
@@ -57,14 +66,22 @@ def is_little_work(size: int, pixels: int) -> bool:
 
 def check_scans(data: bytes | memoryview, pixels: int) -> None:
     """Raise SampleError for a JPEG of so many scans, each over all of its pixels, that 100 KB of it would take minutes."""
-    if is_little_work(len(data), pixels) or (raw := bytes(data)).count(b"\xff\xda") * pixels <= _WORK:
+    if (
+        is_little_work(len(data), pixels)
+        or (raw := bytes(data)).count(b"\xff\xda") * pixels <= _WORK
+    ):
         return
-    at, scans = 2, 0  # what looks like the begin of one may be of a profile, or of a film behind the picture
+    at, scans = (
+        2,
+        0,
+    )  # what looks like the begin of one may be of a profile, or of a film behind the picture
     while (found := _MARKER.search(raw, at)) is not None and found[1] != b"\xd9":
         scans += found[1] == b"\xda"
         at = found.end() + max(2, int.from_bytes(raw[found.end() : found.end() + 2], "big"))
     if scans * pixels > _WORK:
-        raise SampleError(f"{scans} scans of {pixels} pixels: more work than a picture is ({len(data)} bytes)")
+        raise SampleError(
+            f"{scans} scans of {pixels} pixels: more work than a picture is ({len(data)} bytes)"
+        )
 
 
 def _check_tiles(image: Image.Image) -> None:
@@ -72,7 +89,9 @@ def _check_tiles(image: Image.Image) -> None:
     tags = getattr(image, "tag_v2", {})
     wide, high = (tags.get(tag, 0) for tag in (322, 323))
     if wide * high > max(4 * image.width * image.height, _STRIP):
-        raise SampleError(f"tiles of {wide} x {high} pixels for a picture of {image.width} x {image.height}")
+        raise SampleError(
+            f"tiles of {wide} x {high} pixels for a picture of {image.width} x {image.height}"
+        )
 
 
 def _orientation(data: bytes | memoryview) -> int:
@@ -104,12 +123,18 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
     if kernels.library is None:
         return np.ascontiguousarray(pixels)
     turned = np.empty(pixels.shape, np.uint8)
-    kernels.library.copy_pixels(turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2])
+    kernels.library.copy_pixels(
+        turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2]
+    )
     return turned
 
 
 def _jpeg(
-    data: bytes | memoryview, orientation: int, box_of: BoxOf | None, out: Pixels | None, blue_first: bool
+    data: bytes | memoryview,
+    orientation: int,
+    box_of: BoxOf | None,
+    out: Pixels | None,
+    blue_first: bool,
 ) -> Pixels | None:
     """None where libjpeg warns of something, or for colours it does not turn into RGB: then Pillow decides."""
     try:
@@ -119,7 +144,12 @@ def _jpeg(
         check_scans(data, height * width)
         box = 0, 0, height, width
         if box_of is not None:
-            box = stored_box(box_of(*((width, height) if orientation >= 5 else (height, width))), height, width, orientation)
+            box = stored_box(
+                box_of(*((width, height) if orientation >= 5 else (height, width))),
+                height,
+                width,
+                orientation,
+            )
         if orientation != 1:
             out = None  # what is turned lies in a copy
         top, left, high, wide = box
@@ -127,11 +157,17 @@ def _jpeg(
             part = decode_part(data, box, MAX_PIXELS, out, blue_first=blue_first)
             if part is not None:
                 return upright(part, orientation)
-        whole = (high, wide) == (height, width)  # a part must not lie in what it will be resized into
+        whole = (high, wide) == (
+            height,
+            width,
+        )  # a part must not lie in what it will be resized into
         buffer = out if whole and out is not None and out.shape == (height, width, 3) else None
         pixels: Pixels = simplejpeg.decode_jpeg(data, "BGR" if blue_first else "RGB", buffer=buffer)
         return upright(pixels[top : top + high, left : left + wide], orientation)
-    except (ValueError, KeyError):  # the second of a way to sample colours that simplejpeg does not know
+    except (
+        ValueError,
+        KeyError,
+    ):  # the second of a way to sample colours that simplejpeg does not know
         return None
 
 
@@ -146,14 +182,22 @@ def _pillow(data: bytes | memoryview) -> Pixels:
                 _check_tiles(image)
             image.load()
             # libjpeg goes on in grey where the rest of a JPEG is zeros; within what is compressed neither marker can occur
-            if image.format == "JPEG" and (raw := bytes(data)).rfind(b"\xff\xd9") < raw.rfind(b"\xff\xda"):
-                raise SampleError(f"it has no end marker: the end of the picture is missing ({len(data)} bytes)")
+            if image.format == "JPEG" and (raw := bytes(data)).rfind(b"\xff\xd9") < raw.rfind(
+                b"\xff\xda"
+            ):
+                raise SampleError(
+                    f"it has no end marker: the end of the picture is missing ({len(data)} bytes)"
+                )
             ImageOps.exif_transpose(image, in_place=True)
             return _rgb(image)
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-        what = "no image of a known format" if isinstance(error, UnidentifiedImageError) else str(error)
+        what = (
+            "no image of a known format"
+            if isinstance(error, UnidentifiedImageError)
+            else str(error)
+        )
         raise SampleError(f"{what} ({len(data)} bytes, starting {bytes(data[:8])!r})") from error
 
 
@@ -162,7 +206,11 @@ def _rgb(image: Image.Image) -> Pixels:
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     rows = max(1, _STRIP // image.width)
     for top in range(0, image.height, rows):
-        strip = image if rows >= image.height else image.crop((0, top, image.width, min(top + rows, image.height)))
+        strip = (
+            image
+            if rows >= image.height
+            else image.crop((0, top, image.width, min(top + rows, image.height)))
+        )
         if strip.mode.startswith("I"):
             strip = Image.fromarray((np.clip(np.asarray(strip), 0, 65535) >> 8).astype(np.uint8))
         elif strip.mode in ("P", "PA", "LA"):

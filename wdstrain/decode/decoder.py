@@ -34,7 +34,9 @@ from wdstrain.shards.index import Ints
 from wdstrain.shards.values import Array
 
 Transform = Callable[..., Any]
-Collate = Callable[[list[Any]], Mapping[str, Any]]  # the examples of a batch, in order, to its values by name
+Collate = Callable[
+    [list[Any]], Mapping[str, Any]
+]  # the examples of a batch, in order, to its values by name
 
 
 class Task(NamedTuple):
@@ -69,7 +71,12 @@ _ARRAYS = tuple(map(np.dtype, "qqHqqqI"))  # ids to crc
 
 def _task(begin: tuple[Any, ...], arrays: list[bytes], end: tuple[Any, ...]) -> Task:
     return Task(
-        *begin, *(np.ndarray(len(one) // kind.itemsize, kind, one) for one, kind in zip(arrays, _ARRAYS, strict=True)), *end
+        *begin,
+        *(
+            np.ndarray(len(one) // kind.itemsize, kind, one)
+            for one, kind in zip(arrays, _ARRAYS, strict=True)
+        ),
+        *end,
     )
 
 
@@ -111,7 +118,9 @@ class Result(NamedTuple):
     computed: float  # seconds of a processor, of those in between
 
 
-Read = tuple[dict[str, Any], list[Bad], float]  # values that have no column, bad samples, and when the rows were read
+Read = tuple[
+    dict[str, Any], list[Bad], float
+]  # values that have no column, bad samples, and when the rows were read
 
 
 class Decoder:
@@ -135,11 +144,18 @@ class Decoder:
         slots: Memory,
         layout: Layout,
     ) -> None:
-        self._names, self._fields, self._transform, self._takes_rng = names, fields, transform, takes_rng
+        self._names, self._fields, self._transform, self._takes_rng = (
+            names,
+            fields,
+            transform,
+            takes_rng,
+        )
         self._collate: Collate = collate_fn or default_collate
         self._replace, self._marks = replace, marks
         self._seed, self.arena, self.slots, self._layout = seed, arena, slots, layout
-        self._idle = transform is None and fields is not None and not fields  # everything is read into its place
+        self._idle = (
+            transform is None and fields is not None and not fields
+        )  # everything is read into its place
 
     def __call__(self, task: Task, desk: ProgressCell, *, own_process: bool = False) -> Result:
         """desk: where whoever decodes says how far it is."""
@@ -157,7 +173,14 @@ class Decoder:
             values, bad, read = self._read_fields(task, desk)
         desk.set_idle()
         return Result(
-            task.batch_number, task.slot, values, bad, begun, read, time.perf_counter(), time.thread_time() - computed
+            task.batch_number,
+            task.slot,
+            values,
+            bad,
+            begun,
+            read,
+            time.perf_counter(),
+            time.thread_time() - computed,
         )
 
     def over(self, arena: Memory) -> Decoder:
@@ -187,9 +210,18 @@ class Decoder:
         draws = uniform(task.ids, DRAWS, "sample", self._seed, task.epoch)
         draws.flags.writeable = False  # all fields of a sample have the same
         columns = self._layout.arrays(self.slots.view, task.slot * self._layout.size, len(task.ids))
-        loose = {name: [None] * len(task.ids) for name, field in self._fields.items() if field.example is None}
+        loose = {
+            name: [None] * len(task.ids)
+            for name, field in self._fields.items()
+            if field.example is None
+        }
         data, bad = self._members(task), self._damaged(task)
-        for name, field in self._fields.items():  # one after another: a label between two pictures takes five times as long
+        for (
+            name,
+            field,
+        ) in (
+            self._fields.items()
+        ):  # one after another: a label between two pictures takes five times as long
             column = columns.get(name)
             done = self._at_once(field, column, task, bad, draws, desk)
             by_row = field.of(task.ids) if isinstance(field, Label) and field.parts else None
@@ -201,25 +233,41 @@ class Decoder:
                     if one is None:
                         raise LookupError(f"it has none of {', '.join(field.names)}")
                     reader = field if by_row is None else by_row[row]
-                    value = read_field(reader, found, one, None if column is None else column[row, ...], draws[row])
+                    value = read_field(
+                        reader, found, one, None if column is None else column[row, ...], draws[row]
+                    )
                     if column is None:
                         loose[name][row] = _for_torch(value)
-                except Exception as error:  # whatever a field of the user raises is a reason, not a crash
+                except (
+                    Exception
+                ) as error:  # whatever a field of the user raises is a reason, not a crash
                     bad[row] = Bad(row, found or name, _reason(error))
         read = time.perf_counter()
-        gone = self._substitute(sorted(bad.values()), task.ids, [*columns.values(), *loose.values()])
+        gone = self._substitute(
+            sorted(bad.values()), task.ids, [*columns.values(), *loose.values()]
+        )
         return (
-            {} if _fails(gone) else {name: _batched(self._fields[name], values) for name, values in loose.items()},
+            {}
+            if _fails(gone)
+            else {name: _batched(self._fields[name], values) for name, values in loose.items()},
             gone,
             read,
         )
 
     def _at_once(
-        self, field: Field, column: Array | None, task: Task, bad: Mapping[int, Bad], draws: Draws, desk: ProgressCell
+        self,
+        field: Field,
+        column: Array | None,
+        task: Task,
+        bad: Mapping[int, Bad],
+        draws: Draws,
+        desk: ProgressCell,
     ) -> set[int]:
         """The rows of a field that were read together; of what goes wrong there, one by one is told what it was."""
         place = self._place(field.names, task)
-        if type(field) is not Image or column is None or place is None:  # what a user made of one may read otherwise
+        if (
+            type(field) is not Image or column is None or place is None
+        ):  # what a user made of one may read otherwise
             return set()
         start, size = task.offset[place :: len(task.alike)], task.size[place :: len(task.alike)]
         rows = [row for row in range(len(task.ids)) if row not in bad]
@@ -240,7 +288,10 @@ class Decoder:
             desk.set_row(row)
             if row in damaged:
                 continue
-            sample = {"__key__": task.keys[row], **{name: bytes(one) for name, one in members.items()}}
+            sample = {
+                "__key__": task.keys[row],
+                **{name: bytes(one) for name, one in members.items()},
+            }
             word = key("sample", self._seed, task.epoch, int(task.ids[row]))
             if own_process:  # in threads the global generators are shared and are left alone
                 random.seed(word)
@@ -252,7 +303,9 @@ class Decoder:
                 rng = (np.random.Generator(np.random.Philox(key=word)),) if self._takes_rng else ()
                 example = examples[row] = self._transform(sample, *rng)
             except Exception as error:
-                bad.append(Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}"))
+                bad.append(
+                    Bad(row, "", f"transform raised {type(error).__name__}: {_reason(error)}")
+                )
                 continue
             if example is None:
                 bad.append(Bad(row, "", _NO_EXAMPLE))
@@ -266,7 +319,9 @@ class Decoder:
         try:
             collated = self._collate(examples)
             if not isinstance(collated, Mapping):
-                raise TypeError(f"it returned {type(collated).__name__}; a batch is a dict of values by name")
+                raise TypeError(
+                    f"it returned {type(collated).__name__}; a batch is a dict of values by name"
+                )
         except Exception as error:
             reason = f"collate_fn raised {type(error).__name__}: {_reason(error)}"
             if self._collate is default_collate:
@@ -311,7 +366,13 @@ class Decoder:
         bad = {row: Bad(row, "", reason) for row, reason in task.unreadable.items()}
         if len(task.unverified):
             size = task.size[task.unverified]
-            sums = ChecksumJob([self.arena], np.zeros_like(size), task.offset[task.unverified], size, np.ones_like(size))
+            sums = ChecksumJob(
+                [self.arena],
+                np.zeros_like(size),
+                task.offset[task.unverified],
+                size,
+                np.ones_like(size),
+            )
             sums.update()
             for m in task.unverified[sums.checksums != task.crc].tolist():
                 row = int(np.searchsorted(task.first, m, side="right")) - 1
@@ -324,15 +385,22 @@ class Decoder:
         for start, stop in pairwise(first):
             yield {names[field[m]]: data[m] for m in range(start, stop)}
 
-    def _found(self, names: tuple[str, ...], task: Task, data: list[memoryview]) -> Iterable[tuple[str, memoryview | None]]:
+    def _found(
+        self, names: tuple[str, ...], task: Task, data: list[memoryview]
+    ) -> Iterable[tuple[str, memoryview | None]]:
         """Of each sample the first of these fields that it has, and its bytes; ("", None) of one that has none."""
         if not task.alike:
             samples = self._by_row(task, data)
-            return [next(((name, one[name]) for name in names if name in one), ("", None)) for one in samples]
+            return [
+                next(((name, one[name]) for name in names if name in one), ("", None))
+                for one in samples
+            ]
         place = self._place(names, task)
         if place is None:
             return repeat(("", None), len(task.ids))
-        return zip(repeat(self._names[task.alike[place]]), data[place :: len(task.alike)], strict=False)
+        return zip(
+            repeat(self._names[task.alike[place]]), data[place :: len(task.alike)], strict=False
+        )
 
     def _place(self, names: tuple[str, ...], task: Task) -> int | None:
         """Of the first of these fields that samples have, where it is among their fields; None where they have none or differ."""
@@ -355,10 +423,14 @@ def _fails(bad: list[Bad]) -> bool:
 
 def _for_torch(value: Any) -> Any:
     """The value of a field as `_gather` takes it. Raises SampleError for an array of numbers that torch cannot hold."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":  # text and times stay arrays of numpy
+    if (
+        not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc"
+    ):  # text and times stay arrays of numpy
         return value
     if not torch_has(value.dtype):
-        raise SampleError(f"it is an array of {value.dtype}, which torch does not have; store it as float64 or complex128")
+        raise SampleError(
+            f"it is an array of {value.dtype}, which torch does not have; store it as float64 or complex128"
+        )
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
@@ -374,7 +446,8 @@ def _gather(values: list[Any]) -> Any:
     """A tensor where all values are arrays of one shape and dtype, else the list."""
     first = values[0]
     if isinstance(first, np.ndarray) and all(
-        isinstance(one, np.ndarray) and one.shape == first.shape and one.dtype == first.dtype for one in values
+        isinstance(one, np.ndarray) and one.shape == first.shape and one.dtype == first.dtype
+        for one in values
     ):
         return _tensor(np.stack(values))
     return [_tensor(value) for value in values]

@@ -78,12 +78,19 @@ class Image:
             return np.ascontiguousarray(pixels.transpose(2, 0, 1))
         mirrored = self.augment.flip and draws[22] < 0.5
         into = np.empty(out.shape, np.uint8) if mirrored else out
-        part = decode_image(data, lambda h, w: region(h, w, size, self.augment, draws), into, blue_first=bool(mirrored))
+        part = decode_image(
+            data,
+            lambda h, w: region(h, w, size, self.augment, draws),
+            into,
+            blue_first=bool(mirrored),
+        )
         fit(part, out, mirrored=bool(mirrored))
         self.augment.change(out, draws)
         return None
 
-    def read_rows(self, members: Members, rows: Sequence[int], out: Array, draws: Draws, at: int) -> set[int]:
+    def read_rows(
+        self, members: Members, rows: Sequence[int], out: Array, draws: Draws, at: int
+    ) -> set[int]:
         """Read these rows of a batch at once, as far as they are plain. Which were read; `read` has to be asked for the others."""
         return jpeg_batch.read(members, rows, out, self.augment, draws, at)
 
@@ -117,13 +124,19 @@ class NumpyArray:
             owned: Array = found.copy()  # the bytes it lies in are used again
             return owned
         if found.shape != out.shape or found.dtype != out.dtype:
-            raise SampleError(f"it is {found.dtype}{list(found.shape)}, and {out.dtype}{list(out.shape)} was asked for")
+            raise SampleError(
+                f"it is {found.dtype}{list(found.shape)}, and {out.dtype}{list(out.shape)} was asked for"
+            )
         out[...] = found
         return None
 
     def lies_as(self, head: bytes) -> bool:
         """Whether the bytes before the numbers say that these lie as `example` does, one after another in this machine's order."""
-        if self.example is None or head[:8] != b"\x93NUMPY\x01\x00" or int.from_bytes(head[8:10], "little") + 10 != len(head):
+        if (
+            self.example is None
+            or head[:8] != b"\x93NUMPY\x01\x00"
+            or int.from_bytes(head[8:10], "little") + 10 != len(head)
+        ):
             return False
         try:
             dtype, fortran, shape = npy_head(head)
@@ -132,7 +145,12 @@ class NumpyArray:
         return dtype == np.dtype(self.example.dtype) and shape == self.example.shape and not fortran
 
 
-def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | None = None, augment: str | None = None) -> Image:
+def image(
+    names: str = ";".join(EXTENSIONS),
+    *,
+    size: int | tuple[int, int] | None = None,
+    augment: str | None = None,
+) -> Image:
     """An image as uint8 RGB: a batch tensor [b, 3, h, w] (channels_last), or a list of [3, h, w] without `size`.
 
     size: a side, or (height, width). augment: "rrc" (random resized crop), "flip", "trivialaugment" or "randaugment" (changes of colour and
@@ -140,14 +158,22 @@ def image(names: str = ";".join(EXTENSIONS), *, size: int | tuple[int, int] | No
     region in the middle with the asked shape is resized. EXIF orientation is applied.
     """
     given: Any = (size, size) if isinstance(size, (int, np.integer)) else size
-    sides: Any = tuple(int(one) if isinstance(one, np.integer) else one for one in given) if isinstance(given, tuple) else given
+    sides: Any = (
+        tuple(int(one) if isinstance(one, np.integer) else one for one in given)
+        if isinstance(given, tuple)
+        else given
+    )
     if sides is not None and not (
-        isinstance(sides, tuple) and len(sides) == 2 and all(isinstance(side, int) and side >= 1 for side in sides)
+        isinstance(sides, tuple)
+        and len(sides) == 2
+        and all(isinstance(side, int) and side >= 1 for side in sides)
     ):
         raise UsageError(f"size={size!r} is no size. Give a side in pixels, or (height, width).")
     varied = Augment.parse(augment)
     if sides is None and varied.rrc:
-        raise UsageError(f"augment={augment!r} cuts regions and needs a size. Give for example size=224.")
+        raise UsageError(
+            f"augment={augment!r} cuts regions and needs a size. Give for example size=224."
+        )
     return Image(field_names(names), sides, varied)
 
 
@@ -161,7 +187,9 @@ def json(names: str = "json") -> Json:
     return Json(field_names(names))
 
 
-def array(names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: str | None = None) -> NumpyArray:
+def array(
+    names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: str | None = None
+) -> NumpyArray:
     """A .npy array: a tensor [b, ...] where all have one shape, else a list. Arrays of Python objects are refused.
 
     shape, dtype: where they are the same for all ("uint8", "float32", ...), for values to land straight in batch memory, which
@@ -174,7 +202,9 @@ def array(names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: st
     try:
         kind = np.dtype(dtype)
     except TypeError:
-        raise UsageError(f'dtype={dtype!r} is no kind of number. Give for example "uint8".') from None
+        raise UsageError(
+            f'dtype={dtype!r} is no kind of number. Give for example "uint8".'
+        ) from None
     if not torch_has(kind) or any(not isinstance(side, int) or side < 0 for side in shape):
         raise UsageError(
             f"shape={shape}, dtype={dtype!r}: batch memory holds numbers of a dtype that torch has, such as float32, "
@@ -190,14 +220,21 @@ def read_field(field: Field, name: str, data: memoryview, out: Array | None, dra
     """
     if _is_ours(type(field)):
         return field.read(name, data, out, draws)
-    data, draws = memoryview(bytearray(data)).toreadonly(), draws.copy()  # Python may share a bytes object of one byte
+    data, draws = (
+        memoryview(bytearray(data)).toreadonly(),
+        draws.copy(),
+    )  # Python may share a bytes object of one byte
     draws.flags.writeable = False
     if out is None:
         value = field.read(name, data, None, draws)
-        return bytes(value) if isinstance(value, memoryview) else value  # a view cannot be sent from a worker process
+        return (
+            bytes(value) if isinstance(value, memoryview) else value
+        )  # a view cannot be sent from a worker process
     out[...] = 0
     value = field.read(name, data, out, draws)
-    if value is not None and not (isinstance(value, np.ndarray) and np.may_share_memory(value, out)):
+    if value is not None and not (
+        isinstance(value, np.ndarray) and np.may_share_memory(value, out)
+    ):
         raise SampleError(
             f"read() returned {type(value).__name__}, and a field with an example writes its value to out. "
             "Write to out[...], or set example = None"

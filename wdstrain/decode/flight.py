@@ -27,10 +27,17 @@ class Flight(NamedTuple):
 
 def flight_of(num_workers: int, batch_size: int, slot_bytes: int, read_bytes: float) -> Flight:
     """Return what is in flight on this machine. slot_bytes: of a decoded batch of a fixed size; read_bytes: of a batch as it is read."""
-    room = max(_LEAST_BYTES, memory() // processes() // _SHARE) // max(1, int(slot_bytes + read_bytes))
+    room = max(_LEAST_BYTES, memory() // processes() // _SHARE) // max(
+        1, int(slot_bytes + read_bytes)
+    )
     if not num_workers:
         return of_threads(cores(), room)
-    return of_processes(num_workers, cores(), room, max(1, min(_SAMPLES // batch_size, _BATCHES, _BYTES // max(1, slot_bytes))))
+    return of_processes(
+        num_workers,
+        cores(),
+        room,
+        max(1, min(_SAMPLES // batch_size, _BATCHES, _BYTES // max(1, slot_bytes))),
+    )
 
 
 def of_threads(cores: int, room: int) -> Flight:
@@ -47,5 +54,7 @@ def of_processes(count: int, cores: int, room: int, together: int) -> Flight:
     worker, one of sixteen that takes 1.1 times as long costs 0.004 of the speed, by simulation.
     """
     busy = min(count, cores)
-    messages = max(count + 1, min(count + (PREFETCH - 1) * busy + max(2, busy // 2), room // together))
+    messages = max(
+        count + 1, min(count + (PREFETCH - 1) * busy + max(2, busy // 2), room // together)
+    )
     return Flight((messages + 1) * together - 1, count, messages, together)

@@ -24,7 +24,9 @@ from wdstrain.native import kernels
 Ints = npt.NDArray[np.int64]
 Pixels = npt.NDArray[np.uint8]
 
-_ROOM = 1 << 20  # bytes of pixels that wait to be resized: more would leave the processor's cache before
+_ROOM = (
+    1 << 20
+)  # bytes of pixels that wait to be resized: more would leave the processor's cache before
 _of_thread = threading.local()
 
 
@@ -35,7 +37,9 @@ class Members(NamedTuple):
     size: Ints
 
 
-def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, draws: Draws, at: Any) -> set[int]:
+def read(
+    members: Members, rows: Sequence[int], out: Pixels, augment: Augment, draws: Draws, at: Any
+) -> set[int]:
     """Decode these rows of a batch into `out`, each as `wdstrain.decode.fields.image` has it. Which of them were; the others are as they were.
 
     out: uint8[b, height, width, 3]; draws: float64[b, 27]; at: address of an int64 that becomes the row which is being decoded.
@@ -43,10 +47,16 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
     library, functions = kernels.library, jpeg_region.functions()
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
-    rows, boxes, orientations = _plain(library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws)
+    rows, boxes, orientations = _plain(
+        library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws
+    )
     turned = orientations != 1  # bool[n]
     mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
-    address, size, to = members.address[rows], members.size[rows], out.ctypes.data + np.array(rows, np.int64) * out.strides[0]
+    address, size, to = (
+        members.address[rows],
+        members.size[rows],
+        out.ctypes.data + np.array(rows, np.int64) * out.strides[0],
+    )
     ids, done, first = np.array(rows, np.int64), set[int](), 0
     lies, scratch = np.zeros((len(rows), 5), np.int64), _scratch()
     while first < len(rows):
@@ -62,13 +72,17 @@ def read(members: Members, rows: Sequence[int], out: Pixels, augment: Augment, d
             at,
             ids[first:].ctypes.data,
         )
-        for i, (begin, top, left, height, width) in enumerate(lies[first : first + count].tolist(), first):
+        for i, (begin, top, left, height, width) in enumerate(
+            lies[first : first + count].tolist(), first
+        ):
             if height < 0:
                 continue
             if height:
                 y, x, h, w = boxes[i].tolist()
                 part = scratch[begin : begin + height * width * 3].reshape(height, width, 3)
-                part = upright(part[y - top : y - top + h, x - left : x - left + w], int(orientations[i]))
+                part = upright(
+                    part[y - top : y - top + h, x - left : x - left + w], int(orientations[i])
+                )
                 fit(part, out[rows[i]], mirrored=bool(mirrored[i]))
             augment.change(out[rows[i]], draws[rows[i]])
             done.add(rows[i])
@@ -85,18 +99,35 @@ def _scratch() -> Pixels:
 
 
 def _plain(
-    library: Any, functions: Any, members: Members, rows: Sequence[int], size: tuple[int, int], augment: Augment, draws: Draws
+    library: Any,
+    functions: Any,
+    members: Members,
+    rows: Sequence[int],
+    size: tuple[int, int],
+    augment: Augment,
+    draws: Draws,
 ) -> tuple[list[int], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Those rows that are plain JPEGs; the part of each as it is stored: top, left, height, width, int32[n, 4]; and its orientation,
     int32[n]."""
     address, length = members.address[rows], members.size[rows]
     shapes = np.zeros((len(rows), 3), np.int32)
-    library.read_headers(functions, len(rows), *(one.ctypes.data for one in (address, length, shapes)))
+    library.read_headers(
+        functions, len(rows), *(one.ctypes.data for one in (address, length, shapes))
+    )
     found, boxes, orientations = list[int](), [], []
-    for row, bytes_, (height, width, orientation) in zip(rows, length.tolist(), shapes.tolist(), strict=True):
-        if height > 0 and width > 0 and height * width <= MAX_PIXELS and is_little_work(bytes_, height * width):
+    for row, bytes_, (height, width, orientation) in zip(
+        rows, length.tolist(), shapes.tolist(), strict=True
+    ):
+        if (
+            height > 0
+            and width > 0
+            and height * width <= MAX_PIXELS
+            and is_little_work(bytes_, height * width)
+        ):
             sides = (width, height) if orientation >= 5 else (height, width)
             found.append(row)
-            boxes.append(stored_box(region(*sides, size, augment, draws[row]), height, width, orientation))
+            boxes.append(
+                stored_box(region(*sides, size, augment, draws[row]), height, width, orientation)
+            )
             orientations.append(orientation)
     return found, np.array(boxes, np.int32).reshape(-1, 4), np.array(orientations, np.int32)

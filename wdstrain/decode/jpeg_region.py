@@ -25,16 +25,34 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 
 _DECOMPRESS, _RGB, _BGR = 1, 0, 1
 _SUBSAMPLING, _WIDTH, _HEIGHT, _COLOURS, _PROGRESSIVE = 4, 5, 6, 8, 12  # parameters
-_BLOCKS = {0: (8, 8), 1: (16, 8), 2: (16, 16), 3: (8, 8), 4: (8, 16), 5: (32, 8), 6: (8, 32)}  # width, height by subsampling
+_BLOCKS = {
+    0: (8, 8),
+    1: (16, 8),
+    2: (16, 16),
+    3: (8, 8),
+    4: (8, 16),
+    5: (32, 8),
+    6: (8, 32),
+}  # width, height by subsampling
 _KNOWN = (0, 1, 2)  # RGB, YCbCr, grey
 
 
 class _Region(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_int), ("width", ctypes.c_int), ("height", ctypes.c_int))
+    _fields_ = (
+        ("x", ctypes.c_int),
+        ("y", ctypes.c_int),
+        ("width", ctypes.c_int),
+        ("height", ctypes.c_int),
+    )
 
 
 def decode_part(
-    data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None = None, *, blue_first: bool = False
+    data: memoryview | bytes,
+    box: Box,
+    most_pixels: int,
+    out: Pixels | None = None,
+    *,
+    blue_first: bool = False,
 ) -> Pixels | None:
     """The pixels of a part of a JPEG. uint8[height, width, 3], RGB or BGR; over `out` if it has that shape and is contiguous.
 
@@ -61,7 +79,13 @@ def functions() -> Any:
 
 
 def _decode(
-    turbo: Any, handle: int, data: memoryview | bytes, box: Box, most_pixels: int, out: Pixels | None, colours: int
+    turbo: Any,
+    handle: int,
+    data: memoryview | bytes,
+    box: Box,
+    most_pixels: int,
+    out: Pixels | None,
+    colours: int,
 ) -> Pixels | None:
     source = np.frombuffer(data, np.uint8)
     begin = source.ctypes.data
@@ -69,7 +93,11 @@ def _decode(
         return None
     width, height = turbo.tj3Get(handle, _WIDTH), turbo.tj3Get(handle, _HEIGHT)
     block = _BLOCKS.get(turbo.tj3Get(handle, _SUBSAMPLING))
-    if block is None or turbo.tj3Get(handle, _COLOURS) not in _KNOWN or width * height > most_pixels:
+    if (
+        block is None
+        or turbo.tj3Get(handle, _COLOURS) not in _KNOWN
+        or width * height > most_pixels
+    ):
         return None
     # an end marker before the end: scans of a progressive picture may be missing, which versions of libjpeg smooth differently
     if turbo.tj3Get(handle, _PROGRESSIVE) == 1 and bytes(data).find(b"\xff\xd9") != len(data) - 2:
@@ -94,14 +122,28 @@ def _library() -> Any:
     """libturbojpeg of version 3 or later, None if there is none."""
     spec = find_spec("turbojpeg")
     # without the package no folder is searched: a relative pattern would load and run files of the working directory
-    packaged = os.path.join(os.path.dirname(spec.origin), "turbojpeg.libs") if spec is not None and spec.origin else None
-    paths = [] if packaged is None else sorted(glob.glob(os.path.join(glob.escape(packaged), "libturbojpeg*")))
+    packaged = (
+        os.path.join(os.path.dirname(spec.origin), "turbojpeg.libs")
+        if spec is not None and spec.origin
+        else None
+    )
+    paths = (
+        []
+        if packaged is None
+        else sorted(glob.glob(os.path.join(glob.escape(packaged), "libturbojpeg*")))
+    )
     for path in [*paths, "libturbojpeg.so.0"]:
         try:
             found: Any = ctypes.CDLL(path)
             brief = ctypes.PyDLL(path)
             # too short to give the interpreter's lock away: with four threads each time may be a wait for another
-            for name in ("tj3Init", "tj3Destroy", "tj3Get", "tj3DecompressHeader", "tj3SetCroppingRegion"):
+            for name in (
+                "tj3Init",
+                "tj3Destroy",
+                "tj3Get",
+                "tj3DecompressHeader",
+                "tj3SetCroppingRegion",
+            ):
                 setattr(found, name, getattr(brief, name))
             number, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
             found.tj3Init.restype, found.tj3Init.argtypes = pointer, [number]
@@ -118,7 +160,9 @@ def _library() -> Any:
                 found.tj3Init,
                 found.tj3Destroy,
             )
-            found.functions = (pointer * len(calls))(*(ctypes.cast(one, pointer).value for one in calls))
+            found.functions = (pointer * len(calls))(
+                *(ctypes.cast(one, pointer).value for one in calls)
+            )
             return found
         except (OSError, AttributeError):
             continue  # not there, or of version 2

@@ -21,7 +21,9 @@ from wdstrain.shards.index import Index, Ints
 from wdstrain.shards.index import Label as IndexLabel
 from wdstrain.shards.values import Array, scalar
 
-OwnLabels = tuple[tuple[tuple[str, str | None], IndexLabel | None], ...]  # (place, label) where a set has another than others
+OwnLabels = tuple[
+    tuple[tuple[str, str | None], IndexLabel | None], ...
+]  # (place, label) where a set has another than others
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -50,7 +52,10 @@ class Label:
         if not self.parts:
             return [self] * len(ids)
         firsts = np.array([first for first, _ in self.parts], np.int64)
-        return [self.parts[number][1] for number in (np.searchsorted(firsts, ids, side="right") - 1).tolist()]
+        return [
+            self.parts[number][1]
+            for number in (np.searchsorted(firsts, ids, side="right") - 1).tolist()
+        ]
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
         assert out is not None
@@ -61,18 +66,25 @@ class Label:
     def is_ambiguous(self) -> bool:
         """Whether a text may be the name of one class and the number of another."""
         return self.column is None and any(
-            name.isdecimal() and int(name) != place and int(name) < len(self.classes) for place, name in enumerate(self.classes)
+            name.isdecimal() and int(name) != place and int(name) < len(self.classes)
+            for place, name in enumerate(self.classes)
         )
 
     def _number(self, data: memoryview) -> int:
         if self.by_name and (place := self._places.get(str(scalar(data, self.column)))) is not None:
             return place
-        if self.column is None and (digits := bytes(data)).isdigit() and (not self.classes or int(digits) < len(self.classes)):
+        if (
+            self.column is None
+            and (digits := bytes(data)).isdigit()
+            and (not self.classes or int(digits) < len(self.classes))
+        ):
             return int(digits)  # as nearly always
         value = scalar(data, self.column)
         # a text of its own is the class's number, also where classes have numbers for names; an entry of a table is what
         # the table said, so there the name comes first
-        number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes))
+        number = isinstance(value, int) or (
+            isinstance(value, str) and value.isdecimal() and int(value) < len(self.classes)
+        )
         place = self._places.get(str(value)) if self.column is not None or not number else None
         return _whole(value, self.classes) if place is None else place
 
@@ -133,13 +145,19 @@ class Number:
             raise SampleError(f"{str(value)[:80]!r} is not a number") from None
         if self.is_finite and not math.isfinite(found):
             raise SampleError(f"{str(value)[:80]!r} is no number that can be learnt")
-        if _LARGEST < abs(found) < math.inf or (math.isinf(found) and not _says_infinity(data, self.column)):
+        if _LARGEST < abs(found) < math.inf or (
+            math.isinf(found) and not _says_infinity(data, self.column)
+        ):
             raise SampleError(f"{str(value)[:80]} is more than a float32 holds")
         out[()] = found
 
 
 def label(
-    names: str = "cls", *, column: str | None = None, classes: tuple[str, ...] | list[str] = (), multi: bool = False
+    names: str = "cls",
+    *,
+    column: str | None = None,
+    classes: tuple[str, ...] | list[str] = (),
+    multi: bool = False,
 ) -> Label | Labels:
     """A class number as an int64 tensor [b]. A text that is one of `classes` counts as its place there, and of shards whose
     index knows the label a number as the number of its class.
@@ -166,18 +184,26 @@ def with_classes(field: Field, index: Index | None) -> Field:
             f"classes={list(field.classes)[:10]} has numbers for names, so a text may be the name of one class and the number of "
             f"another. Use wt.label() without classes, which delivers the number, or wt.Loader, which knows the index."
         )
-    own = [_label_of(field, labels) for labels in (index.shard_labels or (index.labels,))] if index is not None else []
+    own = (
+        [_label_of(field, labels) for labels in (index.shard_labels or (index.labels,))]
+        if index is not None
+        else []
+    )
     if index is not None and not field.classes:
         joined = _label_of(field, index.labels)
         if joined is None and any(own):
-            why = next(filter(None, (index.disagreement(name, field.column) for name in field.names)), "")
+            why = next(
+                filter(None, (index.disagreement(name, field.column) for name in field.names)), ""
+            )
             raise UsageError(
                 f"{why}. Pack them together, or give wt.label(classes=[...]) with all names and numbers that count."
             )
         field = replace(field, classes=joined.classes) if joined is not None else field
     if isinstance(field, Labels):
         if not field.classes:
-            raise UsageError(f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...].")
+            raise UsageError(
+                f"the index names no classes for {field.names[0]}, column {field.column!r}. Give classes=[...]."
+            )
         return field
     if not any(own):
         return _unknown(field)
@@ -203,14 +229,18 @@ def _numbered(field: Label, label: IndexLabel | None, *, is_alone: bool) -> Labe
             f"classes={list(field.classes)[:10]} lacks {missing[0]!r}, which the index of these shards names: {label.numbering}. "
             f"Name all of its classes, in any order."
         )
-    return replace(field, classes=label.classes, numbers=tuple(numbers[name] for name in label.classes))
+    return replace(
+        field, classes=label.classes, numbers=tuple(numbers[name] for name in label.classes)
+    )
 
 
 def differing_labels(index: Index) -> list[OwnLabels]:
     """For each shard its own labels at the places where joined sets differ in theirs; nothing if none do."""
     own = [{label.place: label for label in labels} for labels in index.shard_labels]
     places = [
-        place for place in dict.fromkeys(place for one in own for place in one) if len({one.get(place) for one in own}) > 1
+        place
+        for place in dict.fromkeys(place for one in own for place in one)
+        if len({one.get(place) for one in own}) > 1
     ]
     return [tuple((place, one.get(place)) for place in places) for one in own] if places else []
 
@@ -237,7 +267,11 @@ def _unknown(field: Label) -> Label:
 def _label_of(field: Label | Labels, labels: Sequence[IndexLabel]) -> IndexLabel | None:
     """The label among these that a field reads."""
     for one in labels:
-        if one.field in field.names and one.column == field.column and (one.kind == "multi") == isinstance(field, Labels):
+        if (
+            one.field in field.names
+            and one.column == field.column
+            and (one.kind == "multi") == isinstance(field, Labels)
+        ):
             return one
     return None
 
@@ -254,7 +288,11 @@ def reader_of(label: IndexLabel) -> str:
     where = f'"{label.field}"' + (f', column="{label.column}"' if label.column is not None else "")
     if label.kind == "number":
         return f"wt.number({where})"
-    return "wt.label()" if where == '"cls"' else f"wt.label({where}{', multi=True' if label.kind == 'multi' else ''})"
+    return (
+        "wt.label()"
+        if where == '"cls"'
+        else f"wt.label({where}{', multi=True' if label.kind == 'multi' else ''})"
+    )
 
 
 def number(names: str, *, column: str | None = None) -> Number:
@@ -284,7 +322,9 @@ def _whole(value: Any, classes: tuple[str, ...]) -> int:
         known = f" and none of the {len(classes)} classes" if classes else ""
         raise SampleError(f"{str(value)[:80]!r} is not a whole number{known}") from None
     if number < 0 or (classes and number >= len(classes)):
-        raise SampleError(f"{number} is not a class: they are 0 to {len(classes) - 1 if classes else 'n'}")
+        raise SampleError(
+            f"{number} is not a class: they are 0 to {len(classes) - 1 if classes else 'n'}"
+        )
     return number
 
 

@@ -22,7 +22,11 @@ from typing import Any
 
 from wdstrain.errors import UsageError
 
-_BY_NAME = (FunctionType, type, functools._lru_cache_wrapper)  # pickled as the name of a module and a name in it
+_BY_NAME = (
+    FunctionType,
+    type,
+    functools._lru_cache_wrapper,
+)  # pickled as the name of a module and a name in it
 
 
 def check_picklable(
@@ -45,7 +49,11 @@ def check_picklable(
     }.items():
         reason = _hindrance(part)
         if reason:
-            fork = ", or multiprocessing_context='fork'" if "fork" in multiprocessing.get_all_start_methods() else ""
+            fork = (
+                ", or multiprocessing_context='fork'"
+                if "fork" in multiprocessing.get_all_start_methods()
+                else ""
+            )
             raise UsageError(
                 f"{name} cannot be sent to worker processes, which {method} starts: {reason}. Use {instead}a function or class at "
                 f"the top of a .py file that you import{fork}."
@@ -109,4 +117,8 @@ def _main_runs_again() -> bool:
     if main.__spec__ is not None:  # python -m; but not that of a package
         return main.__spec__.name.rpartition(".")[2] != "__main__"
     file = getattr(main, "__file__", None)
-    return file is not None and os.path.isfile(file) and os.path.splitext(os.path.basename(file))[0] != "ipython"
+    return (
+        file is not None
+        and os.path.isfile(file)
+        and os.path.splitext(os.path.basename(file))[0] != "ipython"
+    )

@@ -41,7 +41,9 @@ def _turn(part: Pixels, out: Pixels) -> None:
     if kernels.library is not None and part.flags.c_contiguous and out.flags.c_contiguous:
         kernels.library.reverse_rows(out.ctypes.data, part.ctypes.data, rows, size)
     else:
-        _torch().from_numpy(out).view(rows, size).copy_(_torch().from_numpy(part).reshape(rows, size).flip(1))
+        _torch().from_numpy(out).view(rows, size).copy_(
+            _torch().from_numpy(part).reshape(rows, size).flip(1)
+        )
 
 
 def _planes(pixels: Pixels) -> torch.Tensor:
@@ -61,4 +63,6 @@ def _torch() -> Any:
 
 @cache
 def _resize() -> Any:
-    return _torch().ops.aten._upsample_bilinear2d_aa.out  # what torch.nn.functional.interpolate calls
+    return (
+        _torch().ops.aten._upsample_bilinear2d_aa.out
+    )  # what torch.nn.functional.interpolate calls

@@ -23,7 +23,10 @@ Draws = npt.NDArray[np.float64]
 _OF_CROP = 23  # ten tries of area and aspect, a place in two axes, a flip
 DRAWS = _OF_CROP + augment_policies.DRAWS  # numbers in [0, 1) for one sample
 _TRIES = 10
-_POLICIES = {"trivialaugment": augment_policies.trivial_augment, "randaugment": augment_policies.rand_augment}
+_POLICIES = {
+    "trivialaugment": augment_policies.trivial_augment,
+    "randaugment": augment_policies.rand_augment,
+}
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,17 @@ class Augment:
                     f"augment={text!r}: {word!r} is not known. Use rrc, flip, {' or '.join(_POLICIES)}, with + between, or none."
                 )
         if len(drawn) > 1:
-            raise UsageError(f"augment={text!r}: {' and '.join(drawn)} are two ways to do one thing. Use one of them.")
+            raise UsageError(
+                f"augment={text!r}: {' and '.join(drawn)} are two ways to do one thing. Use one of them."
+            )
         return cls(rrc="rrc" in words, flip="flip" in words, policy=drawn[0] if drawn else "")
 
     def change(self, pixels: Pixels, draws: Draws) -> None:
         """Change the colours or the shape of a picture by the policy, in its place. pixels: uint8[h, w, 3]; draws: a sample's own."""
         if self.policy:
-            pixels[...] = np.asarray(_POLICIES[self.policy](Image.fromarray(pixels), draws[_OF_CROP:]))
+            pixels[...] = np.asarray(
+                _POLICIES[self.policy](Image.fromarray(pixels), draws[_OF_CROP:])
+            )
 
 
 def random_crop(height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
@@ -68,11 +75,17 @@ def random_crops(height: int, width: int, draws: Draws) -> npt.NDArray[np.int64]
     """`random_crop` for many pictures of one size at once: int64[b, 4] for draws float64[b, 23 or more]."""
     area = height * width * (0.08 + 0.92 * draws[:, 0 : 2 * _TRIES : 2])
     aspect = np.exp(math.log(3 / 4) + draws[:, 1 : 2 * _TRIES : 2] * math.log(16 / 9))
-    w, h = np.rint(np.sqrt(area * aspect)).astype(np.int64), np.rint(np.sqrt(area / aspect)).astype(np.int64)
+    w, h = (
+        np.rint(np.sqrt(area * aspect)).astype(np.int64),
+        np.rint(np.sqrt(area / aspect)).astype(np.int64),
+    )
     fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= width, h > 0, h <= height])
     rows, first = np.arange(len(draws)), fits.argmax(1)
     w, h = w[rows, first], h[rows, first]
-    top, left = (draws[:, 20] * (height - h + 1)).astype(np.int64), (draws[:, 21] * (width - w + 1)).astype(np.int64)
+    top, left = (
+        (draws[:, 20] * (height - h + 1)).astype(np.int64),
+        (draws[:, 21] * (width - w + 1)).astype(np.int64),
+    )
     fallback = middle_crop(height, width, min(max(width / height, 3 / 4), 4 / 3))
     drawn = np.stack([top, left, h, w], 1)
     drawn[~np.logical_or.reduce(fits, axis=1)] = fallback
@@ -85,7 +98,9 @@ def middle_crop(height: int, width: int, aspect: float) -> tuple[int, int, int, 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws) -> tuple[int, int, int, int]:
+def region(
+    height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws
+) -> tuple[int, int, int, int]:
     """(top, left, height, width) of the part of an image that is taken for this size."""
     if augment.rrc:
         return random_crop(height, width, draws)

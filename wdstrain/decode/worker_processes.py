@@ -67,7 +67,8 @@ class WorkerProcesses:
             num_workers=count,
             prefetch_factor=PREFETCH,
             persistent_workers=True,
-            in_order=torch.__version__ < "2.7",  # which gives to whoever is next in turn, whatever he has
+            in_order=torch.__version__
+            < "2.7",  # which gives to whoever is next in turn, whatever he has
             collate_fn=_as_it_is,
             worker_init_fn=partial(_begin_worker, self._stacks, self.desks, decoder.slots),
             multiprocessing_context=child_process.recording_context(own_context, self._made),
@@ -94,7 +95,9 @@ class WorkerProcesses:
     def _start(self, tasks: Iterator[Task]) -> Any:
         """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
         try:
-            with DeferSignals() as held:  # Ctrl-C would be swallowed by Python's own hooks around a fork
+            with (
+                DeferSignals() as held
+            ):  # Ctrl-C would be swallowed by Python's own hooks around a fork
                 self._stream.tasks = _begun(held, tasks)
                 return iter(self._loader)
         except BaseException:  # the iterator that would end them was never given to us
@@ -110,7 +113,9 @@ class WorkerProcesses:
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a worker process."""
         process = getattr(self._loader._iterator, "_workers", {number: None})[number]
-        if process is None or process.pid is None or self.desks[number].state[0] == -2:  # a signal would end it
+        if (
+            process is None or process.pid is None or self.desks[number].state[0] == -2
+        ):  # a signal would end it
             return f"worker process {number}", "  (it has not begun yet)"
         return f"worker process {number} (pid {process.pid})", self._stacks.read(process.pid)
 
@@ -129,7 +134,9 @@ class WorkerProcesses:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
             for worker in getattr(iterator, "_workers", ()):
-                if worker.is_alive():  # it was asked to end and told to; one that is stopped or hangs hears neither
+                if (
+                    worker.is_alive()
+                ):  # it was asked to end and told to; one that is stopped or hangs hears neither
                     worker.kill()
                     worker.join()
         self._stream.tasks = iter(())  # they refer to whoever uses these workers
@@ -193,7 +200,11 @@ class _Stream(Iterator[Message]):
     tasks: Iterator[Task]
 
     def __init__(self, flight: Flight) -> None:
-        self._workers, self._messages, self._together = flight.decoders, flight.messages, flight.together
+        self._workers, self._messages, self._together = (
+            flight.decoders,
+            flight.messages,
+            flight.together,
+        )
 
     def __iter__(self) -> _Stream:
         self._sent = self._taken = self._refused = 0
@@ -206,7 +217,9 @@ class _Stream(Iterator[Message]):
             raise StopIteration
         tasks = tuple[Task, ...]()
         if number >= self._workers:
-            tasks = tuple(islice(self.tasks, 1 if number < (1 + PREFETCH) * self._workers else self._together))
+            tasks = tuple(
+                islice(self.tasks, 1 if number < (1 + PREFETCH) * self._workers else self._together)
+            )
             if not tasks:
                 raise StopIteration
         self._sent += 1
@@ -240,7 +253,9 @@ def _pickled(result: Result) -> bytes:
     try:
         return _Pickler.of(result)
     except Exception as error:  # what pickling raises depends on the object
-        reason = f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
+        reason = (
+            f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
+        )
         return _Pickler.of(result._replace(values={}, bad=[Bad(0, "", reason)]))
 
 
@@ -259,7 +274,13 @@ class _Pickler(ForkingPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout == torch.strided
-        if plain and not obj.requires_grad and not obj.is_neg() and obj.dtype in _KNOWN_TO_NUMPY and obj.nbytes <= _SMALL:
+        if (
+            plain
+            and not obj.requires_grad
+            and not obj.is_neg()
+            and obj.dtype in _KNOWN_TO_NUMPY
+            and obj.nbytes <= _SMALL
+        ):
             return torch.from_numpy, (obj.numpy(),)
         return NotImplemented
 

@@ -63,13 +63,21 @@ class _Queue(Queue):  # type: ignore[type-arg]
     def _written(self, obj: Any) -> bool:
         """Write it now, if there is room and nobody else writes. The first begins the thread, while there is memory for one."""
         queue: Any = self
-        if queue._thread is None or queue._closed or self._thread_sent.count < self._given or self._pages <= 0:
+        if (
+            queue._thread is None
+            or queue._closed
+            or self._thread_sent.count < self._given
+            or self._pages <= 0
+        ):
             return False
         message = ForkingPickler.dumps(obj)
         if not queue._wlock.acquire(False):
             return False
         try:
-            if len(message) + _HEAD > (self._pages - _waiting(queue._writer.fileno()) // _PAGE) * _PAGE:
+            if (
+                len(message) + _HEAD
+                > (self._pages - _waiting(queue._writer.fileno()) // _PAGE) * _PAGE
+            ):
                 return False
             queue._sem.acquire()
             queue._writer.send_bytes(message)

@@ -52,7 +52,9 @@ class DecoderThreads:
         self.desks = ProgressBoard(self.count)
         self._threads: list[threading.Thread] = []
         self._todo: SimpleQueue[tuple[Task, _Box] | None] = SimpleQueue()
-        self._boxes: deque[_Box] = deque()  # into which the results of what is in flight are put, in order
+        self._boxes: deque[_Box] = (
+            deque()
+        )  # into which the results of what is in flight are put, in order
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
         """Results of a new stream of tasks, in new threads: so nothing is in flight of an earlier one."""
@@ -80,7 +82,12 @@ class DecoderThreads:
     def _begin(self) -> None:
         self._todo, one_each = SimpleQueue(), OneCoreEach(self.count)
         threads = [
-            threading.Thread(target=self._work, args=(number, one_each), name=f"wdstrain-decoder_{number}", daemon=True)
+            threading.Thread(
+                target=self._work,
+                args=(number, one_each),
+                name=f"wdstrain-decoder_{number}",
+                daemon=True,
+            )
             for number in range(self.count)
         ]
         with one_each:
@@ -103,7 +110,9 @@ class DecoderThreads:
 
     def stack(self, number: int) -> tuple[str, str]:
         """(name, Python stack) of a decoder."""
-        return f"decoder thread {number}", thread_stack(self._threads[number].ident if self._threads else None)
+        return f"decoder thread {number}", thread_stack(
+            self._threads[number].ident if self._threads else None
+        )
 
     def close(self) -> None:
         with DeferSignals():

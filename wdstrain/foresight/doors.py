@@ -20,7 +20,13 @@ from wdstrain.errors import UsageError
 from wdstrain.foresight.itinerary import Reads, Waiting, reads_of, seen, share_of, waiting
 from wdstrain.foresight.outlook import lines, part, verdict
 from wdstrain.foresight.prospect import Mix, Prospect, parts_neighbours
-from wdstrain.foresight.shuffling import NeighbourCount, Neighbours, batches_drawn, class_mix, parts_of
+from wdstrain.foresight.shuffling import (
+    NeighbourCount,
+    Neighbours,
+    batches_drawn,
+    class_mix,
+    parts_of,
+)
 from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.order.plan import Plan, Tail, integer
 from wdstrain.shards.index import Index, Ints, Label
@@ -52,7 +58,12 @@ class Foresight(Prospect):
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         enough = None if self.enough is None else self.enough.buffer
-        return {**asdict(self), "good_enough": self.is_good, "smallest_good_buffer": enough, "verdict": verdict(self)}
+        return {
+            **asdict(self),
+            "good_enough": self.is_good,
+            "smallest_good_buffer": enough,
+            "verdict": verdict(self),
+        }
 
 
 def foresee(
@@ -80,22 +91,35 @@ def foresee(
     epoch = integer("epoch", epoch, 0)
 
     def loader(buffer: int | None, shuffled: bool) -> Loader:
-        words: dict[str, Any] = {"batch_size": batch_size, "lanes": lanes, "seed": seed, "tail": tail}
-        return Loader(index, shuffle_buffer=buffer, shuffle=shuffled, rank=0, world_size=world_size, **words)
+        words: dict[str, Any] = {
+            "batch_size": batch_size,
+            "lanes": lanes,
+            "seed": seed,
+            "tail": tail,
+        }
+        return Loader(
+            index, shuffle_buffer=buffer, shuffle=shuffled, rank=0, world_size=world_size, **words
+        )
 
     index = urls if isinstance(urls, Index) else open_shards(urls)
     asked, why = _label(index, label) if read_labels else (None, "labels were not to be read")
     now = loader(shuffle_buffer, shuffle)
     plan, widest = _plan(now, epoch), loader(2**31 - 1, True).shuffle_buffer
-    reads = [[reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in range(world_size)]
+    reads = [
+        [reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in range(world_size)
+    ]
     held, steps, whole = _held(index, plan)
     plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
     plans = plans if shuffle else [plan, *plans]
     known = _Classes(index, asked)
     looked = [_look(index, one, known) for one in plans]
-    at = next(i for i, one in enumerate(plans) if one.window == plan.window and one.shuffle == shuffle)
+    at = next(
+        i for i, one in enumerate(plans) if one.window == plan.window and one.shuffle == shuffle
+    )
     if asked is not None and not known.all:
-        looked = [_drawn(one, share) for one, share in zip(looked, known.shares(looked, at), strict=True)]
+        looked = [
+            _drawn(one, share) for one, share in zip(looked, known.shares(looked, at), strict=True)
+        ]
     known.read([one.ids for one in looked], tell)
     mixes = tuple(_mix(one, known) for one in looked)
     return Foresight(
@@ -116,10 +140,13 @@ def foresee(
         exactly_once=whole and _once(plan, [one for of_rank in reads for one in of_rank]),
         steps_looked_at=steps,
         epochs_mixed=_epochs(plan),
-        ranks=tuple(share_of(index, plan, rank, reads[rank], held[rank]) for rank in range(world_size)),
+        ranks=tuple(
+            share_of(index, plan, rank, reads[rank], held[rank]) for rank in range(world_size)
+        ),
         now=mixes[at],
         sizes=mixes,
-        packed_at_random=isinstance(options := index.info.get("options"), dict) and options.get("shuffle") is True,
+        packed_at_random=isinstance(options := index.info.get("options"), dict)
+        and options.get("shuffle") is True,
         label=asked.name if asked is not None else None,
         labels_read=known.count,
         why_no_classes=why,
@@ -152,7 +179,10 @@ def _held(index: Index, plan: Plan) -> tuple[list[Waiting], int, bool]:
 def _once(plan: Plan, reads: list[Reads]) -> bool:
     """Whether what the lanes read are different samples, and all that are not left out."""
     lanes = [one for lane, one in enumerate(reads) if plan.lane_samples(lane)]
-    first, count = np.concatenate([one.ids for one in lanes]), np.concatenate([one.samples for one in lanes])
+    first, count = (
+        np.concatenate([one.ids for one in lanes]),
+        np.concatenate([one.samples for one in lanes]),
+    )
     order = np.argsort(first)
     apart = (first[order][1:] >= (first + count)[order][:-1]).all()
     return bool(apart) and int(count.sum()) == plan.samples - plan.left_out
@@ -180,12 +210,16 @@ class _Classes:
         far = any(is_remote(shard.path) for shard in index.shards)
         self.most = MOST_FAR if far else _MOST_LABELS
         self.all = label is not None and len(index) <= self.most
-        self.kind = np.full(len(index), -1, np.int64)  # number of the class of each sample, -1: not known
+        self.kind = np.full(
+            len(index), -1, np.int64
+        )  # number of the class of each sample, -1: not known
         self.count = 0
 
     def shares(self, looked: list[_Looked], now: int) -> list[int]:
         """How many labels tell of each buffer: of the one asked for and those that part neighbours twice as many."""
-        weights = [2 if i == now or parts_neighbours(one.neighbours) else 1 for i, one in enumerate(looked)]
+        weights = [
+            2 if i == now or parts_neighbours(one.neighbours) else 1 for i, one in enumerate(looked)
+        ]
         if self.most // len(looked) < _FEW_LABELS:
             weights = [int(i == now) for i in range(len(looked))]
         return [self.most * weight // sum(weights) for weight in weights]
@@ -193,9 +227,14 @@ class _Classes:
     def read(self, wanted: list[Ints], tell: Tell | None) -> None:
         if self._label is None:
             return
-        ids, numbers = np.arange(len(self.kind)) if self.all else np.unique(np.concatenate(wanted)), dict[str, int]()
+        ids, numbers = (
+            np.arange(len(self.kind)) if self.all else np.unique(np.concatenate(wanted)),
+            dict[str, int](),
+        )
         for number, data in label_bytes(self._index, self._label.field, ids):
-            names = classes_in(data, self._label.column, self._index.label_in_sample(self._label, number).classes)
+            names = classes_in(
+                data, self._label.column, self._index.label_in_sample(self._label, number).classes
+            )
             if len(names) == 1:
                 self.kind[number] = numbers.setdefault(names[0], len(numbers))
             self.count += 1
@@ -205,7 +244,11 @@ class _Classes:
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:
         """Samples of each class in the whole set, if all were read."""
-        return np.bincount(self.kind[self.kind >= 0]) if self.all and (self.kind >= 0).sum() > 1 else None
+        return (
+            np.bincount(self.kind[self.kind >= 0])
+            if self.all and (self.kind >= 0).sum() > 1
+            else None
+        )
 
 
 def _sizes(plan: Plan, widest: int) -> list[int]:
@@ -213,8 +256,15 @@ def _sizes(plan: Plan, widest: int) -> list[int]:
 
     Of a large set none that would hold millions of samples: nobody has the memory, and to look at it takes long.
     """
-    most = min(2 * plan.lane_samples(0), widest, max(plan.samples_per_step_per_lane, _MOST // plan.lane_count))
-    found = {1 << power for power in range((plan.samples_per_step_per_lane - 1).bit_length(), most.bit_length())}
+    most = min(
+        2 * plan.lane_samples(0),
+        widest,
+        max(plan.samples_per_step_per_lane, _MOST // plan.lane_count),
+    )
+    found = {
+        1 << power
+        for power in range((plan.samples_per_step_per_lane - 1).bit_length(), most.bit_length())
+    }
     found |= {widest} if plan.samples <= _MOST else set()
     return sorted(found | {plan.window} if plan.shuffle else found)
 
@@ -233,12 +283,17 @@ def _look(index: Index, plan: Plan, known: _Classes) -> _Looked:
             lanes = [seen(one, lane, first, stop) for lane in range(one.lane_count)]
             count.add(lanes)
             if not later:
-                held += [waiting(index, one, lane, first, stop, places) for lane, places in enumerate(lanes)]
+                held += [
+                    waiting(index, one, lane, first, stop, places)
+                    for lane, places in enumerate(lanes)
+                ]
             if known.all:
                 batch += [places.step + later * one.steps for places in lanes]
                 ids += [places.ids for places in lanes]
     lanes_of_a_rank = plan.lane_count / plan.world_size
-    samples, size = (lanes_of_a_rank * float(np.concatenate(one).mean()) for one in zip(*held, strict=True))
+    samples, size = (
+        lanes_of_a_rank * float(np.concatenate(one).mean()) for one in zip(*held, strict=True)
+    )
     return _Looked(plan, count.result(), samples, size, np.concatenate(batch), np.concatenate(ids))
 
 
@@ -247,7 +302,9 @@ def _drawn(looked: _Looked, most: int) -> _Looked:
     if not most:
         return looked
     rows = batches_drawn(looked.plan, most)
-    return looked._replace(batch=np.repeat(np.arange(len(rows)), rows.shape[1]), ids=rows.reshape(-1))
+    return looked._replace(
+        batch=np.repeat(np.arange(len(rows)), rows.shape[1]), ids=rows.reshape(-1)
+    )
 
 
 def _mix(looked: _Looked, known: _Classes) -> Mix:
@@ -267,11 +324,17 @@ def _mix(looked: _Looked, known: _Classes) -> Mix:
 def _label(index: Index, asked: str | None) -> tuple[Label | None, str]:
     """The label whose classes are looked at, or why there is none."""
     labels = {one.name: one for one in index.labels}
-    if "cls" in index.fields and not index.shard_labels and not any(one.field == "cls" for one in index.labels):
+    if (
+        "cls" in index.fields
+        and not index.shard_labels
+        and not any(one.field == "cls" for one in index.labels)
+    ):
         labels.setdefault("cls", Label("cls", "class", "cls"))
     if asked is not None:
         if asked not in labels:
-            raise UsageError(f"there is no label {asked!r} in the index; it has: {', '.join(labels) or 'none'}.")
+            raise UsageError(
+                f"there is no label {asked!r} in the index; it has: {', '.join(labels) or 'none'}."
+            )
         if labels[asked].kind != "class":
             raise UsageError(
                 f"the label {asked!r} is of the kind {labels[asked].kind}: how evenly classes are mixed is not told by it."

@@ -105,7 +105,10 @@ def reads_of(index: Index, plan: Plan, lane: int) -> Reads:
         # runs are samples that one read could take if it were long enough
         breaks = (np.diff(ids) != 1) | (np.diff(shard) != 0) | (starts[1:] - stops[:-1] > GAP)
         run = np.concatenate([[0], np.cumsum(breaks)])
-        first, last = np.flatnonzero(np.diff(run, prepend=-1)), np.flatnonzero(np.diff(run, append=run[-1] + 1))
+        first, last = (
+            np.flatnonzero(np.diff(run, prepend=-1)),
+            np.flatnonzero(np.diff(run, append=run[-1] + 1)),
+        )
         # as if the runs lay one after another, each too far from the last for one read
         lengths = stops[last] - starts[first] + most + 1
         shift = (np.cumsum(lengths) - lengths - starts[first])[run]
@@ -140,7 +143,9 @@ def seen(plan: Plan, lane: int, first: int, stop: int) -> Seen:
     return Seen(low, plan.ids(lane, np.arange(low, high)), position, step, due)
 
 
-def waiting(index: Index, plan: Plan, lane: int, first: int, stop: int, known: Seen | None = None) -> Waiting:
+def waiting(
+    index: Index, plan: Plan, lane: int, first: int, stop: int, known: Seen | None = None
+) -> Waiting:
     """What of a lane waits at each of the steps [first, stop). known: `seen` of these steps, if the caller has it."""
     count, table = plan.lane_samples(lane), index.table
     if count == 0:  # nothing, or the one sample that an empty lane pads with
@@ -158,7 +163,9 @@ def waiting(index: Index, plan: Plan, lane: int, first: int, stop: int, known: S
     after = np.maximum(known.due[gone] - first + 1, 0)
     sizes = np.diff(total)[gone]
     left = np.cumsum(np.bincount(after, minlength=stop - first))
-    left_bytes = np.cumsum(np.bincount(after, weights=sizes, minlength=stop - first)).astype(np.int64)
+    left_bytes = np.cumsum(np.bincount(after, weights=sizes, minlength=stop - first)).astype(
+        np.int64
+    )
     return Waiting(read - left, total[read] - left_bytes)
 
 
@@ -166,7 +173,8 @@ def share_of(index: Index, plan: Plan, rank: int, reads: list[Reads], held: Wait
     """What a rank does. reads: of its lanes; held: what waits of all of them, at the steps that were looked at."""
     lanes = plan.lanes_of(rank)
     size, used = (
-        sum(int(part.sum()) for part in parts) for parts in zip(*((r.stop - r.start, r.used) for r in reads), strict=True)
+        sum(int(part.sum()) for part in parts)
+        for parts in zip(*((r.stop - r.start, r.used) for r in reads), strict=True)
     )
     samples = sum(plan.lane_samples(lane) for lane in lanes)
     far = any(is_remote(shard.path) for shard in index.shards)
@@ -182,7 +190,9 @@ def share_of(index: Index, plan: Plan, rank: int, reads: list[Reads], held: Wait
         opened_in_the_middle=sum(int((ids != index.first[shard]).sum()) for shard, ids in opened),
         reads=sum(len(one.ids) for one in reads),
         seeks=sum(one.seeks for one in reads),
-        requests=sum(int((-(-(one.stop - one.start) // RANGE)).sum()) for one in reads) if far else 0,
+        requests=sum(int((-(-(one.stop - one.start) // RANGE)).sum()) for one in reads)
+        if far
+        else 0,
         first_batch_bytes=sum(int(waiting(index, plan, lane, 0, 1).bytes[0]) for lane in lanes),
         held_samples_mean=float(held.samples.mean()),
         held_samples_most=int(held.samples.max()),

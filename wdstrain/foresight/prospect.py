@@ -48,7 +48,9 @@ class Mix:
     @property
     def evens_classes(self) -> bool:
         """Whether batches are as even in their classes as an ideal order's, or not told apart from that by one standard error."""
-        return self.classes is None or self.classes.design_effect <= GOOD_EFFECT + min(self.classes.error or 0.0, _MOST_ERROR)
+        return self.classes is None or self.classes.design_effect <= GOOD_EFFECT + min(
+            self.classes.error or 0.0, _MOST_ERROR
+        )
 
     @property
     def is_good(self) -> bool:

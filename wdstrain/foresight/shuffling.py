@@ -82,7 +82,9 @@ class NeighbourCount:
         # of an ideal order with the same sizes of batches
         kept, size = plan.samples - plan.left_out, plan.global_batch
         rest = kept - (plan.steps - 1) * size
-        self._ideal = ((plan.steps - 1) * size * (size - 1) + rest * (rest - 1)) / max(1, kept * (kept - 1))
+        self._ideal = ((plan.steps - 1) * size * (size - 1) + rest * (rest - 1)) / max(
+            1, kept * (kept - 1)
+        )
 
     def add(self, lanes: Iterable[Seen]) -> None:
         """Places of all lanes in the same steps of one epoch."""
@@ -93,8 +95,13 @@ class NeighbourCount:
             moves = np.abs(one.position - np.arange(one.low, one.low + len(one.position)))
             self._moved, self._samples = self._moved + int(moves.sum()), self._samples + len(moves)
             self._most = max(self._most, int(moves.max()))
-        ids, step = np.concatenate([one.ids for one in found]), np.concatenate([one.step for one in found])
-        order = np.argsort(ids, kind="stable")  # lanes come one after another: neighbours of two lanes are neighbours, too
+        ids, step = (
+            np.concatenate([one.ids for one in found]),
+            np.concatenate([one.step for one in found]),
+        )
+        order = np.argsort(
+            ids, kind="stable"
+        )  # lanes come one after another: neighbours of two lanes are neighbours, too
         ids, step = ids[order], step[order]
         shard = np.searchsorted(self._shard_first, ids, side="right")
         for i in range(min(NEAREST // 2, len(ids) - 1)):
@@ -123,20 +130,37 @@ def batches_drawn(plan: Plan, most: int) -> Ints:
 
     Whole batches if at least 8 of them can be had, else so many samples of each; what fills no whole batch is left away.
     """
-    full = plan.steps if plan.samples - plan.left_out == plan.steps * plan.global_batch else max(1, plan.steps - 2)
+    full = (
+        plan.steps
+        if plan.samples - plan.left_out == plan.steps * plan.global_batch
+        else max(1, plan.steps - 2)
+    )
     among = max(2, min(most // min(8, full), plan.global_batch))
     number = max(1, min(full, most // among))
-    steps = np.sort(np.argsort(bits(np.arange(full), "batches", plan.seed, plan.epoch), kind="stable")[:number])
+    steps = np.sort(
+        np.argsort(bits(np.arange(full), "batches", plan.seed, plan.epoch), kind="stable")[:number]
+    )
     rows = []
     for step in steps.tolist():
-        lanes = [plan.ids(lane, plan.order(lane, *plan.span(lane, step))) for lane in range(plan.lane_count)]
+        lanes = [
+            plan.ids(lane, plan.order(lane, *plan.span(lane, step)))
+            for lane in range(plan.lane_count)
+        ]
         batch = np.concatenate(lanes)
-        rows.append(batch[np.argsort(bits(batch, "members", plan.seed, plan.epoch), kind="stable")[:among]])
+        rows.append(
+            batch[np.argsort(bits(batch, "members", plan.seed, plan.epoch), kind="stable")[:among]]
+        )
     return np.stack(rows)
 
 
 def class_mix(
-    batch: Ints, kinds: Ints, *, size: int, samples: int, counts: npt.NDArray[np.int64] | None = None, steps: int | None = None
+    batch: Ints,
+    kinds: Ints,
+    *,
+    size: int,
+    samples: int,
+    counts: npt.NDArray[np.int64] | None = None,
+    steps: int | None = None,
 ) -> ClassMix | None:
     """How evenly classes are spread over batches of `size`, by the classes of samples of some of the batches of an epoch.
 
@@ -155,16 +179,24 @@ def class_mix(
         return None
     width, most = int(kinds.max()) + 1, int(batch.max()) + 1
     cells, number = np.unique(batch * width + kinds, return_counts=True)
-    where, kind, number = cells // width, cells % width, number.astype(float)  # how many of each class in each batch
+    where, kind, number = (
+        cells // width,
+        cells % width,
+        number.astype(float),
+    )  # how many of each class in each batch
     # float[batches] each: samples, ordered pairs of them, ordered pairs of one class
-    known, squares = (np.bincount(where, weights=one, minlength=most) for one in (number, number**2))
+    known, squares = (
+        np.bincount(where, weights=one, minlength=most) for one in (number, number**2)
+    )
     pairs: npt.NDArray[Any] = known * (known - 1)
     alike: npt.NDArray[Any] = squares - known  # numpy says of both that they are of integers
     if not pairs.sum():
         return None
     several = (pairs > 0).sum() > 1
     if counts is not None and steps is not None and most > steps:
-        pairs, alike = (np.bincount(np.arange(most) // steps, weights=one) for one in (pairs, alike))
+        pairs, alike = (
+            np.bincount(np.arange(most) // steps, weights=one) for one in (pairs, alike)
+        )
     # the same sums over all batches, first with none, then with each of them left out: float[1 + batches]
     inside = (alike.sum() - np.r_[0, alike]) / np.maximum(pairs.sum() - np.r_[0, pairs], 1e-12)
     if counts is not None:
@@ -180,10 +212,16 @@ def class_mix(
         ideal = weight * inside + (1 - weight) * outside
     effect = 1 + (size - 1) * (inside - ideal) / np.maximum(1 - ideal, 1e-12)
     among = round(float(known[known > 0].mean()))
-    found = counts[counts > 0] if counts is not None else np.bincount(kinds)[np.unique(kinds)] * (samples / len(kinds))
+    found = (
+        counts[counts > 0]
+        if counts is not None
+        else np.bincount(kinds)[np.unique(kinds)] * (samples / len(kinds))
+    )
     return ClassMix(
         design_effect=float(effect[0]),
-        error=math.sqrt((len(pairs) - 1) * float(effect[1:].var())) if several and len(pairs) > 1 else None,
+        error=math.sqrt((len(pairs) - 1) * float(effect[1:].var()))
+        if several and len(pairs) > 1
+        else None,
         classes=len(cells) / int((known > 0).sum()),
         classes_ideal=_distinct(found, among),
         among=among,
@@ -200,6 +238,10 @@ def _distinct(counts: npt.NDArray[np.number], draws: int) -> float:
         if whole - count < draws:
             return 0.0
         terms = (whole - count, whole - draws), (whole, whole - count - draws)
-        return math.exp(sum(math.lgamma(x + 1) for x in terms[0]) - sum(math.lgamma(x + 1) for x in terms[1]))
+        return math.exp(
+            sum(math.lgamma(x + 1) for x in terms[0]) - sum(math.lgamma(x + 1) for x in terms[1])
+        )
 
-    return float(sum(n * (1 - none_of(float(count))) for count, n in zip(values, times, strict=True)))
+    return float(
+        sum(n * (1 - none_of(float(count))) for count, n in zip(values, times, strict=True))
+    )

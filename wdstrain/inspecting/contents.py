@@ -87,7 +87,9 @@ class Looker:
             else:
                 said = kind
             words.append(said if len(kinds) == 1 else f"{said} ({count} of {kinds.total()})")
-        return Content("; ".join(words) or "nothing was looked at", kinds.total(), dict(kinds), entries, images)
+        return Content(
+            "; ".join(words) or "nothing was looked at", kinds.total(), dict(kinds), entries, images
+        )
 
 
 # --- one value -------------------------------------------------------------------------------------------------------
@@ -98,18 +100,24 @@ def _kind(name: str, value: Value) -> tuple[str, Any]:
     size, data, last = value.size, value.data, name.rpartition(".")[2]
     if not size:
         return "empty", None
-    magic = next((kind for (at, start), kind in _MAGIC.items() if data[at : at + len(start)] == start), None)
+    magic = next(
+        (kind for (at, start), kind in _MAGIC.items() if data[at : at + len(start)] == start), None
+    )
     if magic == "image" or (magic is None and last in EXTENSIONS):
         return "image", header(value)
     if magic == "array":
         return _array(value)
     if magic is not None:
         return magic, None
-    if last in _PICKLES or (data[:1] == b"\x80" and data[1:2] in b"\x02\x03\x04\x05" and last not in ("json", "txt")):
+    if last in _PICKLES or (
+        data[:1] == b"\x80" and data[1:2] in b"\x02\x03\x04\x05" and last not in ("json", "txt")
+    ):
         return "pickle (never loaded)", None
     if last == "json" or data[:1] in (b"{", b"["):
         try:
-            return "JSON", parsed_json((data if len(data) == size else value.whole()).decode("utf-8-sig"))
+            return "JSON", parsed_json(
+                (data if len(data) == size else value.whole()).decode("utf-8-sig")
+            )
         except ValueError:
             if last == "json":
                 return "no JSON that can be read", None
@@ -143,7 +151,11 @@ def _array(value: Value) -> tuple[str, Any]:
         dtype, _, shape = npy_head(bytes(data[:length]))
         if dtype.hasobject:
             return "array of Python objects (never loaded)", None
-        number = np.frombuffer(data, dtype, 1, length)[0] if shape == () and dtype.kind in "biuf" else None
+        number = (
+            np.frombuffer(data, dtype, 1, length)[0]
+            if shape == () and dtype.kind in "biuf"
+            else None
+        )
     except ValueError:
         return "array that cannot be read", None
     return "array", (str(dtype), tuple(shape), None if number is None else float(number))
@@ -162,7 +174,10 @@ def _arrays(found: list[tuple[str, tuple[int, ...], float | None]]) -> str:
         return f"array of {dtypes} [{', '.join(map(str, shapes[0]))}]"
     if len({len(shape) for shape in shapes}) > 1:
         return f"array of {dtypes}, shapes differ, also in how many sides they have"
-    sides = [f"{min(side)}-{max(side)}" if min(side) < max(side) else str(side[0]) for side in zip(*shapes, strict=True)]
+    sides = [
+        f"{min(side)}-{max(side)}" if min(side) < max(side) else str(side[0])
+        for side in zip(*shapes, strict=True)
+    ]
     return f"array of {dtypes}, shapes differ: [{', '.join(sides)}]"
 
 
@@ -175,7 +190,9 @@ def _entries(found: list[Any]) -> tuple[dict[str, str], str]:
     entries = {}
     for name, count in counts.items():
         some = f", in {count / len(found):.0%}" if count < len(found) else ""
-        entries[printable(name)] = _or(_json_kind(one[name]) for one in objects if name in one) + some
+        entries[printable(name)] = (
+            _or(_json_kind(one[name]) for one in objects if name in one) + some
+        )
     said = [f"{name} ({kind})" for name, kind in list(entries.items())[:_NAMED]]
     more = f", and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
     return entries, f"JSON: {', '.join(said)}{more}"
@@ -192,7 +209,13 @@ def _json_kind(value: Any, depth: int = 0) -> str:
     if isinstance(value, list):
         inside = _or(_json_kind(one, depth + 1) for one in value[:100]) if depth < _DEEPEST else ""
         return f"list of {inside}" if inside else "list"
-    kinds = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "object"}
+    kinds = {
+        bool: "true or false",
+        int: "whole number",
+        float: "number",
+        str: "text",
+        dict: "object",
+    }
     return kinds.get(type(value), "null")
 
 

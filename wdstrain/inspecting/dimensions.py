@@ -67,7 +67,10 @@ def header(value: Value) -> Header | str:
 def images_of(found: Iterable[Header | str]) -> Images:
     """What some headers say together."""
     found = list(found)
-    good, bad = [one for one in found if not isinstance(one, str)], [one for one in found if isinstance(one, str)]
+    good, bad = (
+        [one for one in found if not isinstance(one, str)],
+        [one for one in found if isinstance(one, str)],
+    )
     return Images(
         looked_at=len(found),
         unreadable=len(bad),
@@ -94,11 +97,19 @@ def _opened(data: bytes) -> Header | str:
             with open_picture(data) as image:
                 exif = Image.Exif()
                 if image.format in ("JPEG", "MPO"):
-                    exif = image.getexif()  # with what XMP says; of other formats it would read the pixels
+                    exif = (
+                        image.getexif()
+                    )  # with what XMP says; of other formats it would read the pixels
                 elif image.info.get("exif"):
                     exif.load(image.info["exif"])
                 tags = getattr(image, "tag_v2", exif)  # of TIFF
-                return str(image.format), image.mode, image.width, image.height, tags.get(_ORIENTATION, 1) in range(2, 9)
+                return (
+                    str(image.format),
+                    image.mode,
+                    image.width,
+                    image.height,
+                    tags.get(_ORIENTATION, 1) in range(2, 9),
+                )
     except UnidentifiedImageError:
         return "no image of a known format"
     except Exception as error:  # Pillow's plugins raise whatever their parsers meet

@@ -42,7 +42,9 @@ _ASKED = 64  # labels that are asked for one by one, where none lies in the firs
 _KEYS = 3
 
 
-def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress: Progress | None = None) -> Info:
+def info(
+    urls: Urls, *, exact: bool = False, note: Note | None = None, progress: Progress | None = None
+) -> Info:
     """What is in the shards that `urls` mean: samples, sizes, fields, pictures, labels, splits, and how they were made.
 
     exact: shards without an index are walked over whole, which is remembered and told to `note`, and every label is read, which
@@ -54,13 +56,18 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
     index = gather(urls, found.sound, found.unindexed)
     known = index.pick(i for i, shard in enumerate(index.shards) if shard.path not in found.fresh)
     seen = look_into(list(found.fresh)) if found.fresh else None
-    index = join([part for part in (known, seen.index if seen else None) if part is not None and part.shards] or [known])
+    index = join(
+        [part for part in (known, seen.index if seen else None) if part is not None and part.shards]
+        or [known]
+    )
     found.failed += seen.errors if seen else []
     if not index.shards and found.failed:
         raise _all_wrong(found.failed)
     begun = beginnings(known)
     found.failed += [one.error for one in begun if one.error is not None]
-    sampler = Sampler(index, {**{one.path: one.head for one in begun}, **(seen.heads if seen else {})})
+    sampler = Sampler(
+        index, {**{one.path: one.head for one in begun}, **(seen.heads if seen else {})}
+    )
     weights = None
     if seen is not None and not seen.exact:  # what each sample of the index stands for
         each = seen.samples / max(1, len(seen.index))
@@ -85,13 +92,22 @@ def info(urls: Urls, *, exact: bool = False, note: Note | None = None, progress:
         per_shard=of_all(counts),
         split_shards=dict(Counter(shard.split for shard in index.shards)),
         made=tuple(dict.fromkeys(map(made, found.infos))),
-        ignored=dict(sum((Counter(ignored(one)) for one in found.infos), Counter(seen.ignored if seen else {}))),
+        ignored=dict(
+            sum(
+                (Counter(ignored(one)) for one in found.infos),
+                Counter(seen.ignored if seen else {}),
+            )
+        ),
         keys=tuple(printable(index.key(i)) for i in range(min(_KEYS, len(index)))),
         contents=contents,
         histograms=_histograms(index, sampler, weights, exact, progress),
-        looked=Looked(seen.looked_into, len(seen.index), seen.requests, seen.read) if seen else None,
+        looked=Looked(seen.looked_into, len(seen.index), seen.requests, seen.read)
+        if seen
+        else None,
         disagreements=_disagreements(index),
-        findings=tuple(dict.fromkeys(printable(str(one)) for one in [*found.failed, *sampler.errors])),
+        findings=tuple(
+            dict.fromkeys(printable(str(one)) for one in [*found.failed, *sampler.errors])
+        ),
     )
 
 
@@ -167,21 +183,37 @@ def _histograms(
     index: Index, sampler: Sampler, weights: Floats | None, exact: bool, progress: Progress | None
 ) -> tuple[Histogram, ...]:
     """What each label comes to: as the index says, or by all labels, or by some. What lies in one field is read once."""
-    names = () if index.shard_labels else _CLASSES  # of sets whose numbers mean different classes, a number says nothing
-    labels = index.labels or tuple(Label(name, "class", name) for name in names if name in index.fields)
-    found = {label: histograms.said(label, counts) for label in labels if (counts := recorded_counts(index, label))}
+    names = (
+        () if index.shard_labels else _CLASSES
+    )  # of sets whose numbers mean different classes, a number says nothing
+    labels = index.labels or tuple(
+        Label(name, "class", name) for name in names if name in index.fields
+    )
+    found = {
+        label: histograms.said(label, counts)
+        for label in labels
+        if (counts := recorded_counts(index, label))
+    }
     ids = np.arange(len(index)) if exact else sampler.ids(_LABELS, whole=True)
     asked = not len(ids)  # no sample is small enough to be at hand
     if asked:
         ids = np.array(evenly(len(index), _ASKED), np.int64)
     scale, every = len(index) / max(1, len(ids)), weights is None and len(ids) == len(index)
     for field in dict.fromkeys(label.field for label in labels if label not in found):
-        counting = {label: Counting(label) for label in labels if label.field == field and label not in found}
+        counting = {
+            label: Counting(label)
+            for label in labels
+            if label.field == field and label not in found
+        }
         for done, (i, data) in enumerate(sampler.labels(field, ids, through=exact, asked=asked)):
             if progress and exact:
                 progress(f"reading {field}", done, len(ids))
             for label, one in counting.items():
-                one.add(data, scale if weights is None else scale * float(weights[i]), index.label_in_sample(label, i))
+                one.add(
+                    data,
+                    scale if weights is None else scale * float(weights[i]),
+                    index.label_in_sample(label, i),
+                )
         found |= {label: one.histogram(len(ids), exact=every) for label, one in counting.items()}
     return tuple(found[label] for label in labels)
 

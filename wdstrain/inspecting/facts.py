@@ -96,11 +96,19 @@ class Info:
 
     def _repr_html_(self) -> str:
         parts = [charts.table(dict(self.summary()))]
-        parts.append(charts.grid(["field", *SIZES], [[one.name, *self.sizes_of(one)] for one in self.contents]))
-        parts.append(charts.table({one.name: line for one in self.contents for line in [told(one)]}))
+        parts.append(
+            charts.grid(
+                ["field", *SIZES], [[one.name, *self.sizes_of(one)] for one in self.contents]
+            )
+        )
+        parts.append(
+            charts.table({one.name: line for one in self.contents for line in [told(one)]})
+        )
         for one in self.histograms:
             parts.append(f"<p><b>{escape(one.label)}</b> {escape('; '.join(notes(one)))}</p>")
-            parts.append(charts.bars(shown(one)) if one.classes else charts.table(dict(spread(one))))
+            parts.append(
+                charts.bars(shown(one)) if one.classes else charts.table(dict(spread(one)))
+            )
         parts += [f'<p class="wrong">{escape(one)}</p>' for one in self.findings]
         return charts.fragment("what is in there", "".join(parts))
 
@@ -109,7 +117,10 @@ class Info:
     def summary(self) -> list[tuple[str, str]]:
         """Names and values of the set as a whole."""
         about = "" if self.exact else "about "
-        rows = [("samples", f"{about}{self._count(self.samples)}{self._error()}"), ("shards", str(self.shards))]
+        rows = [
+            ("samples", f"{about}{self._count(self.samples)}{self._error()}"),
+            ("shards", str(self.shards)),
+        ]
         if self.per_shard is not None and self.shards > 1:
             low, middle, high = map(round, self.per_shard)
             rows.append(
@@ -142,11 +153,18 @@ class Info:
             rows.append((f"label {place}", f"{why}. For its classes look at each set alone"))
         rows += [("made", one) for one in self.made]
         if self.ignored:
-            rows.append(("passed over", ", ".join(f"{count} x {reason}" for reason, count in self.ignored.items())))
+            rows.append(
+                (
+                    "passed over",
+                    ", ".join(f"{count} x {reason}" for reason, count in self.ignored.items()),
+                )
+            )
         if self.keys:
             rows.append(("first keys", ", ".join(self.keys)))
         if self.looked is not None and not self.exact:
-            requests = f", {plural(self.looked.requests, 'request')}" if self.looked.requests else ""
+            requests = (
+                f", {plural(self.looked.requests, 'request')}" if self.looked.requests else ""
+            )
             rows.append(
                 (
                     "looked at",
@@ -160,7 +178,11 @@ class Info:
         """The cells of a field: samples, and sizes as SIZES names them."""
         about, sizes = "" if self.exact else "~", one.sizes
         each = (sizes.smallest, sizes.median, sizes.percentile_99, sizes.largest)
-        return [f"{about}{self._count(one.samples)}", *map(format_size, each), f"{about}{format_size(sizes.total)}"]
+        return [
+            f"{about}{self._count(one.samples)}",
+            *map(format_size, each),
+            f"{about}{format_size(sizes.total)}",
+        ]
 
     def _count(self, count: int) -> int:
         """A count, with no more digits than an estimate has."""
@@ -171,7 +193,9 @@ class Info:
             return ""
         if not self.looked.samples:
             return " (no whole sample in what was looked at)"
-        return f" (within {max(1, round(100 * self.error))} %, if the rest is like what was looked at)"
+        return (
+            f" (within {max(1, round(100 * self.error))} %, if the rest is like what was looked at)"
+        )
 
 
 SIZES = ("samples", "smallest", "median", "99 %", "largest", "in all")
@@ -199,7 +223,11 @@ def told(one: FieldFacts) -> str:
             f"{width.smallest}-{width.largest} x {height.smallest}-{height.largest}, median {width.median} x {height.median}, "
             f"{pixels.median:.2g} megapixels"
         )
-    parts = [one.content.what, sides, ", ".join(_share(name, count, found.modes) for name, count in found.modes.items())]
+    parts = [
+        one.content.what,
+        sides,
+        ", ".join(_share(name, count, found.modes) for name, count in found.modes.items()),
+    ]
     parts += [f"{found.turned:.0%} turned by EXIF"] * (found.turned > 0)
     parts += [f"{found.unreadable} unreadable ({found.reason})"] * (found.unreadable > 0)
     return f"{'; '.join(parts)}; of {found.looked_at} looked at"

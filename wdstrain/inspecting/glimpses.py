@@ -79,7 +79,9 @@ def look_into(paths: Sequence[str]) -> Seen:
     chosen = {paths[i] for i in evenly(len(paths), LOOKED_INTO)}
     asked = {paths[i] for i in evenly(len(paths), _SIZED)} | chosen
     looked = [path for path in paths if path in asked or not is_remote(path)]
-    glimpses = _at_once(looked, lambda path, stopping: _look(path, path in chosen, path in asked, stopping))
+    glimpses = _at_once(
+        looked, lambda path, stopping: _look(path, path in chosen, path in asked, stopping)
+    )
     good = {one.path: one for one in glimpses if one.error is None}
     errors = [one.error for one in glimpses if one.error is not None]
     sizes = [one.size for one in good.values()]
@@ -93,7 +95,9 @@ def look_into(paths: Sequence[str]) -> Seen:
         one = good.get(path, Glimpse(path, round(mean)))
         tables.append(Table.of(one.found, fields))
         shards.append(Shard(path, len(one.found), one.size, tag=one.tag))
-        counts.append(len(one.found) if one.whole else max(len(one.found), round(one.size * density)))
+        counts.append(
+            len(one.found) if one.whole else max(len(one.found), round(one.size * density))
+        )
     ignored: Counter[str] = Counter()
     for one in within:
         ignored.update(one.walk.ignored)
@@ -131,7 +135,11 @@ def beginnings(index: Index) -> list[Glimpse]:
 
 def evenly(count: int, most: int) -> list[int]:
     """At most so many of the numbers below a count, ascending, evenly spread from the first to the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
+    return (
+        np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist()
+        if count
+        else []
+    )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -141,7 +149,9 @@ class _EnoughError(Exception):
     """The bounds are reached."""
 
 
-def _at_once(things: Sequence[Asked], ask: Callable[[Asked, threading.Event], Glimpse]) -> list[Glimpse]:
+def _at_once(
+    things: Sequence[Asked], ask: Callable[[Asked, threading.Event], Glimpse]
+) -> list[Glimpse]:
     """What is asked of each, of eight at a time. When this thread is interrupted it waits for none of them."""
     stopping, todo = threading.Event(), deque(enumerate(things))
     found: SimpleQueue[tuple[int, Glimpse | BaseException]] = SimpleQueue()
@@ -158,7 +168,9 @@ def _at_once(things: Sequence[Asked], ask: Callable[[Asked, threading.Event], Gl
                 found.put((number, error))
 
     count = min(LOOKED_INTO, len(things))
-    threads = [threading.Thread(target=work, name=f"wdstrain-look-{i}", daemon=True) for i in range(count)]
+    threads = [
+        threading.Thread(target=work, name=f"wdstrain-look-{i}", daemon=True) for i in range(count)
+    ]
     glimpses: dict[int, Glimpse] = {}
     try:
         for thread in threads:
@@ -182,7 +194,11 @@ def _look(path: str, into: bool, end: bool, stopping: threading.Event) -> Glimps
         if not into and not end:
             one.size = os.stat(path).st_size
             return one
-        source = open_remote(path, stopping=stopping, first=FIRST if into else 1) if far else LocalFile(path)
+        source = (
+            open_remote(path, stopping=stopping, first=FIRST if into else 1)
+            if far
+            else LocalFile(path)
+        )
         with source:
             one.size, one.requests = source.size, 1
             one.tag = source.version or ""
@@ -240,7 +256,11 @@ def _ranged(source: Source) -> bool:
 
 def _error(within: list[Glimpse]) -> float:
     """Two standard deviations of the mean bytes of a sample, as a share: of samples, or of shards if these differ more."""
-    takes = [np.array([sample.stop - sample.start for sample in one.found], float) for one in within if one.found]
+    takes = [
+        np.array([sample.stop - sample.start for sample in one.found], float)
+        for one in within
+        if one.found
+    ]
     found = []
     for values in (np.concatenate([*takes, np.zeros(0)]), np.array([one.mean() for one in takes])):
         if len(values) > 1:

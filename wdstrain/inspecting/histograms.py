@@ -115,7 +115,11 @@ class Counting:
 def notes(one: Histogram) -> list[str]:
     """What is to be said of a histogram beside its bars."""
     found = [f"{'all' if one.exact else 'about, by'} {plural(one.looked_at, 'sample')}"]
-    if one.imbalance is not None and one.imbalance > 1 and (one.exact or one.looked_at >= _TELLING * len(one.classes)):
+    if (
+        one.imbalance is not None
+        and one.imbalance > 1
+        and (one.exact or one.looked_at >= _TELLING * len(one.classes))
+    ):
         found.append(f"the largest class has {one.imbalance:.3g} times the samples of the smallest")
     if one.empty:
         some = ", ".join(one.empty[:5]) + (", ..." if len(one.empty) > 5 else "")
@@ -123,7 +127,11 @@ def notes(one: Histogram) -> list[str]:
     if one.per_sample is not None:
         low, middle, high = map(int, one.per_sample)
         found.append(f"{low} to {high} classes a sample, median {middle}")
-    wrong = {"of none of the classes": one.unknown, "cannot be read": one.unreadable, "samples have none": one.without}
+    wrong = {
+        "of none of the classes": one.unknown,
+        "cannot be read": one.unreadable,
+        "samples have none": one.without,
+    }
     return found + [f"{count} {what}" for what, count in wrong.items() if count]
 
 
@@ -141,7 +149,10 @@ def spread(one: Histogram) -> list[tuple[str, str]]:
     if one.numbers is None:
         return [("values", "none that is a number")]
     found = one.numbers
-    rows = [("mean", f"{found.mean:.5g}, deviation {found.deviation:.5g}"), ("smallest", f"{found.smallest:.5g}")]
+    rows = [
+        ("mean", f"{found.mean:.5g}, deviation {found.deviation:.5g}"),
+        ("smallest", f"{found.smallest:.5g}"),
+    ]
     rows.append(("quartiles", ", ".join(f"{value:.5g}" for value in found.quartiles)))
     rows.append(("largest", f"{found.largest:.5g}"))
     value, share = found.commonest
@@ -158,7 +169,9 @@ def plural(count: int, word: str) -> str:
 
 
 def _classes(label: Label, counts: Mapping[str, float], looked_at: int, exact: bool) -> Histogram:
-    order = label.classes or sorted(counts, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+    order = label.classes or sorted(
+        counts, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name)
+    )
     classes = {printable(name): round(counts.get(name, 0)) for name in order}
     some = [count for count in classes.values() if count]
     return Histogram(
@@ -180,4 +193,12 @@ def _numbers(values: list[float]) -> Numbers | None:
     found, counts = np.unique(finite, return_counts=True)
     commonest = float(found[counts.argmax()]), float(counts.max() / len(finite))
     lost = len(values) - len(finite)
-    return Numbers(float(finite.mean()), float(finite.std()), low, (first, middle, third), high, commonest, lost)
+    return Numbers(
+        float(finite.mean()),
+        float(finite.std()),
+        low,
+        (first, middle, third),
+        high,
+        commonest,
+        lost,
+    )

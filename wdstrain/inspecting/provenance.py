@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_USUAL = {"seed": 0, "shuffle": True, "check": "magic", "shard_bytes": 256_000_000, "on_bad": "raise"}  # is not worth a word
+_USUAL = {
+    "seed": 0,
+    "shuffle": True,
+    "check": "magic",
+    "shard_bytes": 256_000_000,
+    "on_bad": "raise",
+}  # is not worth a word
 
 
 def made(info: Mapping[str, Any]) -> str:
@@ -14,7 +20,11 @@ def made(info: Mapping[str, Any]) -> str:
     if not source:
         return "by another program: no index says how"
     parts = [_from(source)]
-    changed = {name: value for name, value in options.items() if value not in (None, False) and _USUAL.get(name) != value}
+    changed = {
+        name: value
+        for name, value in options.items()
+        if value not in (None, False) and _USUAL.get(name) != value
+    }
     said = [_option(name, value) for name, value in changed.items()]
     if options.get("shuffle") is False:
         said.append("not shuffled")
@@ -29,13 +39,19 @@ def made(info: Mapping[str, Any]) -> str:
 
 def ignored(info: Mapping[str, Any]) -> dict[str, int]:
     """What was passed over, by reason."""
-    return {str(reason): count for reason, count in _mapping(info.get("ignored")).items() if isinstance(count, int)}
+    return {
+        str(reason): count
+        for reason, count in _mapping(info.get("ignored")).items()
+        if isinstance(count, int)
+    }
 
 
 def _from(source: Mapping[str, Any]) -> str:
     kind = source.get("kind")
     if kind == "folder":
-        return f"from a folder of {source.get('classes')} class{'es' * (source.get('classes') != 1)}"
+        return (
+            f"from a folder of {source.get('classes')} class{'es' * (source.get('classes') != 1)}"
+        )
     if kind == "table":
         labels = ", ".join(map(str, source.get("labels") or [])) or "none"
         return f"from a table, pictures in column {source.get('image')}, labels: {labels}"
@@ -44,11 +60,15 @@ def _from(source: Mapping[str, Any]) -> str:
     if kind == "torchvision":
         return f"from torchvision's {source.get('name')} ({', '.join(map(str, source.get('splits') or []))})"
     if kind == "tars":
-        chosen = [f"where {source['select']}"] * bool(source.get("select")) + ["of some keys"] * bool(source.get("keys"))
+        chosen = [f"where {source['select']}"] * bool(source.get("select")) + [
+            "of some keys"
+        ] * bool(source.get("keys"))
         names = _mapping(source.get("fields")).items()
         chosen += [f"{old} called {new}" for old, new in names if old != new]
         return ", ".join(["from other tars", *chosen])
-    return {"arrays": "from arrays", "samples": "from samples of a program"}.get(str(kind), f"from {kind}")
+    return {"arrays": "from arrays", "samples": "from samples of a program"}.get(
+        str(kind), f"from {kind}"
+    )
 
 
 def _option(name: str, value: Any) -> str:

@@ -43,7 +43,9 @@ class Sampler:
             first, stop = int(self._index.first[number]), int(self._index.first[number + 1])
             if is_remote(shard.path):
                 until = len(self._heads.get(shard.path, b""))
-                inside = int(np.searchsorted(self._index.table.stop[first:stop], until, side="right"))
+                inside = int(
+                    np.searchsorted(self._index.table.stop[first:stop], until, side="right")
+                )
                 stop = first + (
                     max(inside, not whole) if until and stop > first else 0
                 )  # one that is too large shows its beginning
@@ -64,18 +66,27 @@ class Sampler:
                         offset, size = int(table.member_offset[row]), int(table.member_size[row])
                         data = part(offset, min(size, FIRST_BYTES))
                         if len(data) >= min(size, _SOME):
-                            yield int(table.member_field[row]), Value(size, data, part.more(offset, size))
+                            yield (
+                                int(table.member_field[row]),
+                                Value(size, data, part.more(offset, size)),
+                            )
 
-    def labels(self, field: str, ids: Ints, *, through: bool, asked: bool) -> Iterator[tuple[int, bytes | memoryview]]:
+    def labels(
+        self, field: str, ids: Ints, *, through: bool, asked: bool
+    ) -> Iterator[tuple[int, bytes | memoryview]]:
         """(id, bytes of a field) of those of these samples that have it.
 
         through: shards of servers are read as streams for it; asked: a request for each.
         """
         shards = self._index.shard_of(ids)
         if through or asked:
-            for number in np.unique(shards).tolist():  # what is wrong with one shard is no reason to leave the others
+            for number in np.unique(
+                shards
+            ).tolist():  # what is wrong with one shard is no reason to leave the others
                 try:
-                    yield from label_bytes(self._index, field, ids[shards == number], through=through)
+                    yield from label_bytes(
+                        self._index, field, ids[shards == number], through=through
+                    )
                 except WdstrainError as error:
                     self.errors.append(error)
             return
@@ -87,7 +98,10 @@ class Sampler:
                 for i in ids[shards == number].tolist():
                     for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
                         size = int(table.member_size[row])
-                        if table.member_field[row] == wanted and len(data := part(int(table.member_offset[row]), size)) == size:
+                        if (
+                            table.member_field[row] == wanted
+                            and len(data := part(int(table.member_offset[row]), size)) == size
+                        ):
                             yield i, data
 
 
@@ -95,7 +109,11 @@ class _Part:
     """Bytes of one shard: of its file, or of its beginning; none after something was wrong with it."""
 
     def __init__(self, path: str, heads: dict[str, bytes], errors: list[WdstrainError]) -> None:
-        self._path, self._head, self._errors = path, heads.get(path, b"") if is_remote(path) else None, errors
+        self._path, self._head, self._errors = (
+            path,
+            heads.get(path, b"") if is_remote(path) else None,
+            errors,
+        )
         self._file: LocalFile | None = None
 
     def __enter__(self) -> _Part:

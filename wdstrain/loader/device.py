@@ -54,7 +54,9 @@ def to_device(
     return ahead(given, sender) if isinstance(given, Batches) else _others(given, sender)
 
 
-def _here(batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None) -> Iterator[Batch]:
+def _here(
+    batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None
+) -> Iterator[Batch]:
     for batch in batches:
         moved = _moved(batch, device)
         if augmentation is not None and isinstance(batches, Batches):
@@ -115,7 +117,11 @@ class _CudaSender:
 
     def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
         with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            copied, there, done = _moved(batch, self._device), torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied, there, done = (
+                _moved(batch, self._device),
+                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            )
             there.record(self._side)
             if self._augmentation is not None and draws is not None:
                 copied = self._augmentation(copied, draws(DRAWS))
@@ -150,7 +156,9 @@ def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
 
 def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
     """A loader's batches, one of them ahead."""
-    with WorkerDeathsAsErrors():  # a signal tells this thread of a death, also while the courier waits for the batch
+    with (
+        WorkerDeathsAsErrors()
+    ):  # a signal tells this thread of a death, also while the courier waits for the batch
         yield from _ahead(batches, sender)
 
 
@@ -245,7 +253,9 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {name: _moved(part, device) for name, part in value.items()}
-    if isinstance(value, (list, tuple)) and any(isinstance(part, (torch.Tensor, Mapping)) for part in value):
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(part, (torch.Tensor, Mapping)) for part in value
+    ):
         return [_moved(part, device) for part in value]
     return value
 

@@ -76,7 +76,13 @@ class Batches(Iterator[Batch]):
     _whole: int
 
     def __init__(
-        self, host: Host, plans: Callable[[int], Order], rank: int, start: Position, max_bad: float, until: int | None
+        self,
+        host: Host,
+        plans: Callable[[int], Order],
+        rank: int,
+        start: Position,
+        max_bad: float,
+        until: int | None,
     ) -> None:
         self._host, self._plans, self._rank, self._max_bad = host, plans, rank, max_bad
         self._start, self._until = start, until
@@ -89,7 +95,9 @@ class Batches(Iterator[Batch]):
         self._last: Taken | None = None
         self._given_at: float | None = None
         self._logged = False
-        self._asking = threading.RLock()  # held from asking until a batch is given, so that the position never goes back
+        self._asking = (
+            threading.RLock()
+        )  # held from asking until a batch is given, so that the position never goes back
         self._process: int | None = None  # the one that asked first
 
     def __next__(self) -> Batch:
@@ -125,7 +133,9 @@ class Batches(Iterator[Batch]):
         They are the same for any number of workers and ranks and after a resume, and unrelated to those of `fields`.
         """
         if self._last is None:
-            raise UsageError("no batch was given yet, and draws belong to one. Ask for a batch first.")
+            raise UsageError(
+                "no batch was given yet, and draws belong to one. Ask for a batch first."
+            )
         return self._last.draws(columns)
 
     @property
@@ -168,15 +178,21 @@ class Batches(Iterator[Batch]):
             assert self._pipeline is not None
             if self._step == self._plan.steps:
                 if self._rows != self._promised:
-                    raise WdstrainError(f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}.")
+                    raise WdstrainError(
+                        f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}."
+                    )
                 raise StopIteration
             batch, counts = self._pipeline.next(self._turn)
             self._rows += len(counts.ids)
             self._step += 1
-            at = (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
+            at = (
+                (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
+            )
             return Taken(batch, counts, self._pipeline.costs(), at, self._plan)
 
-    def give(self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0) -> Batch:
+    def give(
+        self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0
+    ) -> Batch:
         """The loop gets this batch, or what became of it, which it asked for at this time. Raises SampleError for too many bad.
 
         copy_seconds: how long it was on its way to a device.
@@ -184,7 +200,9 @@ class Batches(Iterator[Batch]):
         self._meter.copy_seconds += copy_seconds
         self._count(taken.counts)
         self._host.moved(Position(*taken.position, self._bad if taken.position[1] else 0))
-        vars(self._meter).update(zip(StageTotals._fields, map(sub, taken.costs, self._before), strict=True))
+        vars(self._meter).update(
+            zip(StageTotals._fields, map(sub, taken.costs, self._before), strict=True)
+        )
         self._last = Taken({}, *taken[1:])  # the memory of a batch is the loop's alone
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked
@@ -232,12 +250,15 @@ class Batches(Iterator[Batch]):
     def _begin(self) -> None:
         plan = self._plan = self._plans(self._epoch)
         self._promised, self._whole = (
-            sum(_promised(plan, lane, step) for lane in plan.lanes_of(self._rank)) for step in (self._step, 0)
+            sum(_promised(plan, lane, step) for lane in plan.lanes_of(self._rank))
+            for step in (self._step, 0)
         )
         pipeline = self._pipeline = self._host.open()
         self._turn = pipeline.seek(self._epoch, self._step, self._until)
         self._before = pipeline.costs()
-        self._meter = EpochStats(epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders)
+        self._meter = EpochStats(
+            epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
+        )
         self._host.begun(self._meter, self._start)
 
     def _count(self, counts: BatchInfo) -> None:
@@ -247,7 +268,11 @@ class Batches(Iterator[Batch]):
             self._bad += len(counts.bad)
             meter.add_bad(counts.bad)
             if self._bad > self._max_bad * self._whole:
-                before = f", {self._start.bad} of them before step {self._start.step}" if self._start.bad else ""
+                before = (
+                    f", {self._start.bad} of them before step {self._start.step}"
+                    if self._start.bad
+                    else ""
+                )
                 raise SampleError(
                     f"{self._bad} of the {self._whole} samples of epoch {meter.epoch} are bad{before}, more than "
                     f"max_bad={self._max_bad} allows "

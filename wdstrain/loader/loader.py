@@ -35,7 +35,9 @@ from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.shard_cache import Cache
 
-_BUFFER_BYTES = 256 << 20  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
+_BUFFER_BYTES = (
+    256 << 20
+)  # a window of this many bytes is the default shuffle buffer; half of it is held at a time
 
 _WIDEST = 8  # times the longest lane: a window beyond changes nothing any more
 
@@ -112,10 +114,16 @@ class Loader:
         patience: float = 60.0,
         collate_fn: Collate | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in ("self", "urls", "__class__")}
+        options = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "urls", "__class__")
+        }
         _log_slow_paths()
         if fields is not None and transform is not None:
-            raise UsageError("fields and transform were both given; each says what an example is. Give one of them.")
+            raise UsageError(
+                "fields and transform were both given; each says what an example is. Give one of them."
+            )
         if collate_fn is not None and (transform is None or not callable(collate_fn)):
             raise UsageError(
                 f"collate_fn={collate_fn!r}: must be a function of the list of examples that a transform returned. Give transform too."
@@ -125,14 +133,20 @@ class Loader:
                 f"on_bad={on_bad!r}, max_bad={max_bad}: on_bad is raise, replace or mark, max_bad a share from 0 to 1."
             )
         if on_bad == "mark" and transform is not None:
-            raise UsageError('on_bad="mark" leaves rows empty, and what a transform makes has none. Use on_bad="replace".')
+            raise UsageError(
+                'on_bad="mark" leaves rows empty, and what a transform makes has none. Use on_bad="replace".'
+            )
         if not is_number(patience) or not 0 <= patience <= threading.TIMEOUT_MAX:
-            raise UsageError(f"patience={patience!r}: must be a number of seconds >= 0. 0 turns the warnings off.")
+            raise UsageError(
+                f"patience={patience!r}: must be a number of seconds >= 0. 0 turns the warnings off."
+            )
         batch_size, seed = integer("batch_size", batch_size, 1), integer("seed", seed)
         num_workers = integer("num_workers", num_workers, 0)
         lanes = None if lanes is None else integer("lanes", lanes, 1)
         cache = _cache(cache_dir, cache_limit)
-        self.index: Index = urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad != "raise")
+        self.index: Index = (
+            urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad != "raise")
+        )
         self.batch_size, self.num_workers = batch_size, num_workers
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer: int = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
@@ -143,9 +157,13 @@ class Loader:
             _warn_of_numbers(self.index)
         self.fields, self.transform = fields, transform
         if multiprocessing_context not in (None, *get_args(Context)):
-            raise UsageError(f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn.")
+            raise UsageError(
+                f"multiprocessing_context={multiprocessing_context!r} is not fork, forkserver or spawn."
+            )
         if num_workers:
-            check_picklable(fields, {"transform": transform, "collate_fn": collate_fn}, multiprocessing_context)
+            check_picklable(
+                fields, {"transform": transform, "collate_fn": collate_fn}, multiprocessing_context
+            )
         make = self._planner(
             seed=seed,
             batch_size=batch_size,
@@ -173,10 +191,16 @@ class Loader:
             sources=self._sources,
             patience=patience,
         )
-        self._options: dict[str, Any] = {**options, "rank": self.rank, "world_size": self.world_size}  # for copies
+        self._options: dict[str, Any] = {
+            **options,
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }  # for copies
         self._max_bad = float(max_bad)
         self._pipeline: Pipeline | None = None
-        self._position: Position | None = None  # the step after what was delivered; None: nothing was yet
+        self._position: Position | None = (
+            None  # the step after what was delivered; None: nothing was yet
+        )
         self._start: Position | None = None  # where the next `for` begins, if somebody said so
         self._meter = EpochStats()
         self._host: Callable[[], _Host | None] = lambda: None  # of the pass that began last
@@ -206,7 +230,11 @@ class Loader:
         if self._start is not None:
             return self._start
         # every `for` is the next epoch, also after a `break`
-        return Position(0, 0) if self._position is None else Position(self._position.epoch + (self._position.step > 0), 0)
+        return (
+            Position(0, 0)
+            if self._position is None
+            else Position(self._position.epoch + (self._position.step > 0), 0)
+        )
 
     def epoch(self, number: int, *, start: int = 0, until: int | None = None) -> Batches:
         """Iterate over one epoch, from a step on.
@@ -217,9 +245,13 @@ class Loader:
         number, start = integer("epoch", number, 0), integer("start", start, 0)
         until = None if until is None else integer("until", until, 0)
         if until is not None and until <= number:
-            raise UsageError(f"until={until}: must be above the epoch, {number}. Give epochs in all, or {number + 1}.")
+            raise UsageError(
+                f"until={until}: must be above the epoch, {number}. Give epochs in all, or {number + 1}."
+            )
         if start and start >= len(self):
-            raise UsageError(f"epoch {number}, step {start}: an epoch has {len(self)} steps, which count from 0.")
+            raise UsageError(
+                f"epoch {number}, step {start}: an epoch has {len(self)} steps, which count from 0."
+            )
         return self._from(Position(number, start), until)
 
     def _from(self, start: Position, until: int | None = None) -> Batches:
@@ -254,18 +286,29 @@ class Loader:
         """The next `for` goes on where the state was taken. Raises UsageError naming what differs from this loader."""
         mine = self._identity()
         differing = [
-            f"{name} was {state.get(name)!r}, is {value!r}" for name, value in mine.items() if state.get(name) != value
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in mine.items()
+            if state.get(name) != value
         ]
         if differing:
             raise UsageError(
                 f"this state belongs to another order: {'; '.join(differing)}. Use the same values, or start anew."
             )
         try:
-            at = Position(*(integer(name, state.get(name, 0 if name == "bad" else None), 0) for name in Position._fields))
+            at = Position(
+                *(
+                    integer(name, state.get(name, 0 if name == "bad" else None), 0)
+                    for name in Position._fields
+                )
+            )
         except UsageError as error:
-            raise UsageError(f"this state is no position in an epoch of {len(self)} steps: {error}") from None
+            raise UsageError(
+                f"this state is no position in an epoch of {len(self)} steps: {error}"
+            ) from None
         if at.step >= len(self):
-            raise UsageError(f"step={at.step} of this state is no position in an epoch of {len(self)} steps.")
+            raise UsageError(
+                f"step={at.step} of this state is no position in an epoch of {len(self)} steps."
+            )
         if (state.get("rank"), state.get("world_size")) != (self.rank, self.world_size):
             at = at._replace(bad=0)  # those were another rank's: this one may have met none
         self._start = at
@@ -335,14 +378,21 @@ class Loader:
 
         what = "what the transform makes" if self.transform is not None else self.fields
         epoch, step, _ = self._at
-        doing = {"workers": self.num_workers or "threads", "position": f"epoch {epoch}, step {step} of {len(self)}"}
-        return loader_card(self.index, self.plan(0), self.rank, what, self._held, doing, self.report())
+        doing = {
+            "workers": self.num_workers or "threads",
+            "position": f"epoch {epoch}, step {step} of {len(self)}",
+        }
+        return loader_card(
+            self.index, self.plan(0), self.rank, what, self._held, doing, self.report()
+        )
 
     @property
     def _held(self) -> float:
         """MB that the shuffle buffer holds at a time, about."""
         plan = self.plan(0)
-        waiting = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(self.rank))
+        waiting = sum(
+            min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(self.rank)
+        )
         return waiting * _mean_bytes(self.index) / 1e6 if plan.shuffle else 0.0
 
 
@@ -403,7 +453,9 @@ class _Host:
             loader.close()
 
 
-def _copied(kind: Callable[..., Loader], sets: tuple[Any, ...], options: dict[str, Any], at: Position | None) -> Loader:
+def _copied(
+    kind: Callable[..., Loader], sets: tuple[Any, ...], options: dict[str, Any], at: Position | None
+) -> Loader:
     loader = kind(*sets, **options)
     loader._start = at
     return loader
@@ -447,7 +499,9 @@ def _log_slow_paths() -> None:
 def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Cache | None:
     if folder is None:
         if limit is not None:
-            raise UsageError(f"cache_limit={limit!r} limits a cache, and none is asked for. Give cache_dir too.")
+            raise UsageError(
+                f"cache_limit={limit!r} limits a cache, and none is asked for. Give cache_dir too."
+            )
         return None
     try:
         most = parse_size(limit) if isinstance(limit, str) else limit
@@ -459,7 +513,9 @@ def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Ca
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world_size) as given, else as torch.distributed says, else as the environment does, else (0, 1)."""
     if (rank is None) != (world_size is None):
-        raise UsageError(f"rank={rank} and world_size={world_size} belong together. Give both or none.")
+        raise UsageError(
+            f"rank={rank} and world_size={world_size} belong together. Give both or none."
+        )
     if rank is None or world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -474,7 +530,9 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdigit():
-        raise UsageError(f"{name}={text!r} in the environment is no number. Unset it, or give rank and world_size.")
+        raise UsageError(
+            f"{name}={text!r} in the environment is no number. Unset it, or give rank and world_size."
+        )
     return int(text)
 
 
@@ -495,10 +553,16 @@ def _buffer(index: Index, asked: int | None, lanes: int) -> int:
 
 def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
     if fields is not None and not isinstance(fields, Mapping):
-        raise UsageError(f"fields={fields!r} is no dict. Write for example fields={{'image': wt.image(size=64)}}.")
+        raise UsageError(
+            f"fields={fields!r} is no dict. Write for example fields={{'image': wt.image(size=64)}}."
+        )
     for name, field in (fields or {}).items():
-        if isinstance(field, type) or not all(hasattr(field, part) for part in ("names", "example", "read")):
-            raise UsageError(f"field {name!r} is {field!r}, which is no field. Write for example wt.image('jpg', size=64).")
+        if isinstance(field, type) or not all(
+            hasattr(field, part) for part in ("names", "example", "read")
+        ):
+            raise UsageError(
+                f"field {name!r} is {field!r}, which is no field. Write for example wt.image('jpg', size=64)."
+            )
         if field.example is not None and not lies_in_batches(field.example):
             raise UsageError(
                 f"field {name!r} has an example of {field.example.dtype!r}, no dtype that torch has. Use for example float32."
@@ -506,16 +570,28 @@ def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
         if not any(one in index.fields for one in field.names):
             wanted, found = ", ".join(field.names), ", ".join(index.fields)
             known = ", ".join(reader_of(label) for label in index.labels)
-            hint = f" Their labels are read with {known}." if known and not isinstance(field, Image) else ""
-            raise UsageError(f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.{hint}")
+            hint = (
+                f" Their labels are read with {known}."
+                if known and not isinstance(field, Image)
+                else ""
+            )
+            raise UsageError(
+                f"field {name!r} looks for {wanted}; these shards hold {found}. Name one of those.{hint}"
+            )
 
 
 def _warn_of_numbers(index: Index) -> None:
     """Say that raw class numbers of these sets mean different classes, if they do."""
-    for field in dict.fromkeys(label.field for labels in index.shard_labels for label in labels if label.column is None):
-        mine = [next((one for one in labels if one.place == (field, None)), None) for labels in index.shard_labels]
+    for field in dict.fromkeys(
+        label.field for labels in index.shard_labels for label in labels if label.column is None
+    ):
+        mine = [
+            next((one for one in labels if one.place == (field, None)), None)
+            for labels in index.shard_labels
+        ]
         found = {
-            one.numbering if one is not None else "no label": shard.shown for shard, one in zip(index.shards, mine, strict=True)
+            one.numbering if one is not None else "no label": shard.shown
+            for shard, one in zip(index.shards, mine, strict=True)
         }
         if len(found) > 1 and any(one is not None and one.kind == "class" for one in mine):
             _log.warning(
@@ -533,5 +609,9 @@ def takes_rng(transform: Transform) -> bool:
         parameters = inspect.signature(transform).parameters.values()
     except (TypeError, ValueError):
         return False
-    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    needed = [
+        p
+        for p in parameters
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
     return len(needed) == 2

@@ -23,7 +23,13 @@ from wdstrain.storage.addresses import Urls
 class MixedLoader(Loader):
     """A loader over several sources with fixed shares; see `mix`."""
 
-    def __init__(self, sources: Mapping[str, Index], shares: tuple[Fraction, ...], *words: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Index],
+        shares: tuple[Fraction, ...],
+        *words: Any,
+        **options: Any,
+    ) -> None:
         self._indexes, self._shares = dict(sources), shares
         firsts = [0, *accumulate(len(index) for index in sources.values())]
         self._sources = dict(zip(sources, firsts, strict=False))
@@ -32,9 +38,13 @@ class MixedLoader(Loader):
     def _planner(self, **sizes: Any) -> Callable[..., Order]:
         tail = sizes.pop("tail")
         if tail != "drop":
-            raise UsageError(f'tail="{tail}": a mixture ends with the first source that cannot fill a step. Use tail="drop".')
+            raise UsageError(
+                f'tail="{tail}": a mixture ends with the first source that cannot fill a step. Use tail="drop".'
+            )
         counts = [index.counts for index in self._indexes.values()]
-        return partial(Mixture, counts=counts, names=list(self._indexes), shares=self._shares, **sizes)
+        return partial(
+            Mixture, counts=counts, names=list(self._indexes), shares=self._shares, **sizes
+        )
 
     @property
     def _sets(self) -> tuple[Any, ...]:
@@ -61,16 +71,25 @@ def mix(
     Raises UsageError for weights that do not fit the sources.
     """
     if not sources:
-        raise UsageError("there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}.")
+        raise UsageError(
+            "there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}."
+        )
     cut = options.get("on_bad", "raise") != "raise"
-    indexes = {name: urls if isinstance(urls, Index) else open_shards(urls, cut=cut) for name, urls in sources.items()}
+    indexes = {
+        name: urls if isinstance(urls, Index) else open_shards(urls, cut=cut)
+        for name, urls in sources.items()
+    }
     given = {name: len(index) for name, index in indexes.items()} if weights is None else weights
-    numbers = isinstance(given, Mapping) and all(is_number(one) and 0 < one < inf for one in given.values())
+    numbers = isinstance(given, Mapping) and all(
+        is_number(one) and 0 < one < inf for one in given.values()
+    )
     if not numbers or set(given) != set(indexes):
         raise UsageError(
             f"weights={given!r}: each of the sources {', '.join(indexes)} needs one above 0, below infinity, and no other."
         )
-    return MixedLoader(indexes, _shares([_number(given[name]) for name in indexes]), fields, transform, **options)
+    return MixedLoader(
+        indexes, _shares([_number(given[name]) for name in indexes]), fields, transform, **options
+    )
 
 
 def _number(weight: Any) -> int | float:
@@ -81,8 +100,12 @@ def _number(weight: Any) -> int | float:
 def _shares(weights: list[float]) -> tuple[Fraction, ...]:
     """Weights as fractions of 1 in steps of 1/65536, so that all arithmetic with them is exact."""
     total = sum(Fraction(weight) for weight in weights)
-    edges = [Fraction(round(65536 * edge / total), 65536) for edge in accumulate(map(Fraction, weights))]
+    edges = [
+        Fraction(round(65536 * edge / total), 65536) for edge in accumulate(map(Fraction, weights))
+    ]
     shares = tuple(high - low for low, high in zip([Fraction(0), *edges], edges, strict=False))
     if min(shares) <= 0:
-        raise UsageError(f"weights={weights}: the smallest is below 1/65536 of all. Raise it, or leave that source away.")
+        raise UsageError(
+            f"weights={weights}: the smallest is below 1/65536 of all. Raise it, or leave that source away."
+        )
     return shares

@@ -42,7 +42,9 @@ from wdstrain.storage.shard_cache import Cache
 _log = logging.getLogger("wdstrain")
 
 _AHEAD_BYTES, _AHEAD_OF_LANDING = 64 << 20, 128 << 20  # held beyond half a window
-OVER = "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+OVER = (
+    "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+)
 TAKEN = "another loop over the same loader took this one's place. Use a Loader for each loop."
 _SPARE = 4  # batches in the user's hands before further ones are copies
 
@@ -99,26 +101,51 @@ class Pipeline:
 
         patience: seconds without a batch until it is told who is stuck; 0: never.
         """
-        self.process = os.getpid()  # which started it; what a forked child inherits of it does not work there
+        self.process = (
+            os.getpid()
+        )  # which started it; what a forked child inherits of it does not work there
         replace, self._marks = on_bad != "raise", on_bad == "mark"
-        self._using = threading.RLock()  # a batch is taken in one thread, and all may be closed in another
+        self._using = (
+            threading.RLock()
+        )  # a batch is taken in one thread, and all may be closed in another
         self._index, self._plans, self._rank = index, plans, rank
-        self._source_names, self._source_firsts = list(sources or ()), np.array(list((sources or {}).values()), np.int64)
+        self._source_names, self._source_firsts = (
+            list(sources or ()),
+            np.array(list((sources or {}).values()), np.int64),
+        )
         plan = plans(0)
-        examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
+        examples = {
+            name: field.example
+            for name, field in (fields or {}).items()
+            if field.example is not None
+        }
         layout = Layout.of(examples, plan.batch_size)
         lands = direct_fields(index, fields, layout, plan)
-        decoded = None if fields is None else {name: field for name, field in fields.items() if name not in lands}
+        decoded = (
+            None
+            if fields is None
+            else {name: field for name, field in fields.items() if name not in lands}
+        )
         # bytes are taken from the arena by this process itself, and a number beside an array is read sooner than sent away
-        inline = transform is None and (decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values())))
-        read_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
+        inline = transform is None and (
+            decoded is None or (bool(lands) and all(is_light(one) for one in decoded.values()))
+        )
+        read_bytes = (
+            plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
+        )
         flight = flight_of(num_workers, plan.batch_size, layout.size, read_bytes)
         busy = 1 if inline else flight.batches
         ahead = _AHEAD_OF_LANDING if lands else _AHEAD_BYTES
         begun = batches_begun(index, plan, rank, ahead) if lands else 0
         self._slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE)
-        landing = self._landing = SlotSink(index, lands.values(), self._slots, replace) if lands else None
-        wanted = None if decoded is None else {name for field in decoded.values() for name in field.names}
+        landing = self._landing = (
+            SlotSink(index, lands.values(), self._slots, replace) if lands else None
+        )
+        wanted = (
+            None
+            if decoded is None
+            else {name for field in decoded.values() for name in field.names}
+        )
         self._reader = Reader(
             index,
             plans,
@@ -149,7 +176,11 @@ class Pipeline:
         if inline:
             self._workers = InlineDecoder(decoder)
         else:
-            self._workers = WorkerProcesses(decoder, flight, context) if num_workers else DecoderThreads(decoder, flight)
+            self._workers = (
+                WorkerProcesses(decoder, flight, context)
+                if num_workers
+                else DecoderThreads(decoder, flight)
+            )
         self._seeded = isinstance(self._workers, WorkerProcesses)
         self._results: Iterator[Result] | None = None
         self._at: tuple[int, int] | None = None  # epoch and step of the batch that comes out next
@@ -157,7 +188,9 @@ class Pipeline:
         self._until: int | None = None  # the epoch before which the tasks end
         self._broken: WdstrainError | None = None  # why they ended before
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
-        self._pending: dict[int, tuple[Batch, list[str]]] = {}  # batch number -> what was asked of the decoders, and its keys
+        self._pending: dict[
+            int, tuple[Batch, list[str]]
+        ] = {}  # batch number -> what was asked of the decoders, and its keys
         self._awaited, self._waiter = (
             0,
             0,
@@ -168,7 +201,9 @@ class Pipeline:
         self._reread = 0
         self.closed = False  # or about to be
         self.let_go: Callable[[], Any] = lambda: None  # whoever had it closed ends it no more
-        self._turn = 0  # grows with every seek: an older loop over the same stream is told that it lost it
+        self._turn = (
+            0  # grows with every seek: an older loop over the same stream is told that it lost it
+        )
 
     @property
     def decoders(self) -> int:
@@ -181,7 +216,9 @@ class Pipeline:
         until: the epoch of which nothing is read ahead; by default none is read ahead of an epoch that is asked for again.
         """
         with self._using:
-            if self.closed:  # by another thread, since it was asked for; nobody would close it any more
+            if (
+                self.closed
+            ):  # by another thread, since it was asked for; nobody would close it any more
                 raise WdstrainError(OVER)
             self._turn += 1
             self._reader.resume()
@@ -222,7 +259,10 @@ class Pipeline:
         rows = valid if plan.tail == "keep" else len(given)
         values = result.values
         if not rows:
-            values = {name: _none_of(value) if self._transforms else value[:0] for name, value in values.items()}
+            values = {
+                name: _none_of(value) if self._transforms else value[:0]
+                for name, value in values.items()
+            }
         made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
         made["__key__"] = self._index.keys(given[:rows]) if result.bad else keys[:rows]
         if self._source_names:
@@ -294,7 +334,10 @@ class Pipeline:
 
     def _result(self, results: Iterator[Result]) -> Result:
         """The next result, and what passed from the moment when it was both asked for and made until it was here."""
-        asked, others = time.perf_counter(), self._seconds["parse_seconds"] + self._reader.shuffle_seconds
+        asked, others = (
+            time.perf_counter(),
+            self._seconds["parse_seconds"] + self._reader.shuffle_seconds,
+        )
         self._waiter = threading.get_ident()
         self._watch.start_wait()
         try:
@@ -311,8 +354,12 @@ class Pipeline:
                 raise broken or WdstrainError(OVER)
             finally:
                 del broken  # which refers to this frame
-        others = self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others  # which were done meanwhile
-        self._seconds["handoff_seconds"] += max(0.0, time.perf_counter() - max(asked, result.ended) - others)
+        others = (
+            self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others
+        )  # which were done meanwhile
+        self._seconds["handoff_seconds"] += max(
+            0.0, time.perf_counter() - max(asked, result.ended) - others
+        )
         self._awaited = result.batch_number + 1
         return result
 
@@ -322,7 +369,10 @@ class Pipeline:
         if at is None:
             return
         said = f"no batch for {seconds:.0f} s (epoch {at[0]}, step {at[1]}). "
-        states = [(number, *self._workers.desks[number].state) for number in range(self._workers.desks.count)]
+        states = [
+            (number, *self._workers.desks[number].state)
+            for number in range(self._workers.desks.count)
+        ]
         busy = [
             (number, self._pending.get(batch_number), row)
             for number, batch_number, row in states
@@ -331,7 +381,9 @@ class Pipeline:
         if behind is not None:
             said += f"Stage read: {behind}"
         elif busy:
-            said += "Stage decode:\n" + "\n".join(self._stuck(number, batch, row) for number, batch, row in busy)
+            said += "Stage decode:\n" + "\n".join(
+                self._stuck(number, batch, row) for number, batch, row in busy
+            )
         elif self._workers.desks.count == 0:
             said += f"Stage decode, in the loop's own thread:\n{thread_stack(self._waiter)}"
         else:
@@ -343,7 +395,11 @@ class Pipeline:
     def _stuck(self, number: int, asked: tuple[Batch, list[str]] | None, row: int) -> str:
         name, stack = self._workers.stack(number)
         calls = stack.splitlines()  # what is below the decoder is how a thread or process begins
-        ours = [i for i, call in enumerate(calls) if "decoder.py" in call and call.endswith("in __call__")]
+        ours = [
+            i
+            for i, call in enumerate(calls)
+            if "decoder.py" in call and call.endswith("in __call__")
+        ]
         stack = "\n".join(calls[: ours[0] + 1] if ours else calls)
         if asked is None:
             return f"{name}:\n{stack}"
@@ -371,14 +427,25 @@ class Pipeline:
                 for number in range(len(stretch)):
                     try:
                         batch = self._reader.collect(stretch, number)
-                        slot = self._slots.take() if self._landing is None else self._landed(self._landing, batch_number, batch)
+                        slot = (
+                            self._slots.take()
+                            if self._landing is None
+                            else self._landed(self._landing, batch_number, batch)
+                        )
                     except ReadStopped:
                         raise
-                    except WdstrainError as error:  # the loop is given what came before it, and then raises it
+                    except (
+                        WdstrainError
+                    ) as error:  # the loop is given what came before it, and then raises it
                         self._broken = error
                         return
-                    self._pending[batch_number] = batch, block.keys[stretch.firsts[number] : stretch.firsts[number + 1]]
-                    task = block.task(number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified)
+                    self._pending[batch_number] = (
+                        batch,
+                        block.keys[stretch.firsts[number] : stretch.firsts[number + 1]],
+                    )
+                    task = block.task(
+                        number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified
+                    )
                     waited = self._reader.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
                     yield task
@@ -400,10 +467,14 @@ class Pipeline:
         for number in set(self._index.shard_of(damaged).tolist()):
             if self._cache is not None:
                 self._cache.forget(self._index.shards[number])
-        if self._landing is not None:  # others may have taken the place of what landed in the rows of bad samples
+        if (
+            self._landing is not None
+        ):  # others may have taken the place of what landed in the rows of bad samples
             for row in {one.row for one in failed.bad} - batch.unreadable.keys():
                 self._landing.reread(int(batch.ids[row]), row, failed.slot)
-        task = self._to_do.make(failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable)
+        task = self._to_do.make(
+            failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable
+        )
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 
     def _good(self, result: Result, batch: Batch, epoch: int) -> Result:
@@ -411,12 +482,16 @@ class Pipeline:
         if any(one.reason == MISMATCH for one in result.bad):
             result = self._again(result, batch, epoch)
         if self._replace and not self._marks and len(result.bad) == len(batch.ids):
-            result = self._to_do.substitute_batch(self._decoder, result, epoch, batch.ids, seeded=self._seeded)
+            result = self._to_do.substitute_batch(
+                self._decoder, result, epoch, batch.ids, seeded=self._seeded
+            )
         unreadable = [one for one in result.bad if one.substitute < 0]
         if unreadable:
             more = f" ({len(unreadable)} bad samples in this batch.)" if len(unreadable) > 1 else ""
             if unreadable[0].of_batch:
-                raise SampleError(f"a batch that begins with {self._found(batch, unreadable[0]).sentence}")
+                raise SampleError(
+                    f"a batch that begins with {self._found(batch, unreadable[0]).sentence}"
+                )
             more += (
                 " No good sample was found near it to take its place."
                 if self._replace
@@ -430,7 +505,9 @@ class Pipeline:
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
         offsets = {name: offset for name, offset, _ in self._index.members(number)}
         offset = offsets.get(bad.field, int(self._index.table.start[number]))
-        if bad.field and bad.field not in offsets:  # it is missing; the decoder was sent only what is looked for
+        if (
+            bad.field and bad.field not in offsets
+        ):  # it is missing; the decoder was sent only what is looked for
             bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
         return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
 
@@ -441,6 +518,10 @@ def _none_of(value: Any) -> Any:
         return value[:0]
     if isinstance(value, Mapping):
         return {name: _none_of(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)) and any(isinstance(part, (torch.Tensor, Mapping)) for part in value):
-        return type(value)(map(_none_of, value))  # what default_collate makes of sequences: a column for each place
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(part, (torch.Tensor, Mapping)) for part in value
+    ):
+        return type(value)(
+            map(_none_of, value)
+        )  # what default_collate makes of sequences: a column for each place
     return []

@@ -20,7 +20,9 @@ from wdstrain.report import charts
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import cores
 
-_NO_STALL = 0.1  # share of the time that may be spent waiting before the input is what holds it back
+_NO_STALL = (
+    0.1  # share of the time that may be spent waiting before the input is what holds it back
+)
 _KINDS = 20  # of reasons that are counted apart
 _SHOWN = 3  # of them in a line of the log
 _WAITS = 0.4  # share of its time in which a decoder computes, below which it rather waits
@@ -45,13 +47,20 @@ class Finding(NamedTuple):
     def sentence(self) -> str:
         if not self.key:
             return printable(f"{self.shard} {self.reason}.")
-        what = f"field '{self.field}' at offset {self.offset}" if self.field else f"the sample at offset {self.offset}"
+        what = (
+            f"field '{self.field}' at offset {self.offset}"
+            if self.field
+            else f"the sample at offset {self.offset}"
+        )
         return printable(f"{self.shard}: '{self.key}', {what}: {self.reason}.")
 
     @property
     def kind(self) -> str:
         """What findings of one kind have in common: the reason without what it quotes, and without numbers."""
-        return " ".join(re.sub(r"\(.*|'[^']*'|\S*\d\S*", "", self.reason).split()).rstrip(" ,:") or "it cannot be used"
+        return (
+            " ".join(re.sub(r"\(.*|'[^']*'|\S*\d\S*", "", self.reason).split()).rstrip(" ,:")
+            or "it cannot be used"
+        )
 
     def __str__(self) -> str:
         return self.sentence
@@ -80,7 +89,9 @@ class Report(dict[str, Any]):
         }
         counts |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
-        body = f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"
+        body = (
+            f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"
+        )
         return charts.fragment(f"epoch {self['epoch']}", body)
 
 
@@ -99,9 +110,13 @@ class EpochStats:
     retries: int = 0  # requests that were made anew
     read_seconds: float = 0.0  # the reader waited for storage, and compared what came
     parse_seconds: float = 0.0  # plan and index became the places of a batch's members
-    shuffle_seconds: float = 0.0  # a batch waited until the part of the window that it needs was read
+    shuffle_seconds: float = (
+        0.0  # a batch waited until the part of the window that it needs was read
+    )
     decode_seconds: float = 0.0
-    compute_seconds: float = 0.0  # of decoding and collating, those in which a decoder had a processor and did not wait
+    compute_seconds: float = (
+        0.0  # of decoding and collating, those in which a decoder had a processor and did not wait
+    )
     collate_seconds: float = 0.0  # decoded rows became one batch
     handoff_seconds: float = 0.0  # a batch that was decoded and wanted was on its way to the loop
     wait_seconds: float = 0.0  # the loop waited for a batch: the stall
@@ -119,7 +134,9 @@ class EpochStats:
         self.bad += len(found)
         for one in found:
             reason = f"{one.field or 'sample'}: {one.kind}"
-            reason = reason if reason in self.bad_reasons or len(self.bad_reasons) < _KINDS else "others"
+            reason = (
+                reason if reason in self.bad_reasons or len(self.bad_reasons) < _KINDS else "others"
+            )
             self.bad_reasons[reason] = self.bad_reasons.get(reason, 0) + 1
         self.bad_samples += found[: max(0, _KEPT - len(self.bad_samples))]
 
@@ -146,7 +163,11 @@ class EpochStats:
         if self.stall < _NO_STALL:
             return f"{consumer} bound: it was busy {busy_seconds / max(1e-9, total):.0%} of the time and waited for data {self.stall:.1%}"
         decode = (self.decode_seconds + self.collate_seconds) / self.decoders
-        read, samples, given = self.read_seconds, self.samples, self.parse_seconds + self.handoff_seconds
+        read, samples, given = (
+            self.read_seconds,
+            self.samples,
+            self.parse_seconds + self.handoff_seconds,
+        )
         waited = f"the {consumer} waited for data {self.stall:.1%} of the time"
         if self.copy_seconds > max(read, decode, total / 2):
             return f"input bound: copy to the device {min(1.0, self.copy_seconds / total):.0%}; {waited}. Smaller or uint8 batches would help"
@@ -175,7 +196,9 @@ class EpochStats:
         if more < 1:
             return f"{shares}. All {cores()} cores are taken; smaller pictures (convert --resize) would help"
         rate = min(others, (self.decoders + more) * each)
-        return f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
+        return (
+            f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
+        )
 
     @property
     def stages(self) -> dict[str, float]:
@@ -220,7 +243,10 @@ class EpochStats:
 
     def report(self) -> Report:
         bad = [one._asdict() for one in self.bad_samples]
-        return Report({**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict}, stages=self.stages)
+        return Report(
+            {**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict},
+            stages=self.stages,
+        )
 
 
 def _shortened(text: str) -> str:

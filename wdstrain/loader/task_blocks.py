@@ -53,7 +53,13 @@ class TaskBlock(NamedTuple):
     alike: tuple[int, ...]
 
     def task(
-        self, number: int, batch_number: int, slot: int, offset: Ints, unreadable: dict[int, str], unverified: Bools | None
+        self,
+        number: int,
+        batch_number: int,
+        slot: int,
+        offset: Ints,
+        unreadable: dict[int, str],
+        unverified: Bools | None,
     ) -> Task:
         """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; unreadable: by row, why
 
@@ -64,13 +70,23 @@ class TaskBlock(NamedTuple):
         if not len(self.member):  # everything lands: nothing is to be said of it
             nothing = self.field, self.within, self.size, _NONE, _NO_CRC
             return Task(
-                batch_number, self.epoch, slot, ids, self.first[start : stop + 1], *nothing, keys, unreadable, self.alike
+                batch_number,
+                self.epoch,
+                slot,
+                ids,
+                self.first[start : stop + 1],
+                *nothing,
+                keys,
+                unreadable,
+                self.alike,
             )
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
         if unverified is not None and len(self.table.member_crc):
-            unsure = np.flatnonzero(unverified[self.row[members]] & (self.table.member_crc[self.member[members]] != 0))
+            unsure = np.flatnonzero(
+                unverified[self.row[members]] & (self.table.member_crc[self.member[members]] != 0)
+            )
         return Task(
             batch_number=batch_number,
             epoch=self.epoch,
@@ -91,12 +107,27 @@ class TaskBlock(NamedTuple):
 class TaskBuilder:
     """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None. `landing`: what is not in the arena."""
 
-    def __init__(self, index: Index, wanted: set[str] | None, *, with_keys: bool, landing: SlotSink | None = None) -> None:
+    def __init__(
+        self,
+        index: Index,
+        wanted: set[str] | None,
+        *,
+        with_keys: bool,
+        landing: SlotSink | None = None,
+    ) -> None:
         self._index, self._with_keys, self._landing = index, with_keys, landing
         self._sent = index.field_mask(wanted)
         self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.unwatched()
 
-    def make(self, batch_number: int, epoch: int, slot: int, ids: Ints, offset: Ints, unreadable: dict[int, str]) -> Task:
+    def make(
+        self,
+        batch_number: int,
+        epoch: int,
+        slot: int,
+        ids: Ints,
+        offset: Ints,
+        unreadable: dict[int, str],
+    ) -> Task:
         """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; unreadable: by row, why"""
         return self.build_block(epoch, ids, [0, len(ids)]).task(
             0, batch_number, slot, offset, unreadable, np.ones(len(ids), bool)
@@ -107,7 +138,17 @@ class TaskBuilder:
         table, keys = self._index.table, self._index.keys(ids)
         if not self._sent.any():  # everything lands
             nothing = _NONE, np.zeros(0, np.uint16), _NONE, _NONE, _NONE
-            return TaskBlock(epoch, ids, firsts, keys, self._with_keys, np.zeros(len(ids) + 1, np.int64), *nothing, table, ())
+            return TaskBlock(
+                epoch,
+                ids,
+                firsts,
+                keys,
+                self._with_keys,
+                np.zeros(len(ids) + 1, np.int64),
+                *nothing,
+                table,
+                (),
+            )
         of, member = table.members_of(ids)
         if not self._all_sent:
             kept = self._sent[table.member_field[member]]
@@ -117,7 +158,11 @@ class TaskBuilder:
         if self._landing is not None:
             within -= self._landing.before[member - table.member_first[ids][of]]
         field, each = table.member_field[member], int(first[1]) if len(ids) else 0
-        alike = each and (np.diff(first) == each).all() and (field.reshape(-1, each) == field[:each]).all()
+        alike = (
+            each
+            and (np.diff(first) == each).all()
+            and (field.reshape(-1, each) == field[:each]).all()
+        )
         return TaskBlock(
             epoch,
             ids,
@@ -134,7 +179,9 @@ class TaskBuilder:
             tuple(field[:each].tolist()) if alike else (),
         )
 
-    def again(self, decoder: Decoder, failed: Result, task: Task, offset: Ints, *, seeded: bool) -> Result:
+    def again(
+        self, decoder: Decoder, failed: Result, task: Task, offset: Ints, *, seeded: bool
+    ) -> Result:
         """The result of a task after the samples whose checksums differ were read once more. offset: of its samples, int64[b]"""
         damaged = [one.row for one in failed.bad if one.reason == MISMATCH]
         for row in damaged:
@@ -144,15 +191,23 @@ class TaskBuilder:
         with _generators_kept():
             result = decoder(task, self._desk, own_process=seeded)
         twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
-        return result._replace(bad=[one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad])
+        return result._replace(
+            bad=[
+                one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad
+            ]
+        )
 
-    def substitute_batch(self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool) -> Result:
+    def substitute_batch(
+        self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool
+    ) -> Result:
         """The next good sample after a batch of bad ones, in every row of its slot; if 100 are bad too, what failed.
 
         seeded: global random generators are seeded per sample, as in worker processes, and put back after it.
         """
         bad = set(ids.tolist())
-        for number in range(int(ids[0]) + 1, int(ids[0]) + min(_TRIED + len(bad), len(self._index))):
+        for number in range(
+            int(ids[0]) + 1, int(ids[0]) + min(_TRIED + len(bad), len(self._index))
+        ):
             number %= len(self._index)
             if number in bad:
                 continue
@@ -166,7 +221,9 @@ class TaskBuilder:
             with _generators_kept():
                 result = decoder.over(memory)(task, self._desk, own_process=seeded)
             landing = self._landing
-            lands = landing is None or not any(landing.reread(number, row, failed.slot) for row in range(len(ids)))
+            lands = landing is None or not any(
+                landing.reread(number, row, failed.slot) for row in range(len(ids))
+            )
             if not result.bad and lands:
                 return result._replace(bad=[one._replace(substitute=number) for one in failed.bad])
         return failed

@@ -63,10 +63,21 @@ class Stream(IterableDataset[dict[str, Any]]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         call = next(self._calls)
-        epoch = self._epochs.next() if info is None else self._epochs.joined(info.seed - worker, call, worker, workers)
+        epoch = (
+            self._epochs.next()
+            if info is None
+            else self._epochs.joined(info.seed - worker, call, worker, workers)
+        )
         if self._loader is None:
             rank, world_size = self._ranks[0] * workers + worker, self._ranks[1] * workers
-            self._loader = Loader(self._index, batch_size=_BATCH, tail="pad", rank=rank, world_size=world_size, **self._options)
+            self._loader = Loader(
+                self._index,
+                batch_size=_BATCH,
+                tail="pad",
+                rank=rank,
+                world_size=world_size,
+                **self._options,
+            )
         return self._samples(self._loader, epoch)
 
     def _samples(self, loader: Loader, epoch: int) -> Iterator[dict[str, Any]]:
@@ -77,7 +88,11 @@ class Stream(IterableDataset[dict[str, Any]]):
             shards = self._index.shard_of(ids)
             for row in np.flatnonzero(batch["__valid__"].numpy()).tolist():
                 url = self._index.shards[int(shards[row])].shown
-                sample = {name: batch[name][row] for name in self._index.fields if batch[name][row] is not None}
+                sample = {
+                    name: batch[name][row]
+                    for name in self._index.fields
+                    if batch[name][row] is not None
+                }
                 sample |= {"__key__": batch["__key__"][row], "__url__": url, "__epoch__": epoch}
                 yield sample | ({"__labels__": labels[int(shards[row])]} if labels else {})
 
@@ -115,13 +130,19 @@ class _Epochs:
                 f"num_workers={workers} of the DataLoader: a stream must have {_WORKERS} worker processes at most."
             )
         identity = multiprocessing.current_process()._identity
-        first = identity[-1] - worker if identity else 0  # the number of the pass's first process, if no others began meanwhile
+        first = (
+            identity[-1] - worker if identity else 0
+        )  # the number of the pass's first process, if no others began meanwhile
         with self._memory.exclusive():
             passes, counts = self._passes, self._counts
             begun = int(counts[1])
-            same = np.flatnonzero((passes[: min(begun, _PASSES), :3] == (seed, call, workers)).all(axis=1))
+            same = np.flatnonzero(
+                (passes[: min(begun, _PASSES), :3] == (seed, call, workers)).all(axis=1)
+            )
             free = [i for i in same.tolist() if not self._has(i, worker)]
-            free.sort(key=lambda i: (passes[i, 4] == first, (i - begun) % _PASSES), reverse=True)  # its own, else the latest
+            free.sort(
+                key=lambda i: (passes[i, 4] == first, (i - begun) % _PASSES), reverse=True
+            )  # its own, else the latest
             if free and (passes[free[0], 4] == first or _is_alive(int(passes[free[0], 5]))):
                 number = free[0]
             else:
@@ -148,7 +169,9 @@ class _Epochs:
     @property
     def _workers(self) -> npt.NDArray[np.uint8]:
         """uint8[_PASSES, _WORKERS / 8]: a bit for each worker process that began the pass."""
-        return np.frombuffer(self._memory.view, np.uint8, offset=16 + 48 * _PASSES).reshape(_PASSES, _WORKERS // 8)
+        return np.frombuffer(self._memory.view, np.uint8, offset=16 + 48 * _PASSES).reshape(
+            _PASSES, _WORKERS // 8
+        )
 
 
 def _is_alive(process: int) -> bool:
@@ -201,14 +224,22 @@ class ToExample:
             found = next((one for one in field.names if one in sample), None)
             if found is None:
                 has = ", ".join(one for one in sample if not one.startswith("__"))
-                raise SampleError(f"'{sample['__key__']}' has none of {', '.join(field.names)} (but {has}).")
+                raise SampleError(
+                    f"'{sample['__key__']}' has none of {', '.join(field.names)} (but {has})."
+                )
             if labels and isinstance(field, Label):
                 field = label_of_set(field, labels)
-            out = np.empty(field.example.shape, field.example.dtype) if field.example is not None else None
+            out = (
+                np.empty(field.example.shape, field.example.dtype)
+                if field.example is not None
+                else None
+            )
             try:
                 value = read_field(field, found, memoryview(sample[found]), out, draws)
             except Exception as error:
-                where = f"{sample.get('__url__', 'a shard')}: '{sample['__key__']}', field '{found}'"
+                where = (
+                    f"{sample.get('__url__', 'a shard')}: '{sample['__key__']}', field '{found}'"
+                )
                 raise SampleError(f"{where}: {error}.") from error
             planes = field.example is not None and field.example.channels_last
             example[name] = value if out is None else np.moveaxis(out, -1, 0) if planes else out

@@ -28,7 +28,9 @@ _NOTED = 3  # bad samples that are told of
 _NEARLY = 0.03  # how far numbers of bfloat16, or of a resized picture, may lie beyond their ends
 
 
-def of_batch(batch: Mapping[str, Any], n: int, classes: Sequence[str]) -> tuple[list[Seen], list[str]]:
+def of_batch(
+    batch: Mapping[str, Any], n: int, classes: Sequence[str]
+) -> tuple[list[Seen], list[str]]:
     """The first n rows of a batch, and what was done to see them. classes: names for labels that are numbers or shares of classes."""
     views, notes = _views(batch, n, lambda _: classes, lambda _: ())
     return [view.seen() for view in views], notes
@@ -40,7 +42,11 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
     The loader stays where it is. Raises what the loop would raise.
     """
     index, found, notes = loader.index, list[Seen](), list[str]()
-    names = {name: field.classes for name, field in (loader.fields or {}).items() if isinstance(field, (Label, Labels))}
+    names = {
+        name: field.classes
+        for name, field in (loader.fields or {}).items()
+        if isinstance(field, (Label, Labels))
+    }
     with closing(loader.twin()) as twin:
         batches = iter(twin)
         for batch in batches:
@@ -57,10 +63,16 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
                 shard, number = index.shards[int(shards[row])], int(batches.ids[row])
                 if not batches.own[row]:
                     view.wrong("", "it stands in for a bad sample")
-                found.append(view.seen(shard=shard.shown, offset=int(index.table.start[number]), split=shard.split))
+                found.append(
+                    view.seen(
+                        shard=shard.shown, offset=int(index.table.start[number]), split=shard.split
+                    )
+                )
             if len(found) >= n:
                 break
-        notes += [f"bad: {Finding(**one).sentence}" for one in twin.report()["bad_samples"][:_NOTED]]
+        notes += [
+            f"bad: {Finding(**one).sentence}" for one in twin.report()["bad_samples"][:_NOTED]
+        ]
     return found, notes
 
 
@@ -73,7 +85,10 @@ def _views(
     """The first n rows of a batch. labels_of: a row, in fields that are bytes."""
     count = min(n, _rows(batch))
     keys = batch.get("__key__")
-    views = [View(str(keys[row]) if keys is not None else f"row {row}", labels_of(row)) for row in range(count)]
+    views = [
+        View(str(keys[row]) if keys is not None else f"row {row}", labels_of(row))
+        for row in range(count)
+    ]
     notes = []
     for name, column in batch.items():
         if name == "__key__":
@@ -92,7 +107,9 @@ def _views(
 
 def _rows(batch: Mapping[str, Any]) -> int:
     for column in (batch.get("__key__"), *batch.values()):
-        if isinstance(column, (list, tuple)) or (isinstance(column, (Tensor, np.ndarray)) and column.ndim):
+        if isinstance(column, (list, tuple)) or (
+            isinstance(column, (Tensor, np.ndarray)) and column.ndim
+        ):
             return len(column)
     raise UsageError(
         "this batch has no column with a row for each sample. Give a batch of a loader, a dict of tensors and lists."
@@ -106,14 +123,29 @@ def _values(column: Any, count: int) -> tuple[Sequence[Any], str]:
         rows = (first.float() if first.is_floating_point() else first).numpy()
         if first.ndim == 4 and first.is_floating_point() and first.numel():
             whole = column.detach().float()
-            spread = whole.movedim(-1, 1) if whole.shape[1] not in (1, 3) and whole.shape[-1] in (1, 3) else whole
+            spread = (
+                whole.movedim(-1, 1)
+                if whole.shape[1] not in (1, 3) and whole.shape[-1] in (1, 3)
+                else whole
+            )
             if spread.shape[1] in (1, 3) and min(spread.shape[2:]) >= NARROWEST:
                 good = torch.nan_to_num(spread, nan=0.0)
-                return _brought_back(rows, good.amin((0, 2, 3)).tolist(), good.amax((0, 2, 3)).tolist(), spread is whole)
+                return _brought_back(
+                    rows,
+                    good.amin((0, 2, 3)).tolist(),
+                    good.amax((0, 2, 3)).tolist(),
+                    spread is whole,
+                )
         return list(rows), ""
     if isinstance(column, (list, tuple)):
-        return [one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in column[:count]], ""
-    return (list(column[:count]), "") if isinstance(column, np.ndarray) and column.ndim else ([column] * count, "")
+        return [
+            one.detach().cpu().numpy() if isinstance(one, Tensor) else one for one in column[:count]
+        ], ""
+    return (
+        (list(column[:count]), "")
+        if isinstance(column, np.ndarray) and column.ndim
+        else ([column] * count, "")
+    )
 
 
 def _brought_back(

@@ -62,11 +62,16 @@ class Peek(Sequence[Seen]):
         if name.lower().endswith(".png"):
             write_whole(name, sheet(self._samples, self.title, self._said()))
         else:
-            write_whole(name, page(self._samples, self.title, self._said()).encode("utf-8", "replace"))
+            write_whole(
+                name, page(self._samples, self.title, self._said()).encode("utf-8", "replace")
+            )
         return name
 
     def _said(self) -> list[str]:
-        return [*self.notes, *([f"{self.broken} of them have something wrong"] if self.broken else [])]
+        return [
+            *self.notes,
+            *([f"{self.broken} of them have something wrong"] if self.broken else []),
+        ]
 
     def __repr__(self) -> str:
         said = "".join(f"\n({printable(note)})" for note in self._said())
@@ -99,7 +104,9 @@ def peek(
     Raises UsageError for keys, classes and labels that are not there, naming near ones; for a Loader what its loop would raise.
     """
     named = _words("classes", classes)
-    wanted = Wanted(n, order, () if isinstance(source, Mapping) else named, _words("keys", keys), label, seed)
+    wanted = Wanted(
+        n, order, () if isinstance(source, Mapping) else named, _words("keys", keys), label, seed
+    )
     if isinstance(source, Mapping):
         _check_rows(wanted, "a batch")
         samples, notes = of_batch(source, n, named)
@@ -108,7 +115,9 @@ def peek(
         _check_rows(wanted, "a Loader")
         samples, notes = of_loader(source, n)
         epoch, step = source.begins
-        which = f"the first {len(samples)} samples of epoch {epoch}" + (f" from step {step} on" if step else "")
+        which = f"the first {len(samples)} samples of epoch {epoch}" + (
+            f" from step {step} on" if step else ""
+        )
         return Peek(samples, f"{place_of(source.index)}: {which} of a Loader", notes)
     if isinstance(source, Iterator):
         raise UsageError(
@@ -124,9 +133,13 @@ def peek_varied(urls: Urls, wanted: Wanted, image: Image, epochs: Sequence[int])
     """
     index = open_shards(urls)
     if not any(name in index.fields for name in image.names):
-        raise UsageError(f"these shards hold {', '.join(index.fields)}, and none of them is a picture that could be varied.")
+        raise UsageError(
+            f"these shards hold {', '.join(index.fields)}, and none of them is a picture that could be varied."
+        )
     found = _looked(index, wanted, Variants(image, epochs, wanted.seed))
-    varied = "+".join(filter(None, ["rrc" * image.augment.rrc, "flip" * image.augment.flip, image.augment.policy]))
+    varied = "+".join(
+        filter(None, ["rrc" * image.augment.rrc, "flip" * image.augment.flip, image.augment.policy])
+    )
     size = f" of {image.size[1]} x {image.size[0]}" if image.size else ""
     which = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}"
     note = f"pictures{size} as a Loader with seed {wanted.seed} delivers them in {which}, {varied or 'not'} varied"
@@ -136,7 +149,9 @@ def peek_varied(urls: Urls, wanted: Wanted, image: Image, epochs: Sequence[int])
 def check_ending(path: str) -> None:
     """Raise UsageError for a file that is no contact sheet by its name."""
     if not path.lower().endswith(_ENDINGS):
-        raise UsageError(f"{path}: a contact sheet is a picture or a page. Name a file that ends in .png or .html.")
+        raise UsageError(
+            f"{path}: a contact sheet is a picture or a page. Name a file that ends in .png or .html."
+        )
 
 
 def _looked(source: Urls | Index, wanted: Wanted, variants: Variants | None) -> Peek:

@@ -30,7 +30,9 @@ def text_table(samples: Sequence[Seen], width: int = 80) -> str:
         f"{_fitted(key, keys, keys // 2)}  {_fitted(said, labels)}  {_fitted(rest, width - keys - labels - 4)}".rstrip()
         for key, said, rest in rows
     ]
-    return "\n".join(lines + ([f"... and {len(samples) - _ROWS} more"] if len(samples) > _ROWS else []))
+    return "\n".join(
+        lines + ([f"... and {len(samples) - _ROWS} more"] if len(samples) > _ROWS else [])
+    )
 
 
 def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
@@ -45,7 +47,10 @@ def figures(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
 
 def page(samples: Sequence[Seen], title: str, notes: Iterable[str]) -> str:
     """The same as a page of its own."""
-    return charts.page(f"{printable(title)} - wdstrain", f'<section class="card">{figures(samples, title, notes)}</section>')
+    return charts.page(
+        f"{printable(title)} - wdstrain",
+        f'<section class="card">{figures(samples, title, notes)}</section>',
+    )
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -70,7 +75,11 @@ def _figure(seen: Seen) -> str:
     parts.append(
         f"<small>{escape(key if len(key) <= _LETTERS else key[: _LETTERS // 2] + '…' + key[-_LETTERS // 2 :])}</small>"
     )
-    hint = "\n".join(one for one in (key, printable(where), seen.split, seen.said, printable(seen.text), seen.rest) if one)
+    hint = "\n".join(
+        one
+        for one in (key, printable(where), seen.split, seen.said, printable(seen.text), seen.rest)
+        if one
+    )
     return f'<figure{" class=broken" if seen.error else ""} title="{escape(hint)}">{"".join(parts)}</figure>'
 
 

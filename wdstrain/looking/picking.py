@@ -70,9 +70,13 @@ class Wanted:
         if self.order not in get_args(Order):
             raise UsageError(f"order={self.order!r} is none of {', '.join(get_args(Order))}.")
         if self.n < 1 or max(self.n * max(1, len(self.classes)), len(self.keys)) > MOST:
-            raise UsageError(f"n={self.n}: 1 to {MOST} samples are looked at at a time. Ask for as many.")
+            raise UsageError(
+                f"n={self.n}: 1 to {MOST} samples are looked at at a time. Ask for as many."
+            )
         if self.keys and (self.classes or self.order != "first"):
-            raise UsageError("samples are picked by key, by class or at random. Ask for one of these.")
+            raise UsageError(
+                "samples are picked by key, by class or at random. Ask for one of these."
+            )
 
     @property
     def is_first(self) -> bool:
@@ -81,11 +85,17 @@ class Wanted:
 
 def pick(source: Urls | Index, wanted: Wanted) -> Picked:
     """The samples that are wanted. Raises UsageError for classes, keys and labels that are not there, naming near ones, and what opening shards raises."""
-    index, place = (source, place_of(source)) if isinstance(source, Index) else _opened(source, wanted)
+    index, place = (
+        (source, place_of(source)) if isinstance(source, Index) else _opened(source, wanted)
+    )
     labels = _labels(index, wanted.label)
     if not len(index):
         raise UsageError(f"{place}: there is no sample in these shards. Check the address.")
-    total = f"of {len(index)} samples" if index.info.get("made") != _BEGUN else "samples (no index says of how many)"
+    total = (
+        f"of {len(index)} samples"
+        if index.info.get("made") != _BEGUN
+        else "samples (no index says of how many)"
+    )
     if wanted.keys:
         ids = _by_key(index, wanted.keys)
         return Picked(index, ids, place, f"{len(ids)} {total}, by key", labels)
@@ -94,7 +104,11 @@ def pick(source: Urls | Index, wanted: Wanted) -> Picked:
     count = min(wanted.n, len(index))
     if wanted.order == "random":
         return Picked(
-            index, _random(len(index), count, wanted.seed), place, f"{count} {total}, at random (seed {wanted.seed})", labels
+            index,
+            _random(len(index), count, wanted.seed),
+            place,
+            f"{count} {total}, at random (seed {wanted.seed})",
+            labels,
         )
     return Picked(index, np.arange(count), place, f"the first {count} {total}", labels)
 
@@ -107,7 +121,9 @@ _BEGUN = "walked over the first headers"
 def _opened(urls: Urls, wanted: Wanted) -> tuple[Index, str]:
     """The index of what is asked for, or of the first samples alone; and its address as it may be shown."""
     listed = expand(urls)
-    given = [os.fspath(one) for one in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)] or listed
+    given = [
+        os.fspath(one) for one in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)
+    ] or listed
     shown = [redacted(one) if is_remote(one) else one for one in given]
     place = ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
     begun = _begun(listed, wanted.n) if wanted.is_first else None
@@ -134,7 +150,12 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
         if not is_remote(path):
             check_finished(os.path.dirname(path))
         with open_source(path) as source:
-            found = list(islice(samples(source.read, source.size, redacted(path) if is_remote(path) else path), missing))
+            found = list(
+                islice(
+                    samples(source.read, source.size, redacted(path) if is_remote(path) else path),
+                    missing,
+                )
+            )
             shards.append(Shard(path, len(found), source.size, tag=source.version or ""))
             tables.append(Table.of(found, fields))
             missing -= len(found)
@@ -187,7 +208,11 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
     for i, data in label_bytes(index, label.field, looked):
         for name in classes_in(data, label.column, index.label_in_sample(label, i).classes):
             found.setdefault(name, []).append(i)
-    everything = names or list(label.classes) or sorted(found, key=lambda one: (len(one) * one.isdecimal(), one))
+    everything = (
+        names
+        or list(label.classes)
+        or sorted(found, key=lambda one: (len(one) * one.isdecimal(), one))
+    )
     for name in names:
         if name not in found and not label.classes:
             near = _near(name, list(found))
@@ -195,7 +220,9 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
                 f"no label {label.name!r} of these shards is {name!r}{near} Some are: {', '.join(sorted(found)[:10])}."
             )
     missing = [name for name in everything if name not in found]
-    shuffled = {name: _shuffled(found[name], wanted.seed, name) for name in everything if name in found}
+    shuffled = {
+        name: _shuffled(found[name], wanted.seed, name) for name in everything if name in found
+    }
     if names:
         taken = [(name, i) for name, ids in shuffled.items() for i in sorted(ids[: wanted.n])]
     else:
@@ -206,11 +233,20 @@ def _by_class(index: Index, wanted: Wanted, place: str, labels: list[Label]) -> 
     )
     notes = []
     if missing:
-        notes.append(f"no sample was found of {_some(missing)}{f', by {len(looked)} of {len(index)} labels' if part else ''}")
+        notes.append(
+            f"no sample was found of {_some(missing)}{f', by {len(looked)} of {len(index)} labels' if part else ''}"
+        )
     few = [name for name, ids in shuffled.items() if names and len(ids) < wanted.n]
     if few:
         notes.append(f"fewer than {wanted.n} were found of {_some(few)}")
-    return Picked(index, np.array([i for _, i in taken], np.int64), place, f"{how} (seed {wanted.seed}){part}", labels, notes)
+    return Picked(
+        index,
+        np.array([i for _, i in taken], np.int64),
+        place,
+        f"{how} (seed {wanted.seed}){part}",
+        labels,
+        notes,
+    )
 
 
 def _class_label(labels: Sequence[Label]) -> Label:
@@ -223,7 +259,9 @@ def _class_label(labels: Sequence[Label]) -> Label:
             f"there are several labels with classes: {', '.join(one.name for one in mine)}. Name one of them: label."
         )
     numbers = f"; {', '.join(one.name for one in labels)}: a number" if labels else ""
-    raise UsageError(f"these shards have no label with classes{numbers}. Pick samples by key or at random.")
+    raise UsageError(
+        f"these shards have no label with classes{numbers}. Pick samples by key or at random."
+    )
 
 
 def _class_name(asked: str, label: Label) -> str:
@@ -280,13 +318,19 @@ def _alike(index: Index, key: str) -> list[str]:
     def alike(other: str) -> int:
         return _shared(key, other) + _shared(key[::-1], other[::-1]) + len(key) * (key in other)
 
-    blocks = (index.keys(np.arange(first, min(first + _BLOCK, len(index)))) for first in range(0, len(index), _BLOCK))
+    blocks = (
+        index.keys(np.arange(first, min(first + _BLOCK, len(index))))
+        for first in range(0, len(index), _BLOCK)
+    )
     return heapq.nlargest(_NEAR, (one for block in blocks for one in block), key=alike)
 
 
 def _shared(one: str, other: str) -> int:
     """Letters that both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def _near(asked: str, names: Sequence[str]) -> str:

@@ -44,8 +44,12 @@ def picture_in(value: Array) -> Pixels | None:
     if min(value.shape[:2]) < NARROWEST or max(value.shape[:2]) > _LONGEST * min(value.shape[:2]):
         return None
     planes = value[:, :, None] if value.ndim == 2 else value
-    if max(planes.shape[:2]) > 4 * SIDE:  # nobody needs more of it, and floats are eight times as large
-        planes = planes[:: max(planes.shape[:2]) // (2 * SIDE), :: max(planes.shape[:2]) // (2 * SIDE)]
+    if (
+        max(planes.shape[:2]) > 4 * SIDE
+    ):  # nobody needs more of it, and floats are eight times as large
+        planes = planes[
+            :: max(planes.shape[:2]) // (2 * SIDE), :: max(planes.shape[:2]) // (2 * SIDE)
+        ]
     if planes.dtype != np.uint8:
         low, high = ends(planes)
         floats = np.nan_to_num(planes.astype(np.float32), nan=low, posinf=high, neginf=low)
@@ -53,7 +57,9 @@ def picture_in(value: Array) -> Pixels | None:
             low, high = 0.0, 1.0
         elif planes.shape[2] == 3 and low >= 0 and high <= 255:
             low, high = 0.0, 255.0
-        planes = np.clip(np.rint((floats - low) * (255 / max(high - low, 1e-30))), 0, 255).astype(np.uint8)
+        planes = np.clip(np.rint((floats - low) * (255 / max(high - low, 1e-30))), 0, 255).astype(
+            np.uint8
+        )
     return np.ascontiguousarray(np.broadcast_to(planes, (*planes.shape[:2], 3)))
 
 

@@ -33,10 +33,20 @@ from wdstrain.shards.values import parsed_json, scalar
 from wdstrain.storage.local import Source, open_source
 
 _TEXTS = ("txt", "text", "caption", "transcript")
-_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # what webdataset takes for numbers
+_NUMBERS = (
+    "cls",
+    "cls2",
+    "class",
+    "count",
+    "index",
+    "inx",
+    "id",
+)  # what webdataset takes for numbers
 _LARGEST = 64 << 20  # bytes of a member that is read to be shown
 _SMALL = 1 << 10  # bytes of a member of an unknown kind that is read, because it may be text
-_GAP = 1 << 20  # bytes between two members that are read over, rather than asked for the second anew
+_GAP = (
+    1 << 20
+)  # bytes between two members that are read over, rather than asked for the second anew
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +101,9 @@ class Variants(NamedTuple):
     seed: int
 
 
-def seen_at(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants | None = None) -> list[Seen]:
+def seen_at(
+    index: Index, ids: Ints, labels: Sequence[Label], variants: Variants | None = None
+) -> list[Seen]:
     """Samples of an index, in the order of `ids`; they are read in the order in which they lie.
 
     labels: those to be told of. variants: pictures are those that a loader with this field and seed delivers, one for each epoch.
@@ -105,7 +117,9 @@ def seen_at(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants
     return [found[i] for i in ids.tolist()]
 
 
-def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants | None) -> Iterator[tuple[int, Seen]]:
+def _seen(
+    index: Index, ids: Ints, labels: Sequence[Label], variants: Variants | None
+) -> Iterator[tuple[int, Seen]]:
     shards = index.shard_of(ids)
     for number in np.unique(shards).tolist():
         shard = index.shards[number]
@@ -116,7 +130,9 @@ def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants |
                     _varied(index, i, variants),
                 )
                 for name, size, data, crc in _members(index, source, i):
-                    if data is None or (variants is not None and _kind(name) in EXTENSIONS and name != varied):
+                    if data is None or (
+                        variants is not None and _kind(name) in EXTENSIONS and name != varied
+                    ):
                         view.leave(name, size)
                     elif crc is not None and crc32(data) != crc:
                         view.wrong(name, MISMATCH)
@@ -133,7 +149,11 @@ def _seen(index: Index, ids: Ints, labels: Sequence[Label], variants: Variants |
 def _varied(index: Index, number: int, variants: Variants | None) -> str | None:
     """The field of a sample that is varied: the first of those that the loader's field looks for, as a loader takes it."""
     has = {name for name, _, _ in index.members(number)}
-    return next((name for name in variants.field.names if name in has), None) if variants is not None else None
+    return (
+        next((name for name in variants.field.names if name in has), None)
+        if variants is not None
+        else None
+    )
 
 
 class View:
@@ -167,7 +187,8 @@ class View:
         self.fields[name] = format_size(size)
         if size > _LARGEST and _kind(name) in EXTENSIONS:
             self.wrong(
-                name, f"its {format_size(size)} are more than the {format_size(_LARGEST)} that are read to look at a picture"
+                name,
+                f"its {format_size(size)} are more than the {format_size(_LARGEST)} that are read to look at a picture",
             )
 
     def add_bytes(self, name: str, data: bytes | memoryview) -> None:
@@ -179,15 +200,21 @@ class View:
         try:
             if kind in EXTENSIONS:
                 pixels = decode_image(data)
-                self.fields[name] = f"{pixels.shape[1]} x {pixels.shape[0]}, {format_size(len(data))}"
+                self.fields[name] = (
+                    f"{pixels.shape[1]} x {pixels.shape[0]}, {format_size(len(data))}"
+                )
                 self._pictures[name] = small(pixels)
             elif kind == "npy":
                 self._add_npy(name, data, any(label.column is None for label in mine))
             elif kind == "json":
-                self._add_json(name, data, {label.column for label in mine if label.column is not None})
+                self._add_json(
+                    name, data, {label.column for label in mine if label.column is not None}
+                )
             elif not mine:
                 self._add_text(name, data, kind)
-        except Exception as error:  # whatever a parser meets is to be seen, in the sample's own place
+        except (
+            Exception
+        ) as error:  # whatever a parser meets is to be seen, in the sample's own place
             self.fields[name] = format_size(len(data))
             self.wrong(name, str(error) or type(error).__name__)
 
@@ -205,7 +232,11 @@ class View:
                 self._add_array(name, value)
         elif isinstance(value, (np.ndarray, np.generic, int, float)):
             number = value.item() if isinstance(value, (np.ndarray, np.generic)) else value
-            is_class = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(classes)
+            is_class = (
+                isinstance(number, int)
+                and not isinstance(number, bool)
+                and 0 <= number < len(classes)
+            )
             self.labels[name] = classes[int(number)] if is_class else number_said(number)
         elif value is not None:
             self.fields[name] = cut(_as_json(value))
@@ -257,7 +288,9 @@ class View:
 
     def _add_text(self, name: str, data: bytes | memoryview, kind: str) -> None:
         try:
-            said = bytes(data[: 4 * LETTERS + 4]).decode("utf-8-sig", "ignore" if len(data) > 4 * LETTERS else "strict")
+            said = bytes(data[: 4 * LETTERS + 4]).decode(
+                "utf-8-sig", "ignore" if len(data) > 4 * LETTERS else "strict"
+            )
         except UnicodeDecodeError:
             if kind in _TEXTS:
                 self.wrong(name, "it is no UTF-8 text")
@@ -292,18 +325,26 @@ def _is_shown(name: str, size: int) -> bool:
     return size <= (_LARGEST if known else _SMALL)
 
 
-def _members(index: Index, source: Source, number: int) -> Iterator[tuple[str, int, memoryview | None, int | None]]:
+def _members(
+    index: Index, source: Source, number: int
+) -> Iterator[tuple[str, int, memoryview | None, int | None]]:
     """(field, size, bytes, crc32) of each field of a sample; bytes None: not read, crc None: not known. Fields side by side are read at once."""
     members, first = index.members(number), int(index.table.member_first[number])
     crcs = index.table.member_crc
-    read: Mapping[int, memoryview] = _read_together(source, [one if _is_shown(one[0], one[2]) else None for one in members])
+    read: Mapping[int, memoryview] = _read_together(
+        source, [one if _is_shown(one[0], one[2]) else None for one in members]
+    )
     for place, (name, _, size) in enumerate(members):
         yield name, size, read.get(place), (int(crcs[first + place]) or None) if len(crcs) else None
 
 
-def _read_together(source: Source, members: Sequence[tuple[str, int, int] | None]) -> dict[int, memoryview]:
+def _read_together(
+    source: Source, members: Sequence[tuple[str, int, int] | None]
+) -> dict[int, memoryview]:
     """The bytes of members, by place; None is not wanted."""
-    wanted = sorted((one[1], one[1] + one[2], place) for place, one in enumerate(members) if one is not None)
+    wanted = sorted(
+        (one[1], one[1] + one[2], place) for place, one in enumerate(members) if one is not None
+    )
     found: dict[int, memoryview] = {}
     while wanted:
         count, stop = 1, wanted[0][1]

@@ -25,7 +25,10 @@ _PAPER, _CARD, _BACK = "#f4f6f9", "#ffffff", "#e9ecf1"
 _INK, _SOFT, _RED = "#1d2430", "#667085", "#c8412b"
 
 _LARGEST, _SMALLEST = 192, 72  # pixels of a picture's side
-_LOWEST, _WORDY = 0.3, 0.6  # least height of a cell by its side: of pictures alone, where words stand in place of one
+_LOWEST, _WORDY = (
+    0.3,
+    0.6,
+)  # least height of a cell by its side: of pictures alone, where words stand in place of one
 _TINY = 48  # pixels of the longer side of what is enlarged by whole pixels
 _AREA = 20e6  # pixels of all pictures together, as far as the smallest side allows
 _WIDTH, _WIDEST = 1280, 4000  # of a sheet of few samples, of any
@@ -57,7 +60,9 @@ def sheet(samples: Sequence[Seen], title: str, notes: Sequence[str]) -> bytes:
     """The sheet as a PNG."""
     grid = _grid(samples)
     width, heads = max(480, grid.width(grid.columns)), [title, *notes]
-    wrapped = [line for head in heads for line in _wrapped(printable(head), width - 2 * _EDGE, 14, 4)]
+    wrapped = [
+        line for head in heads for line in _wrapped(printable(head), width - 2 * _EDGE, 14, 4)
+    ]
     top = _EDGE + len(wrapped) * _TITLE + _GAP
     rows = math.ceil(len(samples) / grid.columns)
     image = Image.new("RGB", (width, top + rows * (grid.cell[1] + _GAP) + _EDGE - _GAP), _PAPER)
@@ -66,9 +71,18 @@ def sheet(samples: Sequence[Seen], title: str, notes: Sequence[str]) -> bytes:
         draw.text((_EDGE, _EDGE + number * _TITLE), line, _INK if number == 0 else _SOFT, _font(14))
     for number, seen in enumerate(samples):
         row, column = divmod(number, grid.columns)
-        _draw_cell(image, draw, seen, grid, _EDGE + column * (grid.cell[0] + _GAP), top + row * (grid.cell[1] + _GAP))
+        _draw_cell(
+            image,
+            draw,
+            seen,
+            grid,
+            _EDGE + column * (grid.cell[0] + _GAP),
+            top + row * (grid.cell[1] + _GAP),
+        )
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=3)  # a third of the time, and photographs hardly get smaller
+    image.save(
+        buffer, "PNG", compress_level=3
+    )  # a third of the time, and photographs hardly get smaller
     return buffer.getvalue()
 
 
@@ -81,7 +95,10 @@ def _grid(samples: Sequence[Seen]) -> _Grid:
     lowest = _LOWEST if all(one.pictures for one in samples) else _WORDY
     height = round(side * min(1.0, max([lowest, *(shape[0] / shape[1] for shape in shapes)])))
     grid = _Grid(1, wide, side, height, lines)
-    most = next((columns for columns in range(1, 1 + len(samples)) if grid.width(columns + 1) > _WIDEST), max(1, len(samples)))
+    most = next(
+        (columns for columns in range(1, 1 + len(samples)) if grid.width(columns + 1) > _WIDEST),
+        max(1, len(samples)),
+    )
     fits = max(1, (_WIDTH - 2 * _EDGE + _GAP) // (grid.cell[0] + _GAP))
     square = math.ceil(math.sqrt(1.4 * len(samples) * grid.cell[1] / grid.cell[0]))
     return grid._replace(columns=max(1, min(most, len(samples), max(fits, square))))
@@ -89,24 +106,38 @@ def _grid(samples: Sequence[Seen]) -> _Grid:
 
 def _words(seen: Seen, width: int) -> list[tuple[str, str, int]]:
     """(text, colour, size) of each line between a picture and its key."""
-    lines = [(line, _INK, 12) for line in _wrapped(seen.said, width, 12, min(_TEXTS, len(seen.labels)))]
+    lines = [
+        (line, _INK, 12) for line in _wrapped(seen.said, width, 12, min(_TEXTS, len(seen.labels)))
+    ]
     lines += [(printable(seen.error), _RED, 11)] if seen.error and seen.pictures else []
     if seen.text and (seen.pictures or seen.error):
         lines += [(line, _INK, 11) for line in _wrapped(printable(seen.text), width, 11, _TEXTS)]
     return lines
 
 
-def _draw_cell(image: Image.Image, draw: ImageDraw.ImageDraw, seen: Seen, grid: _Grid, left: int, top: int) -> None:
+def _draw_cell(
+    image: Image.Image, draw: ImageDraw.ImageDraw, seen: Seen, grid: _Grid, left: int, top: int
+) -> None:
     width, height = grid.cell
     broken = bool(seen.error)
-    draw.rectangle((left, top, left + width - 1, top + height - 1), _CARD, _RED if broken else "#d8dce3", 2 if broken else 1)
+    draw.rectangle(
+        (left, top, left + width - 1, top + height - 1),
+        _CARD,
+        _RED if broken else "#d8dce3",
+        2 if broken else 1,
+    )
     x, y, inner = left + _PAD, top + _PAD, width - 2 * _PAD
     if seen.pictures:
         for place, (name, pixels) in enumerate(seen.pictures.items()):
             at = x + place * (grid.side + _GAP // 2)
             _paste(image, draw, pixels, (grid.side, grid.height), at, y)
             if len(seen.pictures) > 1:
-                draw.text((at, y + grid.height + 2), _fitted(printable(name), grid.side, 10), _SOFT, _font(10))
+                draw.text(
+                    (at, y + grid.height + 2),
+                    _fitted(printable(name), grid.side, 10),
+                    _SOFT,
+                    _font(10),
+                )
     else:
         draw.rectangle((x, y, x + inner - 1, y + grid.height - 1), _BACK)
         said = printable(seen.error or seen.text or seen.rest)
@@ -118,7 +149,14 @@ def _draw_cell(image: Image.Image, draw: ImageDraw.ImageDraw, seen: Seen, grid: 
         y += _LINE
 
 
-def _paste(image: Image.Image, draw: ImageDraw.ImageDraw, pixels: Pixels, place: tuple[int, int], left: int, top: int) -> None:
+def _paste(
+    image: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    pixels: Pixels,
+    place: tuple[int, int],
+    left: int,
+    top: int,
+) -> None:
     """A picture in the middle of its place; a tiny one is enlarged by whole pixels, which stay to be seen."""
     width, height = place
     draw.rectangle((left, top, left + width - 1, top + height - 1), _BACK)
@@ -151,7 +189,11 @@ def _fitted(text: str, width: float, size: int) -> str:
     low, high = 0, len(text)  # letters that are kept: low fits
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _font(size).getlength(_shortened(text, middle)) <= width else (low, middle)
+        low, high = (
+            (middle, high)
+            if _font(size).getlength(_shortened(text, middle)) <= width
+            else (low, middle)
+        )
     return _shortened(text, low)
 
 
@@ -166,8 +208,14 @@ def _wrapped(text: str, width: float, size: int, most: int) -> list[str]:
         count = 1
         while count < len(words) and _font(size).getlength(" ".join(words[: count + 1])) <= width:
             count += 1
-        if count == 1 and _font(size).getlength(words[0]) > width:  # a word that is longer than a line
-            letters = next(k for k in range(len(words[0]), 0, -1) if k == 1 or _font(size).getlength(words[0][:k]) <= width)
+        if (
+            count == 1 and _font(size).getlength(words[0]) > width
+        ):  # a word that is longer than a line
+            letters = next(
+                k
+                for k in range(len(words[0]), 0, -1)
+                if k == 1 or _font(size).getlength(words[0][:k]) <= width
+            )
             lines.append(words[0][:letters])
             words[0] = words[0][letters:]
             words = words if words[0] else words[1:]

@@ -40,14 +40,21 @@ def number_said(value: Any) -> str:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return cut(str(value))
-    if isinstance(value, (bool, int)) or (math.isfinite(number) and number == int(number) and abs(number) < 1e15):
+    if isinstance(value, (bool, int)) or (
+        math.isfinite(number) and number == int(number) and abs(number) < 1e15
+    ):
         return str(int(number)) if not isinstance(value, (bool, int)) else str(value)
     return f"{number:.4g}"
 
 
 def shares_said(value: Array, classes: Sequence[str]) -> str:
     """Shares of classes by the largest of them, or the classes that are marked; empty for numbers that are something else."""
-    if value.ndim != 1 or value.dtype.kind != "f" or len(value) < 2 or (classes and len(classes) != len(value)):
+    if (
+        value.ndim != 1
+        or value.dtype.kind != "f"
+        or len(value) < 2
+        or (classes and len(classes) != len(value))
+    ):
         return ""
     shares = value.astype(np.float64)
     if not (np.isfinite(shares).all() and (shares >= 0).all() and (shares <= 1.001).all()):

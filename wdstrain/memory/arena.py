@@ -95,7 +95,9 @@ class Arena:
     def _new_slab(self, bucket: tuple[int, int]) -> list[int]:
         """Take a free slab for a bucket. Returns its first offset and its end."""
         if not self._free:
-            raise WdstrainError(f"the reader holds {self.held} bytes, which is its limit. Lower shuffle_buffer.")
+            raise WdstrainError(
+                f"the reader holds {self.held} bytes, which is its limit. Lower shuffle_buffer."
+            )
         slab = self._free.pop()
         self._used.setdefault(bucket, []).append(slab)
         return [slab * self._slab, (slab + 1) * self._slab]

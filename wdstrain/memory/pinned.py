@@ -27,9 +27,13 @@ class PageLock:
         if error_code:
             with suppress(RuntimeError):  # clears the error; the next call would raise it
                 torch.zeros(1, device="cuda")
-            raise OSError(f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {error_code})")
+            raise OSError(
+                f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {error_code})"
+            )
         # the finalizer refers to the map: pages must stay mapped until they are unlocked
-        weakref.finalize(self, _unlock, cudart, memory.address, os.getpid(), memory.map).atexit = False
+        weakref.finalize(
+            self, _unlock, cudart, memory.address, os.getpid(), memory.map
+        ).atexit = False
 
 
 def _unlock(cudart: Any, address: int, owner: int, _: Any) -> None:

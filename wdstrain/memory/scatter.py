@@ -38,7 +38,9 @@ _CACHED_BYTES = 256 << 10  # bytes that are still in the CPU cache when they are
 class Runs:
     """Runs of bytes in one or several memories."""
 
-    def __init__(self, memories: Sequence[Memory], memory_index: Ints, start: Ints, size: Ints) -> None:
+    def __init__(
+        self, memories: Sequence[Memory], memory_index: Ints, start: Ints, size: Ints
+    ) -> None:
         """memory_index: the memory of each run, as an index into `memories`. int64[n].
 
         start, size: offset and length of each run in its memory, in bytes. int64[n] each.
@@ -48,7 +50,9 @@ class Runs:
         base = _by_run([memory.address for memory in memories], memory_index)
         # `limit - size` cannot overflow once size >= 0 holds; `start + size` could
         if len(start) and (start.min() < 0 or size.min() < 0 or (start > limit - size).any()):
-            raise ValueError("a run of bytes is beyond its memory: start + size must be <= memory size")
+            raise ValueError(
+                "a run of bytes is beyond its memory: start + size must be <= memory size"
+            )
         self._memories, self._memory_index = memories, memory_index
         self._address, self._size = start + base, np.ascontiguousarray(size)
 
@@ -67,7 +71,11 @@ class Runs:
     def _keep(self, first: int, stop: int) -> None:
         """Drop all runs but [first, stop)."""
         kept = slice(first, stop)
-        self._memory_index, self._address, self._size = self._memory_index[kept], self._address[kept], self._size[kept]
+        self._memory_index, self._address, self._size = (
+            self._memory_index[kept],
+            self._address[kept],
+            self._size[kept],
+        )
 
 
 def _by_run(values: list[int], memory_index: Ints) -> Any:
@@ -124,7 +132,9 @@ class ChecksumJob(Runs):
         now: None stands for all bytes.
         """
         now = _MAX_INT64 if now is None else now + self._first_byte
-        first, stop = np.searchsorted(self._complete_at, (before + self._first_byte, now), side="right").tolist()
+        first, stop = np.searchsorted(
+            self._complete_at, (before + self._first_byte, now), side="right"
+        ).tolist()
         if kernels.library is not None:
             kernels.library.compute_checksums(*self._part(first, stop).c_arguments[:-3])
             return
@@ -145,7 +155,10 @@ class ChecksumJob(Runs):
         """Return the runs [first, stop). They share `checksums` with this job."""
         part = copy(self)
         part._keep(first, stop)
-        part._complete_at, part.checksums = self._complete_at[first:stop], self.checksums[first:stop]
+        part._complete_at, part.checksums = (
+            self._complete_at[first:stop],
+            self.checksums[first:stop],
+        )
         part._joined = None if self._joined is None else self._joined[first:stop]
         return part
 
@@ -155,7 +168,16 @@ class ChecksumJob(Runs):
         joined = None if self._joined is None else self._joined.ctypes.data
         runs = self._address.ctypes.data, self._size.ctypes.data
         checksums, complete_at = self.checksums.ctypes.data, self._complete_at.ctypes.data
-        return kernels.checksum, len(self), *runs, joined, checksums, complete_at, self._first_byte, None
+        return (
+            kernels.checksum,
+            len(self),
+            *runs,
+            joined,
+            checksums,
+            complete_at,
+            self._first_byte,
+            None,
+        )
 
 
 class ScatterList(Runs):
@@ -236,7 +258,11 @@ class ScatterList(Runs):
         begin = self.filled
         if begin or count < self.left:
             part = self._between(begin, begin + count)
-            part._verification = None if self._verification is None else self._verification.within(begin, begin + count)
+            part._verification = (
+                None
+                if self._verification is None
+                else self._verification.within(begin, begin + count)
+            )
         else:
             part = copy(self)
         self.left -= count
@@ -246,14 +272,19 @@ class ScatterList(Runs):
     def c_arguments(self) -> tuple[Any, ...]:
         """Arguments of C's `fill` from `filled` on. They are valid while this object exists."""
         self._views = None
-        verification = (*NO_CHECKSUMS, None) if self._verification is None else self._verification.c_arguments
+        verification = (
+            (*NO_CHECKSUMS, None) if self._verification is None else self._verification.c_arguments
+        )
         runs = len(self), self._address.ctypes.data, self._size.ctypes.data
         return self.filled, self._verified, *runs, *verification
 
     def _between(self, begin: int, stop: int) -> ScatterList:
         """Return the runs of bytes [begin, stop) of this list, without verification."""
         part, ends = copy(self), self._size.cumsum()
-        first, last = int(np.searchsorted(ends, begin, side="right")), int(np.searchsorted(ends, stop))
+        first, last = (
+            int(np.searchsorted(ends, begin, side="right")),
+            int(np.searchsorted(ends, stop)),
+        )
         part._keep(first, last + 1 if begin < stop else first)
         part.left = part._total = stop - begin
         part._verification, part._verified, part._views = None, 0, None
@@ -308,5 +339,7 @@ def scatter_samples(
     gap_sizes[np.cumsum(gap_runs)[1:][gaps > 0] - 1] -= (-gaps % scratch)[gaps > 0]
     insert_at = np.repeat(np.arange(0, count * width, width), gap_runs)
     gap_values: tuple[Any, ...] = (len(memories) - 1, 0, gap_sizes)
-    with_gaps = [np.insert(column, insert_at, value) for column, value in zip(runs, gap_values, strict=True)]
+    with_gaps = [
+        np.insert(column, insert_at, value) for column, value in zip(runs, gap_values, strict=True)
+    ]
     return ScatterList(memories, with_gaps[0], with_gaps[1], with_gaps[2], verification)

@@ -82,7 +82,9 @@ class Memory:
     def map_shared(self) -> None:
         """In a forked worker: share all bytes with the parent again, also those of a `Snapshot`."""
         if _system is not None:
-            _system.mmap(self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0)
+            _system.mmap(
+                self.address, self.size, _READ_WRITE, mmap.MAP_SHARED | _FIXED, self._fd, 0
+            )
 
     def __reduce__(self) -> tuple[Callable[..., Memory], tuple[Any, int]]:
         return _attach, (DupFd(self._fd), self.size)
@@ -98,10 +100,15 @@ class Snapshot:
     def __init__(self, memory: Memory, start: int, size: int) -> None:
         """Copies `size` bytes from offset `start` on. Raises MemoryError."""
         before = start % mmap.PAGESIZE
-        self._address, self._size = memory.address + start - before, -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._address, self._size = (
+            memory.address + start - before,
+            -(-(size + before) // mmap.PAGESIZE) * mmap.PAGESIZE,
+        )
         self._copy: int | None = None
         if _system is not None:
-            copy = _system.mmap(None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            copy = _system.mmap(
+                None, self._size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+            )
             if copy == _FAILED:
                 raise MemoryError
             ctypes.memmove(copy, self._address, self._size)
@@ -124,8 +131,14 @@ def _linux() -> Any:
         return None
     system = ctypes.CDLL(None)
     size, address = ctypes.c_size_t, ctypes.c_void_p
-    system.mmap.argtypes, system.mmap.restype = (address, size, *[ctypes.c_int] * 3, ctypes.c_long), address
-    system.mremap.argtypes, system.mremap.restype = (address, size, size, ctypes.c_int, address), address
+    system.mmap.argtypes, system.mmap.restype = (
+        (address, size, *[ctypes.c_int] * 3, ctypes.c_long),
+        address,
+    )
+    system.mremap.argtypes, system.mremap.restype = (
+        (address, size, size, ctypes.c_int, address),
+        address,
+    )
     system.munmap.argtypes = (address, size)
     return system
 
@@ -154,7 +167,9 @@ def private_memory(size: int) -> memoryview:
     that once freed such a buffer.
     """
     return memoryview(
-        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if sys.platform != "win32" else bytearray(size)
+        mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if sys.platform != "win32"
+        else bytearray(size)
     )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from isal import isal_zlib
 
-SOURCE, PATH = (os.path.join(os.path.dirname(__file__), name) for name in ("kernels.c", "libkernels.so"))
+SOURCE, PATH = (
+    os.path.join(os.path.dirname(__file__), name) for name in ("kernels.c", "libkernels.so")
+)
 _CRC32_CHECK = b"123456789", 0xCBF43926  # the check value of crc32
 
 
@@ -54,14 +56,20 @@ class SampleRing(ctypes.Structure):
 class SampleRun(ctypes.Structure):
     """`sample_run` of `kernels.c`: consecutive samples of one read."""
 
-    _fields_ = [("ring", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("place", "id", "count", "first_byte"))]
+    _fields_ = [
+        ("ring", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("place", "id", "count", "first_byte")),
+    ]
 
 
 def _crc32_address() -> int | None:
     """Return the address of isal's crc32 for use in C; None if isal has none that works."""
     with suppress(OSError, AttributeError):
         function = ctypes.CDLL(isal_zlib.__file__).crc32_gzip_refl
-        function.argtypes, function.restype = (ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64), ctypes.c_uint32
+        function.argtypes, function.restype = (
+            (ctypes.c_uint32, ctypes.c_char_p, ctypes.c_uint64),
+            ctypes.c_uint32,
+        )
         data, expected = _CRC32_CHECK
         if function(0, data, len(data)) == expected:
             return ctypes.cast(function, ctypes.c_void_p).value

@@ -60,7 +60,13 @@ class Mixture:
         window: int,
         shuffle: bool,
     ) -> None:
-        self.seed, self.epoch, self.batch_size, self.world_size, self.shuffle = seed, epoch, batch_size, world_size, shuffle
+        self.seed, self.epoch, self.batch_size, self.world_size, self.shuffle = (
+            seed,
+            epoch,
+            batch_size,
+            world_size,
+            shuffle,
+        )
         self.lane_count = lanes if lanes is not None else world_size
         self.global_batch = batch_size * world_size
         checked = Plan(  # raises PlanError if batch_size, world_size and lanes do not fit together
@@ -107,7 +113,11 @@ class Mixture:
     def lanes_of(self, rank: int) -> list[int]:
         """Lanes that a rank reads, of all sources."""
         source_lanes = self._plans[0].lanes_of(rank)
-        return [source * self.lane_count + lane for lane in source_lanes for source in range(len(self._plans))]
+        return [
+            source * self.lane_count + lane
+            for lane in source_lanes
+            for source in range(len(self._plans))
+        ]
 
     def lane_samples(self, lane: int) -> int:
         """Samples that a lane delivers."""
@@ -172,14 +182,19 @@ class Mixture:
         """
 
         def fits(step: int) -> bool:
-            return all(self._taken(source, step) * self.lane_count <= total for source, total in enumerate(totals))
+            return all(
+                self._taken(source, step) * self.lane_count <= total
+                for source, total in enumerate(totals)
+            )
 
         low, high = 0, sum(totals) // self.global_batch + 1  # fits(low), not fits(high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         if low == 0:
-            shares = ", ".join(f"{name} {total} samples" for name, total in zip(names, totals, strict=True))
+            shares = ", ".join(
+                f"{name} {total} samples" for name, total in zip(names, totals, strict=True)
+            )
             raise PlanError(
                 f"these sources cannot fill one step of {self.global_batch} samples "
                 f"by their shares ({shares}). Lower batch_size or the weight of the smallest source."

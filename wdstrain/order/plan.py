@@ -219,7 +219,10 @@ class Plan:
         step is short. If it has no sample for a rank, it has one position of padding for that rank,
         which gives the empty batch its fields and shapes.
         """
-        start, stop = step * self.samples_per_step_per_lane, (step + 1) * self.samples_per_step_per_lane
+        start, stop = (
+            step * self.samples_per_step_per_lane,
+            (step + 1) * self.samples_per_step_per_lane,
+        )
         if self.tail == "keep" and step == self.steps - 1:
             return start - self._lent(lane), self.lane_samples(lane) + self._repeats(lane)
         if self.tail == "keep" and step == self.steps - 2:
@@ -243,7 +246,9 @@ class Plan:
             return np.asarray(positions, np.int64)
         low, high = int(positions[0]), int(positions[-1]) + 1
         first = low // self._block
-        parts = [self._delivered(lane, block) for block in range(first, (high - 1) // self._block + 1)]
+        parts = [
+            self._delivered(lane, block) for block in range(first, (high - 1) // self._block + 1)
+        ]
         delivered: Ints = np.concatenate(parts)[positions - first * self._block]
         return delivered
 
@@ -266,7 +271,10 @@ class Plan:
         """
         if self.window == 1:
             return np.arange(start, stop)
-        low, high = max(0, start - self.window + 1), min(self.lane_samples(lane), stop + self.window - 1)
+        low, high = (
+            max(0, start - self.window + 1),
+            min(self.lane_samples(lane), stop + self.window - 1),
+        )
         places = self.order(lane, low, high)
         inside = (places >= start) & (places < stop)
         position = np.empty(stop - start, np.int64)
@@ -312,7 +320,9 @@ class Plan:
     def _line_ids(self) -> Ints:
         """A sample's id minus its position on the line, by shard in line order. int64[shards]."""
         first = np.cumsum(self.counts) - self.counts
-        return np.asarray(first[self.shard_order] - (self._line_stops - self.counts[self.shard_order]))
+        return np.asarray(
+            first[self.shard_order] - (self._line_stops - self.counts[self.shard_order])
+        )
 
     @cached_property
     def _hole(self) -> int:
@@ -337,10 +347,14 @@ class Plan:
             # later. The rank of a key among those of [low, high), plus low, is its position.
             low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
             places = np.arange(low, high)
-            reach = np.where(places < self.samples_per_step_per_lane, max(1, self.window // 10), self.window)
+            reach = np.where(
+                places < self.samples_per_step_per_lane, max(1, self.window // 10), self.window
+            )
             keys = places + below(reach, places, "jitter", self.seed, self.epoch, lane)
             delivered = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
-            for distant in [k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3]:
+            for distant in [
+                k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3
+            ]:
                 self._blocks.pop(distant, None)
             self._blocks[lane, block] = delivered
         return delivered
@@ -350,7 +364,12 @@ class Plan:
 
         It does so if it has no other sample for the last step. 0 otherwise.
         """
-        return int(self.tail == "keep" and self._ends_early(lane) and self.samples_per_step_per_lane > 1 and self.steps > 1)
+        return int(
+            self.tail == "keep"
+            and self._ends_early(lane)
+            and self.samples_per_step_per_lane > 1
+            and self.steps > 1
+        )
 
     def _repeats(self, lane: int) -> int:
         """With tail="keep": 1 if a lane adds a position of padding to its last step.
@@ -359,7 +378,11 @@ class Plan:
         0 otherwise.
         """
         share = self.lane_count // self.world_size
-        if self.tail != "keep" or lane % share or (self.samples_per_step_per_lane > 1 and self.steps > 1):
+        if (
+            self.tail != "keep"
+            or lane % share
+            or (self.samples_per_step_per_lane > 1 and self.steps > 1)
+        ):
             return 0
         return int(all(self._ends_early(rank_lane) for rank_lane in range(lane, lane + share)))
 

@@ -35,7 +35,9 @@ def key(*words: int | str) -> int:
 @lru_cache(maxsize=1024)
 def _key(*words: int | str) -> int:
     text = "\x1f".join(f"{type(word).__name__[0]}{word}" for word in words)
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little"
+    )
 
 
 def bits(index: npt.NDArray[np.integer] | U64, *words: int | str) -> U64:
@@ -54,7 +56,9 @@ def below(
     return np.asarray((high * np.asarray(limit).astype(np.uint64)) >> np.uint64(32), np.int64)
 
 
-def uniform(index: npt.NDArray[np.integer] | U64, columns: int, *words: int | str) -> npt.NDArray[np.float64]:
+def uniform(
+    index: npt.NDArray[np.integer] | U64, columns: int, *words: int | str
+) -> npt.NDArray[np.float64]:
     """Return `columns` uniform numbers in [0, 1) for each index. float64[len(index), columns]."""
     seeds = bits(index, *words)[:, None]  # uint64[len(index), 1]
     steps = np.arange(1, columns + 1, dtype=np.uint64)[None, :] * _GOLDEN  # uint64[1, columns]

@@ -32,7 +32,11 @@ class Rows(Protocol):
 
 
 def stream_arrays(
-    arrays: Mapping[str, Any], *, labels: Sequence[str] = (), classes: Sequence[str] = (), quality: int = 95
+    arrays: Mapping[str, Any],
+    *,
+    labels: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    quality: int = 95,
 ) -> Stream:
     """Rows of arrays of one length. arrays: {name: array, or a .npy file, or FILE.npz:member}.
 
@@ -40,19 +44,31 @@ def stream_arrays(
     Raises SourceError for files that are no arrays, UsageError for lengths that differ.
     """
     opened = {name: _open(name, array) for name, array in arrays.items()}
-    files = {name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))}
+    files = {
+        name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))
+    }
     title = ", ".join(files.values()) or "arrays"
-    paths = [f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()]
+    paths = [
+        f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()
+    ]
     mark = file_mark(*paths) if len(files) == len(arrays) else None
     stream = stream_rows(
         title,
         opened,
-        {"kind": "arrays", "fields": list(arrays), "labels": list(labels), **stated_classes(check_classes(classes))},
+        {
+            "kind": "arrays",
+            "fields": list(arrays),
+            "labels": list(labels),
+            **stated_classes(check_classes(classes)),
+        },
         labels=labels,
         classes=classes,
         quality=quality,
     )
-    return replace(stream, mark=mark and f"{mark} {list(files.items())} {list(labels)} {list(classes)} {quality}")
+    return replace(
+        stream,
+        mark=mark and f"{mark} {list(files.items())} {list(labels)} {list(classes)} {quality}",
+    )
 
 
 def stream_rows(
@@ -71,9 +87,13 @@ def stream_rows(
     lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
     if -1 in lengths.values() or len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise UsageError(f"{title}: arrays of one length are needed, one row for each sample; found {told}.")
+        raise UsageError(
+            f"{title}: arrays of one length are needed, one row for each sample; found {told}."
+        )
     count = next(iter(lengths.values()))
-    if keys is not None and (len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"):
+    if keys is not None and (
+        len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"
+    ):
         raise UsageError(
             f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}, and one text or whole number a "
             f"row is needed."
@@ -83,13 +103,26 @@ def stream_rows(
     except SampleError as error:
         raise UsageError(f"{error}. Choose another name.") from None
     if len(set(fields.values())) < len(fields):
-        raise UsageError(f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them.")
+        raise UsageError(
+            f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them."
+        )
     names = check_classes(classes)
     asked = list(labels)
-    counts = "cls" in arrays and len(arrays["cls"].shape) == 1 and np.dtype(arrays["cls"].dtype).kind in "biu"
-    if "cls" in arrays and (not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))):
+    counts = (
+        "cls" in arrays
+        and len(arrays["cls"].shape) == 1
+        and np.dtype(arrays["cls"].dtype).kind in "biu"
+    )
+    if "cls" in arrays and (
+        not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))
+    ):
         asked.append("cls")  # a label, whatever else is one
-    found = [_Scalar(name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()) for name in asked]
+    found = [
+        _Scalar(
+            name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
+        )
+        for name in asked
+    ]
     places = {name: place for place, name in enumerate(names)}
     classed = next((one for one in found if one.kind == "class"), None)
 
@@ -98,7 +131,9 @@ def stream_rows(
             for i in range(len(next(iter(block.values())))):
                 try:
                     parts = [
-                        encode(field, _value(block[name][i], field), quality=quality, classes=places)
+                        encode(
+                            field, _value(block[name][i], field), quality=quality, classes=places
+                        )
                         for name, field in fields.items()
                     ]
                     for scalar in found:
@@ -117,26 +152,47 @@ def row_bytes(array: Rows) -> int:
     """Bytes of a row, about; of rows that differ in length, what the first ones have."""
     values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
     if np.dtype(array.dtype).hasobject:
-        some = [len(one) if hasattr(one, "__len__") else 8 for one in np.asarray(array[slice(0, 16)]).ravel()]
+        some = [
+            len(one) if hasattr(one, "__len__") else 8
+            for one in np.asarray(array[slice(0, 16)]).ravel()
+        ]
         return 64 + values * 2 * (sum(some) // max(1, len(some)))
     return values * max(1, int(np.dtype(array.dtype).itemsize))
 
 
-def blocks(arrays: Mapping[str, Rows], count: int) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
+def blocks(
+    arrays: Mapping[str, Rows], count: int
+) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
     """(first row, {name: rows}) of each run of rows."""
     size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
     for first in range(0, count, size):
-        yield first, {name: np.asanyarray(array[slice(first, min(first + size, count))]) for name, array in arrays.items()}
+        yield (
+            first,
+            {
+                name: np.asanyarray(array[slice(first, min(first + size, count))])
+                for name, array in arrays.items()
+            },
+        )
 
 
 class _Scalar:
     """A label among the arrays, and what was seen of its values."""
 
-    def __init__(self, asked: str, arrays: Mapping[str, Rows], fields: Mapping[str, str], classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        asked: str,
+        arrays: Mapping[str, Rows],
+        fields: Mapping[str, str],
+        classes: Sequence[str],
+    ) -> None:
         before, _, kind = asked.rpartition(":")
-        self.name, self.kind = (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
+        self.name, self.kind = (
+            (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
+        )
         if self.name not in fields:
-            raise UsageError(f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them.")
+            raise UsageError(
+                f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them."
+            )
         array = arrays[self.name]
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
             raise UsageError(
@@ -144,15 +200,22 @@ class _Scalar:
             )
         self._field = fields[self.name]
         self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
-        self._classes, self._numbers = tuple(classes), Numbered(self.name, stated=asked != self.name)
+        self._classes, self._numbers = (
+            tuple(classes),
+            Numbered(self.name, stated=asked != self.name),
+        )
 
     def see(self, value: Any) -> None:
         if self.kind == "class":
             number = int(value)
             if number < 0 or number != value:
-                raise SampleError(f"its {self.name} is {value}, and a class is a whole number from 0")
+                raise SampleError(
+                    f"its {self.name} is {value}, and a class is a whole number from 0"
+                )
             if self._classes and number >= len(self._classes):
-                raise SampleError(f"its {self.name} is {number}, and there are {len(self._classes)} classes")
+                raise SampleError(
+                    f"its {self.name} is {number}, and there are {len(self._classes)} classes"
+                )
             if not self._classes:
                 self._numbers.see(number)
         elif not np.isfinite(value):
@@ -173,9 +236,16 @@ class _Scalar:
 def _value(value: Any, field: str) -> Any:
     if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
         if field.rpartition(".")[2] == "npy" and not value.startswith(b"\x93NUMPY"):
-            raise SampleError(f"its {field} is text, and a .npy holds an array; name it {field.removesuffix('.npy')}.txt")
+            raise SampleError(
+                f"its {field} is text, and a .npy holds an array; name it {field.removesuffix('.npy')}.txt"
+            )
         return bytes(value)
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1 and field.rpartition(".")[2] != "npy":
+    if (
+        isinstance(value, np.ndarray)
+        and value.dtype == np.uint8
+        and value.ndim == 1
+        and field.rpartition(".")[2] != "npy"
+    ):
         return value.tobytes()  # the bytes of an encoded file
     return value
 
@@ -193,16 +263,24 @@ def _open(name: str, array: Any) -> Rows:
         if member:
             with np.load(f"{path}.npz", allow_pickle=False) as archive:
                 if member not in archive.files:
-                    raise UsageError(f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}")
+                    raise UsageError(
+                        f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}"
+                    )
                 return np.asarray(archive[member])
         found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
     except UsageError:
         raise
-    except Exception as error:  # numpy lets through what the parsers of damaged headers and archives raise
-        raise SourceError(f"{name}={os.fspath(array)} is no array that can be read ({error}).") from error
+    except (
+        Exception
+    ) as error:  # numpy lets through what the parsers of damaged headers and archives raise
+        raise SourceError(
+            f"{name}={os.fspath(array)} is no array that can be read ({error})."
+        ) from error
     if isinstance(found, np.lib.npyio.NpzFile):
         members = ", ".join(found.files)
         found.close()
-        raise UsageError(f"{path} holds several arrays: {members}. Name one: {name}={path}:{members.split(', ')[0]}")
+        raise UsageError(
+            f"{path} holds several arrays: {members}. Name one: {name}={path}:{members.split(', ')[0]}"
+        )
     rows: Rows = found
     return rows

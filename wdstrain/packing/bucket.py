@@ -28,7 +28,9 @@ Told = Callable[[int, int, int], None]  # objects put, objects in all, bytes
 
 def outgoing(address: str) -> str:
     """The folder in the user's cache where a set is made before it goes into a bucket."""
-    return user_cache("outgoing", hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest())
+    return user_cache(
+        "outgoing", hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest()
+    )
 
 
 def check_free(address: str, *, overwrite: bool) -> None:
@@ -36,7 +38,9 @@ def check_free(address: str, *, overwrite: bool) -> None:
     listed = read_object(_at(address, INDEX_NAME))
     _check_index(address, listed)
     if listed is not None and not overwrite:
-        raise UsageError(f"{address} holds a set already. Choose another place, or add --overwrite to replace it.")
+        raise UsageError(
+            f"{address} holds a set already. Choose another place, or add --overwrite to replace it."
+        )
     if not overwrite:
         _check_names(address, set(), None)
 
@@ -57,7 +61,10 @@ def deliver(index: Index, folder: str, address: str, told: Told) -> None:
     former = {str(name) for name in json.loads(read_whole(os.path.join(folder, _BEGUN)) or b"[]")}
     if listed is not None:
         with suppress(ShardError):
-            former |= {*(row["url"] for row in read_document(_at(address, INDEX_NAME))["shardlist"]), *_BESIDE}
+            former |= {
+                *(row["url"] for row in read_document(_at(address, INDEX_NAME))["shardlist"]),
+                *_BESIDE,
+            }
     _check_names(address, former, {shard.split for shard in index.shards})
     write_whole(os.path.join(folder, _BEGUN), json.dumps(sorted({*former, *names})).encode())
     if listed is not None and listed != read_whole(os.path.join(folder, INDEX_NAME)):

@@ -48,7 +48,12 @@ class Marks:
     grouped: bool = False
 
     def take(self, numbers: Ints) -> Marks:
-        arrays = (self.rank[numbers], self.side[numbers], self.split[numbers], self.stratum[numbers])
+        arrays = (
+            self.rank[numbers],
+            self.side[numbers],
+            self.split[numbers],
+            self.stratum[numbers],
+        )
         return Marks(*arrays, self.splits, self.strata, self.grouped)
 
 
@@ -99,7 +104,9 @@ class ItemCatalog:
     alike: number -> its picture, of the items whose picture is that of another item too.
     """
 
-    together = 512 << 10  # what stays in the processor's cache until it is written: a third faster than 256 MB
+    together = (
+        512 << 10
+    )  # what stays in the processor's cache until it is written: a third faster than 256 MB
 
     def __init__(self, listing: Listing, seed: int, quarantine: Quarantine) -> None:
         self._name = listing.name
@@ -120,20 +127,30 @@ class ItemCatalog:
         rows = ((item.key, item.split, item.group, item.stratum) for item in self._items)
         self.marks = marks_of(rows, seed, [item.picture for item in self._items])
         counts = Counter(item.picture for item in self._items if item.picture)
-        self.alike = {number: item.picture for number, item in enumerate(self._items) if counts[item.picture] > 1}
+        self.alike = {
+            number: item.picture
+            for number, item in enumerate(self._items)
+            if counts[item.picture] > 1
+        }
 
     def key(self, number: int) -> str:
         return self._items[number].key
 
     def identity(self, numbers: Ints) -> bytes:
         """Hash of what will be packed for these samples, as far as it is known without reading them."""
-        hashed = blake2b(self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16)
+        hashed = blake2b(
+            self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16
+        )
         hashed.update(self.marks.rank[numbers].tobytes())  # a rank is the hash of a key
         parts = [part for number in numbers.tolist() for part in self._items[number].parts]
-        hashed.update(array("q", [len(content) for _, content in parts]).tobytes())  # so that no two lists run together alike
+        hashed.update(
+            array("q", [len(content) for _, content in parts]).tobytes()
+        )  # so that no two lists run together alike
         hashed.update(b"\0".join([content for _, content in parts if isinstance(content, bytes)]))
         hashed.update(
-            "\0".join([f for f, _ in parts] + [p for _, p in parts if isinstance(p, str)]).encode("utf-8", "surrogateescape")
+            "\0".join([f for f, _ in parts] + [p for _, p in parts if isinstance(p, str)]).encode(
+                "utf-8", "surrogateescape"
+            )
         )
         return hashed.digest()
 
@@ -176,7 +193,13 @@ class SpanCatalog:
         renamed: dict[int, str] | None = None,
         names: dict[int, str] | None = None,
     ) -> None:
-        self.paths, self.file, self.table, self.fields, self.marks = paths, file, table, fields, marks
+        self.paths, self.file, self.table, self.fields, self.marks = (
+            paths,
+            file,
+            table,
+            fields,
+            marks,
+        )
         self.renamed, self._name = renamed or {}, name
         self.names = {number: self.own_key(number) for number in self.renamed} | (names or {})
         self.sizes = np.asarray(table.stop - table.start, np.int64)
@@ -192,8 +215,14 @@ class SpanCatalog:
         hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
         first = self.table.member_first
         members = [number for n in numbers.tolist() for number in range(*first[n : n + 2].tolist())]
-        hashed.update(self.table.member_crc[members].tobytes() + self.table.member_size[members].tobytes())
-        words = [*map(self.key, numbers.tolist()), "", *(self.fields[one] for one in self.table.member_field[members].tolist())]
+        hashed.update(
+            self.table.member_crc[members].tobytes() + self.table.member_size[members].tobytes()
+        )
+        words = [
+            *map(self.key, numbers.tolist()),
+            "",
+            *(self.fields[one] for one in self.table.member_field[members].tolist()),
+        ]
         hashed.update("\0".join(words).encode("utf-8", "surrogateescape"))
         hashed.update(np.diff(first)[numbers].tobytes())
         return hashed.digest()
@@ -213,7 +242,9 @@ class SpanCatalog:
                     stop = int(self.table.stop[numbers[run[-1]]])
                     data = source.read(start, stop - start)
                     if len(data) < stop - start:
-                        raise ShardError(f"{self.paths[file]} ends before offset {stop}: it was cut while it was read.")
+                        raise ShardError(
+                            f"{self.paths[file]} ends before offset {stop}: it was cut while it was read."
+                        )
                     for place in run.tolist():
                         found[place] = self._parts(int(numbers[place]), memoryview(data), start)
         return found
@@ -233,11 +264,18 @@ class SpanCatalog:
         parts = []
         for m in range(*table.member_first[number : number + 2].tolist()):
             offset = int(table.member_offset[m]) - start
-            parts.append((self.fields[table.member_field[m]], bytes(data[offset : offset + int(table.member_size[m])])))
+            parts.append(
+                (
+                    self.fields[table.member_field[m]],
+                    bytes(data[offset : offset + int(table.member_size[m])]),
+                )
+            )
         return parts
 
 
-def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int, pictures: Sequence[str] = ()) -> Marks:
+def marks_of(
+    rows: Iterable[tuple[str, str, str, str]], seed: int, pictures: Sequence[str] = ()
+) -> Marks:
     """Marks of samples from (key, split, group, stratum) of each; a group "" is the sample alone.
 
     pictures: of each sample, the key of the first with the same picture; those that have no group come to its side.
@@ -265,7 +303,9 @@ def marks_of(rows: Iterable[tuple[str, str, str, str]], seed: int, pictures: Seq
     )
 
 
-def sides_of(groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool) -> U64:
+def sides_of(
+    groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool
+) -> U64:
     """Where a split puts samples, from the hash of each one's group: not where a shuffle would.
 
     The splits that samples come from count too: those of `train` were chosen by this hash, and are drawn anew evenly.
@@ -314,11 +354,15 @@ def _contents(path: str, size: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             data = os.read(fd, size + 1)
-            while len(data) < size and (more := os.read(fd, size - len(data))):  # 2 GB at a time; fewer over a network
+            while len(data) < size and (
+                more := os.read(fd, size - len(data))
+            ):  # 2 GB at a time; fewer over a network
                 data += more
             if len(data) == size:
                 return data
-            raise SampleError(f"it had {size} bytes when it was listed and has {os.fstat(fd).st_size} now")
+            raise SampleError(
+                f"it had {size} bytes when it was listed and has {os.fstat(fd).st_size} now"
+            )
         finally:
             os.close(fd)
     except OSError as error:

@@ -40,9 +40,13 @@ from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.files import write_whole
 from wdstrain.storage.object_store import is_object
 
-_COMPARING = ".comparing"  # in the folder of a finished set: the stage of the conversion it is compared with
+_COMPARING = (
+    ".comparing"  # in the folder of a finished set: the stage of the conversion it is compared with
+)
 _OF_FILES = ("classes", "data", "decided")  # what a source says of itself that its files decide
-_PIECE = 6 << 20  # bytes of pictures that are made smaller at a time: work of a tenth of a second, so that jobs end together
+_PIECE = (
+    6 << 20
+)  # bytes of pictures that are made smaller at a time: work of a tenth of a second, so that jobs end together
 
 
 class Step(NamedTuple):
@@ -76,7 +80,9 @@ class Conversion:
     divided: int = 0  # pictures of several samples that came to different splits
 
 
-def convert(source: Source, out: str, options: Options, progress: Progress | None = None) -> Conversion:
+def convert(
+    source: Source, out: str, options: Options, progress: Progress | None = None
+) -> Conversion:
     """Pack a source into the folder `out`, or into a bucket (s3://bucket/folder).
 
     Raises UsageError if `out` is in use, SourceError for a bad sample unless it is quarantined, StorageError for a disk
@@ -85,7 +91,9 @@ def convert(source: Source, out: str, options: Options, progress: Progress | Non
     if is_object(out):
         return _into_bucket(source, out, options, progress)
     if source.root is not None and _lies_in(out, source.root):
-        raise UsageError(f"{out} lies in {source.root}, which is being converted. Put the shards into another folder.")
+        raise UsageError(
+            f"{out} lies in {source.root}, which is being converted. Put the shards into another folder."
+        )
     stage = Stage(out, overwrite=options.overwrite, resume=options.resume)
     if stage.whole:
         return _made(out, source, options, progress)
@@ -103,7 +111,9 @@ def convert(source: Source, out: str, options: Options, progress: Progress | Non
         raise
 
 
-def _into_bucket(source: Source, address: str, options: Options, progress: Progress | None) -> Conversion:
+def _into_bucket(
+    source: Source, address: str, options: Options, progress: Progress | None
+) -> Conversion:
     """Make a set in the user's cache folder, and put it into a bucket."""
     folder = outgoing(address)
     if not (options.resume and os.path.exists(folder)):
@@ -111,12 +121,21 @@ def _into_bucket(source: Source, address: str, options: Options, progress: Progr
     return _delivered(convert(source, folder, options, progress), folder, address, progress)
 
 
-def _delivered(done: Conversion, folder: str, address: str, progress: Progress | None) -> Conversion:
+def _delivered(
+    done: Conversion, folder: str, address: str, progress: Progress | None
+) -> Conversion:
     """Put the set in a folder into a bucket, and take the folder away."""
     tell = progress or (lambda step: None)
-    deliver(done.index, folder, address, lambda number, total, size: tell(Step("putting", number, total, size, len(done.bad))))
+    deliver(
+        done.index,
+        folder,
+        address,
+        lambda number, total, size: tell(Step("putting", number, total, size, len(done.bad))),
+    )
     shutil.rmtree(folder)
-    moved = tuple(replace(shard, path=f"{address.rstrip('/')}/{shard.name}") for shard in done.index.shards)
+    moved = tuple(
+        replace(shard, path=f"{address.rstrip('/')}/{shard.name}") for shard in done.index.shards
+    )
     return replace(done, index=replace(done.index, shards=moved))
 
 
@@ -124,7 +143,13 @@ class _Conversion:
     """compare: shards are made and not written, so that they can be compared with those that are there."""
 
     def __init__(
-        self, source: Source, stage: Stage, options: Options, progress: Progress | None, *, compare: bool = False
+        self,
+        source: Source,
+        stage: Stage,
+        options: Options,
+        progress: Progress | None,
+        *,
+        compare: bool = False,
     ) -> None:
         self.source, self.stage, self._options, self._compare = source, stage, options, compare
         self._progress = progress or (lambda step: None)
@@ -136,9 +161,13 @@ class _Conversion:
         catalog, labels, listed = self._catalog()
         first = catalog
         if not listed:
-            passed = ", ".join(f"{count} x {reason}" for reason, count in self.source.ignored.items())
+            passed = ", ".join(
+                f"{count} x {reason}" for reason, count in self.source.ignored.items()
+            )
             self.stage.clear()
-            raise SourceError(f"{self.source.name} holds no samples{f' to be packed ({passed})' if passed else ''}.")
+            raise SourceError(
+                f"{self.source.name} holds no samples{f' to be packed ({passed})' if passed else ''}."
+            )
         numbers = chosen(catalog, options)
         limited = len(catalog.sizes) - len(numbers)
         if recipe.changes:
@@ -184,15 +213,27 @@ class _Conversion:
         self._before = taken
         file = index.shard_of(np.arange(len(index))).astype(np.int32)
         paths = [shard.path for shard in index.shards]
-        return SpanCatalog(self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken))
+        return SpanCatalog(
+            self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken)
+        )
 
     def _packed(
-        self, title: str, pieces: list[Piece], catalog: Catalog, recipe: Recipe, folder: str, *, write: bool = True
+        self,
+        title: str,
+        pieces: list[Piece],
+        catalog: Catalog,
+        recipe: Recipe,
+        folder: str,
+        *,
+        write: bool = True,
     ) -> Iterator[Packed]:
         """The shards as they are written, in order; those that an earlier run wrote are taken as they are."""
         options = self._options
         marks = [identity(piece, catalog, recipe, self._quarantine.collect) for piece in pieces]
-        found = [kept(folder, piece, mark) if options.resume else None for piece, mark in zip(pieces, marks, strict=True)]
+        found = [
+            kept(folder, piece, mark) if options.resume else None
+            for piece, mark in zip(pieces, marks, strict=True)
+        ]
         missing = [number for number, one in enumerate(found) if one is None]
         self._kept += len(pieces) - len(missing)
         total = sum(len(piece.numbers) for piece in pieces)
@@ -214,7 +255,9 @@ class _Conversion:
                 for bad in packed.bad:
                     self._quarantine.put(bad)
                 yield packed
-            next(results, None)  # to its end, where its processes are waited for and may be interrupted
+            next(
+                results, None
+            )  # to its end, where its processes are waited for and may be interrupted
 
     def _placed(
         self,
@@ -242,9 +285,13 @@ class _Conversion:
             place = numbers[shard.split] = numbers.get(shard.split, -1) + 1
             final = f"{shard.split}-{place:06d}.tar"
             names[final] = shard.name
-            parts.append(replace(one.index, shards=(replace(shard, path=os.path.join(shards, final)),)))
+            parts.append(
+                replace(one.index, shards=(replace(shard, path=os.path.join(shards, final)),))
+            )
             counts = samples.setdefault(shard.split, {})
-            for code, count in zip(*np.unique(catalog.marks.stratum[one.numbers], return_counts=True), strict=True):
+            for code, count in zip(
+                *np.unique(catalog.marks.stratum[one.numbers], return_counts=True), strict=True
+            ):
                 name = catalog.marks.strata[code]
                 counts[name] = counts.get(name, 0) + int(count)
             at = one.numbers if catalog is first else self._before[one.numbers]
@@ -252,13 +299,19 @@ class _Conversion:
                 if n in alike:
                     sides.setdefault(alike[n], set()).add(shard.split)
             renamed += [
-                {"key": first.key(n), "name": first.names[n]} for n in (at.tolist() if first.names else ()) if n in first.names
+                {"key": first.key(n), "name": first.names[n]}
+                for n in (at.tolist() if first.names else ())
+                if n in first.names
             ]
         if not parts:
-            raise SourceError(f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}")
+            raise SourceError(
+                f"none of {listed} samples could be packed; the first: {bad[0].sentence if bad else ''}"
+            )
         order = {name: place for label in labels for place, name in enumerate(label.classes)}
         samples = {
-            split: dict(sorted(counts.items(), key=lambda one: (order.get(one[0], len(order)), one[0])))
+            split: dict(
+                sorted(counts.items(), key=lambda one: (order.get(one[0], len(order)), one[0]))
+            )
             for split, counts in samples.items()
         }
         info = {
@@ -273,16 +326,30 @@ class _Conversion:
         }
         index = replace(join(parts), labels=labels, info=info)
         if self._compare:
-            return Conversion(index, listed, bad, len(renamed), samples, self.source.ignored, self._kept, limited)
+            return Conversion(
+                index, listed, bad, len(renamed), samples, self.source.ignored, self._kept, limited
+            )
         save_index(index, shards)
         for name, rows in ((BAD_NAME, [one.portable() for one in bad]), (RENAMED_NAME, renamed)):
             if rows:
                 write_whole(os.path.join(shards, name), b"".join(map(json_bytes, rows)))
                 names[name] = name
         self.stage.put_in_place(shards, {**names, BIN_NAME: BIN_NAME, INDEX_NAME: INDEX_NAME})
-        moved = tuple(replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards)
+        moved = tuple(
+            replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards
+        )
         index = replace(index, shards=moved)
-        return Conversion(index, listed, bad, len(renamed), samples, self.source.ignored, self._kept, limited, divided)
+        return Conversion(
+            index,
+            listed,
+            bad,
+            len(renamed),
+            samples,
+            self.source.ignored,
+            self._kept,
+            limited,
+            divided,
+        )
 
     def _tell(self, title: str, done: int, total: int | None, size: int) -> None:
         self._progress(Step(title, done, total, size, len(self._quarantine.bad)))
@@ -326,7 +393,9 @@ def _made(out: str, source: Source, options: Options, progress: Progress | None)
     if not other:
         stage = Stage(os.path.join(out, _COMPARING), overwrite=True, resume=False)
         try:
-            work = _Conversion(source, stage, replace(options, resume=False), progress, compare=True)
+            work = _Conversion(
+                source, stage, replace(options, resume=False), progress, compare=True
+            )
             other = _other(index, work.run().index)
         except SourceError as error:  # such as one that is empty now, or has a bad sample
             other = [str(error).rstrip(".")]
@@ -360,7 +429,9 @@ def _read_back(out: str, index: Index) -> Conversion:
     )
 
 
-def resumed_in_place(out: str, stated: dict[str, Any], options: Options, progress: Progress | None = None) -> Conversion | None:
+def resumed_in_place(
+    out: str, stated: dict[str, Any], options: Options, progress: Progress | None = None
+) -> Conversion | None:
     """The set of a conversion that replaces its own source, if that source is gone: nothing is left to convert.
 
     An exchange that was cut short, or a set that was being put into a bucket, is brought to its end. stated: what is known of
@@ -380,8 +451,13 @@ def resumed_in_place(out: str, stated: dict[str, Any], options: Options, progres
     index = load(os.path.join(folder, INDEX_NAME))
     check_sizes(index)
     source = index.info.get("source", {})
-    former = {"source": {name: source.get(name) for name in stated}, "options": index.info.get("options", {})}
-    other = _differences(former, json.loads(json.dumps({"source": stated, "options": _said(options)})))
+    former = {
+        "source": {name: source.get(name) for name in stated},
+        "options": index.info.get("options", {}),
+    }
+    other = _differences(
+        former, json.loads(json.dumps({"source": stated, "options": _said(options)}))
+    )
     if other:
         raise UsageError(
             f"{out} holds a finished conversion of another source or with other options: {'; '.join(other)}. It replaced its "
@@ -400,7 +476,11 @@ def _keep_call(stage: Stage, source: Source, options: Options) -> None:
     call = _call(source, options)
     former = stage.call()
     other = (
-        _differences(former, {**call, "options": {**call["options"], "on_bad": former["options"]["on_bad"]}}) if former else []
+        _differences(
+            former, {**call, "options": {**call["options"], "on_bad": former["options"]["on_bad"]}}
+        )
+        if former
+        else []
     )
     if other:
         raise UsageError(
@@ -421,7 +501,9 @@ def _differences(former: dict[str, Any], call: dict[str, Any]) -> list[str]:
     """Each entry of a call that is another than in the former: "seed was 0, is 3"."""
     found = []
     for part, values in call.items():
-        before = {name: value for name, value in former.get(part, {}).items() if name not in _OF_FILES}
+        before = {
+            name: value for name, value in former.get(part, {}).items() if name not in _OF_FILES
+        }
         for name in dict.fromkeys([*before, *values]):
             if before.get(name) != values.get(name):
                 found.append(f"{name} was {before.get(name)!r}, is {values.get(name)!r}")
@@ -436,19 +518,36 @@ def _other(former: Index, index: Index) -> list[str]:
     if not len(former.table.member_crc):
         return ["its index has no checksums to compare with"]
     ours, theirs = (_contents(one) for one in (former, index))
-    gone, new = [key for key in ours if key not in theirs], [key for key in theirs if key not in ours]
-    for what, keys in (("the sample '{}' is not in the source, or not in this split", gone), ("the sample '{}' is new", new)):
+    gone, new = (
+        [key for key in ours if key not in theirs],
+        [key for key in theirs if key not in ours],
+    )
+    for what, keys in (
+        ("the sample '{}' is not in the source, or not in this split", gone),
+        ("the sample '{}' is new", new),
+    ):
         if keys:
-            return [what.format(keys[0][1]) + (f", and {len(keys) - 1} more" if len(keys) > 1 else "")]
+            return [
+                what.format(keys[0][1]) + (f", and {len(keys) - 1} more" if len(keys) > 1 else "")
+            ]
     changed = [key for key, members in ours.items() if members != theirs[key]]
     if changed:
-        return [f"the sample '{changed[0][1]}' is another" + (f", and {len(changed) - 1} more" if len(changed) > 1 else "")]
+        return [
+            f"the sample '{changed[0][1]}' is another"
+            + (f", and {len(changed) - 1} more" if len(changed) > 1 else "")
+        ]
     names = ("listed", "quarantined", "renamed", "samples", "ignored")
     found = _differences(
-        {"": {n: former.info.get(n) for n in names}}, {"": json.loads(json.dumps({n: index.info[n] for n in names}))}
+        {"": {n: former.info.get(n) for n in names}},
+        {"": json.loads(json.dumps({n: index.info[n] for n in names}))},
     )
-    shards = [[(shard.name, shard.samples, shard.bytes) for shard in one.shards] for one in (former, index)]
-    same = shards[0] == shards[1] and all(np.array_equal(getattr(former.table, n), getattr(index.table, n)) for n in ARRAYS)
+    shards = [
+        [(shard.name, shard.samples, shard.bytes) for shard in one.shards]
+        for one in (former, index)
+    ]
+    same = shards[0] == shards[1] and all(
+        np.array_equal(getattr(former.table, n), getattr(index.table, n)) for n in ARRAYS
+    )
     if found or not same:
         return found or ["the samples lie in another order"]
     # two PNGs of one size can have one crc32
@@ -460,7 +559,11 @@ def _other(former: Index, index: Index) -> list[str]:
 def _contents(index: Index) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
     """(split, key) -> (field, size, crc32) of each member."""
     splits = np.repeat(np.arange(len(index.shards)), index.counts).tolist()
-    keys, crc, first = index.keys(np.arange(len(index))), index.table.member_crc.tolist(), index.table.member_first.tolist()
+    keys, crc, first = (
+        index.keys(np.arange(len(index))),
+        index.table.member_crc.tolist(),
+        index.table.member_first.tolist(),
+    )
     return {
         (index.shards[splits[n]].split, key): [
             (field, size, crc[first[n] + m]) for m, (field, _, size) in enumerate(index.members(n))

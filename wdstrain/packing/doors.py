@@ -47,7 +47,14 @@ def pack(
     number. labels: further columns to learn. group: samples of one group come
     to one side of a split. The samples are read once and may be more than memory holds. Raises as `wdstrain convert` does.
     """
-    source = stream_samples(samples, fields=fields, classes=classes, labels=labels, group=group, quality=_of_pixels(options))
+    source = stream_samples(
+        samples,
+        fields=fields,
+        classes=classes,
+        labels=labels,
+        group=group,
+        quality=_of_pixels(options),
+    )
     return _packed(source, out, options, progress)
 
 
@@ -107,7 +114,14 @@ def pack_hdf5(
 ) -> Index:
     """Pack data sets of one length from an HDF5 or PyTables file: fields={"image": "/train/images", "cls": "/train/labels"}."""
     labels = [label] if isinstance(label, str) else list(label)
-    source = stream_hdf5(os.fspath(file), fields, labels=labels, classes=classes, key=key, quality=_of_pixels(options))
+    source = stream_hdf5(
+        os.fspath(file),
+        fields,
+        labels=labels,
+        classes=classes,
+        key=key,
+        quality=_of_pixels(options),
+    )
     return _packed(source, out, options, progress)
 
 
@@ -147,7 +161,9 @@ def pack_tars(
     done = resumed_in_place(out, asked, Options(**options), progress)
     if done is not None:
         return done.index
-    source = stream_tars(urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, out=out)
+    source = stream_tars(
+        urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, out=out
+    )
     return _packed(source, out, options, progress)
 
 
@@ -169,5 +185,7 @@ def _of_pixels(options: Packing) -> int:
     return 95 if options.get("quality") is None else 100
 
 
-def _packed(source: Source, out: str | os.PathLike[str], options: Packing, progress: Progress | None) -> Index:
+def _packed(
+    source: Source, out: str | os.PathLike[str], options: Packing, progress: Progress | None
+) -> Index:
     return convert(source, os.fspath(out), Options(**options), progress).index

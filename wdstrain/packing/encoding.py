@@ -36,10 +36,19 @@ if TYPE_CHECKING:
 _MOST_CLASSES = 1_000_000  # that are counted; there may be more with names
 _GAP = 100  # class numbers for each that occurs: a part of a large set of classes, not ids
 _PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
-_FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "tif": "TIFF", "tiff": "TIFF", "pgm": "PPM", "ppm": "PPM"}
+_FORMATS = {
+    "jpg": "JPEG",
+    "jpeg": "JPEG",
+    "tif": "TIFF",
+    "tiff": "TIFF",
+    "pgm": "PPM",
+    "ppm": "PPM",
+}
 
 
-def encode(name: str, value: Any, *, quality: int = 95, classes: Mapping[str, int] | None = None) -> Part:
+def encode(
+    name: str, value: Any, *, quality: int = 95, classes: Mapping[str, int] | None = None
+) -> Part:
     """(field, bytes) of a value. classes: the number of each class by its name, where these are known.
 
     Raises SampleError for a value that has no place under that name.
@@ -47,14 +56,22 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Mapping[str, in
     name = field_name(name)
     kind = name.rpartition(".")[2]
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return name, str(_class(_said(bytes(value), classes), classes)).encode() if kind == "cls" and classes else bytes(value)
+        return name, str(
+            _class(_said(bytes(value), classes), classes)
+        ).encode() if kind == "cls" and classes else bytes(value)
     if value is None:
         raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
     if kind in _PICKLES:
-        raise SampleError(f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy")
+        raise SampleError(
+            f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy"
+        )
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise SampleError(f"its {name} has masked values, and no format here keeps a mask; fill them first")
-    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):  # who has a tensor has imported it
+        raise SampleError(
+            f"its {name} has masked values, and no format here keeps a mask; fill them first"
+        )
+    if "torch" in sys.modules and isinstance(
+        value, sys.modules["torch"].Tensor
+    ):  # who has a tensor has imported it
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
         return name, _image(name, kind, value, quality)
@@ -74,7 +91,9 @@ def encode(name: str, value: Any, *, quality: int = 95, classes: Mapping[str, in
             return name, str(value).encode()
         except UnicodeEncodeError as error:
             raise SampleError(f"its {name} holds what is no text ({error.reason})") from None
-    raise SampleError(f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy")
+    raise SampleError(
+        f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy"
+    )
 
 
 def array_field(name: str, values: npt.NDArray[Any]) -> str:
@@ -83,8 +102,14 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     kind = name.rpartition(".")[2].lower()
     if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
-    rows = dict(values.dtype.metadata or {}).get("vlen")  # of HDF5: numbers, as many in a row as there are
-    return f"{name}.txt" if values.dtype.kind in "SUO" and rows in (None, bytes, str) else f"{name}.npy"
+    rows = dict(values.dtype.metadata or {}).get(
+        "vlen"
+    )  # of HDF5: numbers, as many in a row as there are
+    return (
+        f"{name}.txt"
+        if values.dtype.kind in "SUO" and rows in (None, bytes, str)
+        else f"{name}.npy"
+    )
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
@@ -165,7 +190,11 @@ def _class(value: Any, classes: Mapping[str, int]) -> int:
         return number
     if isinstance(value, str) and value in classes:
         return classes[value]
-    known = f"one of {', '.join(list(classes)[:8])}" if classes else "a number, or a name where classes=[...] are given"
+    known = (
+        f"one of {', '.join(list(classes)[:8])}"
+        if classes
+        else "a number, or a name where classes=[...] are given"
+    )
     raise SampleError(f"its cls is {value!r}, and a class is {known}")
 
 
@@ -180,13 +209,19 @@ def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
 def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
     if isinstance(value, np.ndarray):
         pixels = value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value
-        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
+        if pixels.dtype != np.uint8 or not (
+            pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
+        ):
             raise SampleError(
                 f"its {name} is an array of {value.dtype} {list(value.shape)}, and pixels are uint8 [h, w] or [h, w, 3]; "
                 f"keep it as it is under {name.rpartition('.')[0] or 'image'}.npy"
             )
         if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
-            return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"))
+            return bytes(
+                simplejpeg.encode_jpeg(
+                    np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"
+                )
+            )
         value = Image.fromarray(np.ascontiguousarray(pixels))
     if not isinstance(value, Image.Image):
         raise SampleError(f"its {name} is {type(value).__name__}, which is no picture")
@@ -197,7 +232,11 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
         value = value.convert("RGB")
     out = io.BytesIO()
     try:
-        value.save(out, _FORMATS.get(kind, kind.upper()), **({"quality": quality} if kind in ("jpg", "jpeg", "webp") else {}))
+        value.save(
+            out,
+            _FORMATS.get(kind, kind.upper()),
+            **({"quality": quality} if kind in ("jpg", "jpeg", "webp") else {}),
+        )
     except (OSError, ValueError, KeyError) as error:
         raise SampleError(f"its {name} cannot be written as {kind} ({error})") from None
     return out.getvalue()
@@ -207,7 +246,9 @@ def _npy(name: str, value: Any) -> bytes:
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
-    if array.dtype.metadata and array.dtype.names is None:  # such as the names of an HDF5 enum, of which numpy warns
+    if (
+        array.dtype.metadata and array.dtype.names is None
+    ):  # such as the names of an HDF5 enum, of which numpy warns
         array = array.view(array.dtype.str)
     out = io.BytesIO()
     np.save(out, array, allow_pickle=False)

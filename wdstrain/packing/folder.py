@@ -11,7 +11,15 @@ from collections.abc import Iterator
 
 from wdstrain.errors import SourceError
 from wdstrain.packing.collector import collector_paused
-from wdstrain.packing.listing import SPLITS, Item, Keys, Listing, check_there, image_field, is_litter
+from wdstrain.packing.listing import (
+    SPLITS,
+    Item,
+    Keys,
+    Listing,
+    check_there,
+    image_field,
+    is_litter,
+)
 from wdstrain.shards.index import Label
 
 
@@ -26,8 +34,12 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
         raise SourceError(f"{source}: there is no such folder. Check the path.")
     ignored: dict[str, int] = {}
     splits = {} if flat else _splits(source, ignored)
-    roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {"": source}
-    found: list[tuple[str, str, str, str, str]] = []  # split, class, name below the split's folder, path, field
+    roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {
+        "": source
+    }
+    found: list[
+        tuple[str, str, str, str, str]
+    ] = []  # split, class, name below the split's folder, path, field
     outside = 0
     for split, root in roots.items():
         for below, folder, names in _files(root, ignored):
@@ -48,8 +60,12 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
             f"For pictures without labels add --flat."
         )
     if not found:
-        seen = ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
-        raise SourceError(f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like.")
+        seen = (
+            ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
+        )
+        raise SourceError(
+            f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like."
+        )
     _count(ignored, "pictures outside a class folder", outside)
     if classes:
         _count(
@@ -61,12 +77,16 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
     keys = {split: Keys() for split in roots}
     items = []
     for split, kind, name, path, field in found:
-        parts: tuple[tuple[str, bytes | str], ...] = ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
+        parts: tuple[tuple[str, bytes | str], ...] = (
+            ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
+        )
         stem = name.rpartition(".")[0]
         key = keys[split].key(stem)
         items.append(Item(key, parts, split, "", kind, 0, name if key != stem else ""))
     labels = (Label("class", "class", "cls", classes=tuple(classes)),) if classes else ()
-    return Listing(source, items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source)
+    return Listing(
+        source, items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source
+    )
 
 
 def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
@@ -81,7 +101,9 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
     if "train" not in named.values() or len(named) < 2:
         return {}
     if len(set(named.values())) < len(named):
-        raise SourceError(f"{source} holds {', '.join(sorted(named))}, of which two mean one split. Keep one folder for each.")
+        raise SourceError(
+            f"{source} holds {', '.join(sorted(named))}, of which two mean one split. Keep one folder for each."
+        )
     _count(ignored, "folders beside the splits", len(folders) - len(named))
     with os.scandir(source) as entries:
         beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
@@ -93,7 +115,9 @@ def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
 def _folders(root: str) -> list[str]:
     try:
         with os.scandir(root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name))
+            return sorted(
+                entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name)
+            )
     except OSError as error:
         raise SourceError(f"{root} cannot be listed: {error.strerror}.") from error
 
@@ -108,14 +132,20 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[
     for folder, folders, files in os.walk(root, onerror=failed, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
-            raise SourceError(f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link.")
+            raise SourceError(
+                f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link."
+            )
         seen.add(real)
         names = sorted(name for name in files if not is_litter(name))
         kept = sorted(name for name in folders if not is_litter(name))
-        _count(ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept))
+        _count(
+            ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept)
+        )
         folders[:] = kept
         for path in [folder, *names]:
             if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
-                raise SourceError(f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it.")
+                raise SourceError(
+                    f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it."
+                )
         below = os.path.relpath(folder, root).replace(os.sep, "/")
         yield "" if below == "." else below, folder, names

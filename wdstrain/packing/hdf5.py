@@ -42,10 +42,14 @@ def stream_hdf5(
             f"{file} is no HDF5 file that can be read ({str(error).partition('(')[2].rstrip(')') or error})."
         ) from error
     if "__key__" in fields:
-        raise UsageError(f"{file}: __key__ cannot be the name of a field. Name the data set that names the samples with --key.")
+        raise UsageError(
+            f"{file}: __key__ cannot be the name of a field. Name the data set that names the samples with --key."
+        )
     wanted = dict(fields) | ({"__key__": key} if key else {})
     if not fields:
-        raise UsageError(f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}")
+        raise UsageError(
+            f"{file}: name the data sets, such as --field image=/images. There are: {_known(opened)}"
+        )
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
     source = {
         "kind": "hdf5",
@@ -64,7 +68,10 @@ def stream_hdf5(
         keys="__key__" if key else None,
     )
     files = sorted({place for one in found.values() for place in one.files} - {file})
-    return replace(stream, mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}")
+    return replace(
+        stream,
+        mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}",
+    )
 
 
 class _DataSet:
@@ -74,7 +81,9 @@ class _DataSet:
         self._opened, self._file, self._column = opened, file, column
         self.files = _files(opened, file)
         if opened.shape is None:
-            raise UsageError(f"{file}{opened.name} holds nothing (its data space is null). Name a data set of rows.")
+            raise UsageError(
+                f"{file}{opened.name} holds nothing (its data space is null). Name a data set of rows."
+            )
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
         self.shape: tuple[int, ...] = (*opened.shape, *inner)
@@ -86,7 +95,11 @@ class _DataSet:
             # what is held of the last chunk goes on; the rest is read in whole chunks
             first = rows.start // self.chunk * self.chunk
             stop = -(-rows.stop // self.chunk) * self.chunk
-            kept = self._held[max(0, first - self._first) :] if first >= self._first else self._held[:0]
+            kept = (
+                self._held[max(0, first - self._first) :]
+                if first >= self._first
+                else self._held[:0]
+            )
             begun = first + len(kept)
             new = self._read(slice(begun, min(stop, self.shape[0])))
             self._first, self._held = first, np.concatenate([kept, new]) if len(kept) else new
@@ -108,7 +121,9 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
     try:
         node = opened.get(path)
     except (OSError, RuntimeError) as error:
-        raise SourceError(f"{file}: {path} cannot be opened ({error}). Look at the links in the file.") from error
+        raise SourceError(
+            f"{file}: {path} cannot be opened ({error}). Look at the links in the file."
+        ) from error
     if isinstance(node, h5py.Dataset):
         if node.dtype.names:
             raise UsageError(
@@ -131,7 +146,11 @@ def _files(node: Any, file: str) -> list[str]:
     h5py, found = _h5py(), [file, node.file.filename]
     folder = os.path.dirname(os.path.abspath(node.file.filename))
     found += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
-    for name, path in sorted({(one.file_name, one.dset_name) for one in node.virtual_sources()} if node.is_virtual else ()):
+    for name, path in sorted(
+        {(one.file_name, one.dset_name) for one in node.virtual_sources()}
+        if node.is_virtual
+        else ()
+    ):
         if "%" in f"{name}{path}":  # a series of files: as many rows as there are files
             continue
         # where HDF5 looks for it, in its order

@@ -38,7 +38,9 @@ class Work(Protocol[R]):
     def __call__(self, number: int, tick: Tick) -> R: ...
 
 
-def run(work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local") -> Generator[R, None, None]:
+def run(
+    work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local"
+) -> Generator[R, None, None]:
     """The results of work 0 to count - 1, in order. Raises what the work raises."""
     if engine == "ray":
         return _on_ray(work, count, told)
@@ -77,15 +79,21 @@ def _one_thread() -> Iterator[None]:
 
 
 def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator[R, None, None]:
-    board = Memory(16 * count)  # samples and bytes of each piece of work so far, written by whoever does it
+    board = Memory(
+        16 * count
+    )  # samples and bytes of each piece of work so far, written by whoever does it
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     workers: list[BaseProcess] = []
-    context = child_process.recording_context(multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers)
+    context = child_process.recording_context(
+        multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers
+    )
     pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
     waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
     try:
         for number in range(count):
-            with warnings.catch_warnings():  # threads of libraries are idle; the children use none of them
+            with (
+                warnings.catch_warnings()
+            ):  # threads of libraries are idle; the children use none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append(pool.submit(_do, number))
             if len(waiting) > 2 * jobs:
@@ -93,7 +101,9 @@ def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator
         while waiting:
             yield _awaited(waiting.popleft(), sums, told)
     except BrokenProcessPool as error:
-        raise WdstrainError("a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs.") from error
+        raise WdstrainError(
+            "a process that wrote shards was killed, perhaps for its memory. Use a smaller --jobs."
+        ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         _see_off(workers)
@@ -132,7 +142,9 @@ def _begin(work: Any, board: Memory) -> None:
     child_process.set_up_worker()
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)  # a process is a core's worth; and torch's threads do not outlive a fork
+        torch.set_num_threads(
+            1
+        )  # a process is a core's worth; and torch's threads do not outlive a fork
 
 
 def _do(number: int) -> Any:

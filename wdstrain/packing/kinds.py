@@ -58,14 +58,20 @@ class _Cells:
         return [(row, value) for row, value in enumerate(self.values) if row not in self.bad]
 
     def refuse(self, row: int, why: str) -> None:
-        self.bad.setdefault(row, f"the label column '{self.name}' holds {_short(self.values[row])}, {why}")
+        self.bad.setdefault(
+            row, f"the label column '{self.name}' holds {_short(self.values[row])}, {why}"
+        )
 
     def ask(self, holds: str, *kinds: str) -> UsageError:
         choices = " or ".join(f"{self.name}:{kind}" for kind in kinds)
-        return UsageError(f"{self.place}: the column '{self.name}' holds {holds}. Say what it is: --label {choices}.")
+        return UsageError(
+            f"{self.place}: the column '{self.name}' holds {holds}. Say what it is: --label {choices}."
+        )
 
 
-def decide(place: str, name: str, kind: str | None, cells: Sequence[Any], names: tuple[str, ...] = ()) -> Column:
+def decide(
+    place: str, name: str, kind: str | None, cells: Sequence[Any], names: tuple[str, ...] = ()
+) -> Column:
     """The label of a column of plain values. kind: as the user said it; names: of its class numbers, as the table says them.
 
     Raises UsageError for a column that may be of two kinds or is of none, SourceError for one without a value.
@@ -74,7 +80,10 @@ def decide(place: str, name: str, kind: str | None, cells: Sequence[Any], names:
     for row, value in enumerate(column.values):
         if value is None or (isinstance(value, str) and not value.strip()):
             column.bad[row] = f"the label column '{name}' is empty"
-        elif isinstance(value, (str, float)) and str(value).strip().lower().lstrip("+-") in _NO_NUMBER:
+        elif (
+            isinstance(value, (str, float))
+            and str(value).strip().lower().lstrip("+-") in _NO_NUMBER
+        ):
             column.refuse(row, "which is no value")
     if len(column.bad) == len(column.values):
         raise SourceError(f"{place}: no row has a value in the label column '{name}'.")
@@ -118,18 +127,31 @@ def _guess(column: _Cells) -> str:
     texts = len(types["text"]) + len(types["truth"])
     if types["number"] and texts <= few and len(types["number"]) > texts:
         for row in [*types["text"], *types["truth"], *missing]:
-            column.refuse(row, f"which is no number; {column.name}:class takes every value as a class")
+            column.refuse(
+                row, f"which is no number; {column.name}:class takes every value as a class"
+            )
         return _guess_numbers(column, types["number"])
     if types["truth"] and len(types["text"]) + len(types["number"]) <= few and not missing:
         for row in [*types["text"], *types["number"]]:
-            column.refuse(row, f"which is not true or false; {column.name}:class takes every value as a class")
+            column.refuse(
+                row, f"which is not true or false; {column.name}:class takes every value as a class"
+            )
         for row in types["truth"]:
             column.values[row] = str(column.values[row]).strip().lower() == "true"
         return "class"
-    padded = sum(isinstance(value := column.values[row], str) and value.strip().isdigit() for row in types["text"])
-    if len(types["number"]) > few and padded <= few:  # 007 is a name, and what stands beside it is one too
+    padded = sum(
+        isinstance(value := column.values[row], str) and value.strip().isdigit()
+        for row in types["text"]
+    )
+    if (
+        len(types["number"]) > few and padded <= few
+    ):  # 007 is a name, and what stands beside it is one too
         texts_in = next(column.values[row] for row in [*types["text"], *types["truth"]])
-        raise column.ask(f"{len(types['number'])} numbers and {texts} texts, such as {_short(texts_in)}", "class", "number")
+        raise column.ask(
+            f"{len(types['number'])} numbers and {texts} texts, such as {_short(texts_in)}",
+            "class",
+            "number",
+        )
     return "class"
 
 
@@ -155,15 +177,27 @@ def _guess_numbers(column: _Cells, rows: list[int]) -> str:
     whole = [value for value in values if isinstance(value, int)]
     fractions = len(values) - len(whole)
     if fractions:
-        if all(value == int(value) and 0 <= value < RANGE for value in values) and len(rows) < len(column.values):
-            raise column.ask("whole numbers as floats beside empty cells, as class numbers become in some programs", *KINDS[:2])
+        if all(value == int(value) and 0 <= value < RANGE for value in values) and len(rows) < len(
+            column.values
+        ):
+            raise column.ask(
+                "whole numbers as floats beside empty cells, as class numbers become in some programs",
+                *KINDS[:2],
+            )
         if fractions <= _FEW * len(values) and all(0 <= value < RANGE for value in whole):
             odd = next(value for value in values if isinstance(value, float))
-            raise column.ask(f"{len(whole)} whole numbers and {fractions} others, such as {odd!r}", "class", "number")
+            raise column.ask(
+                f"{len(whole)} whole numbers and {fractions} others, such as {odd!r}",
+                "class",
+                "number",
+            )
         return "number"
     negative = {value for value in whole if value < 0}
     if negative == {-1} and 0 not in whole:
-        raise column.ask(f"-1 and whole numbers from {min(v for v in whole if v >= 0) if max(whole) >= 0 else -1}", *KINDS[:2])
+        raise column.ask(
+            f"-1 and whole numbers from {min(v for v in whole if v >= 0) if max(whole) >= 0 else -1}",
+            *KINDS[:2],
+        )
     if negative - {-1}:
         return "number"
     if max(whole) >= RANGE:
@@ -172,7 +206,8 @@ def _guess_numbers(column: _Cells, rows: list[int]) -> str:
     for row in rows:
         if column.values[row] == -1:  # as Hugging Face data sets say that there is none
             column.refuse(
-                row, f"which means that there is no label; {column.name}:class makes it a class, {column.name}:number a number"
+                row,
+                f"which means that there is no label; {column.name}:class makes it a class, {column.name}:number a number",
             )
     return "class"
 
@@ -186,8 +221,16 @@ def _guess_lists(column: _Cells, rows: list[int]) -> str:
             f"classes holds names or class numbers. Leave it out of the labels: it is kept beside the picture."
         )
     lengths = {len(column.values[row]) for row in rows}
-    if len(rows) > 1 and len(lengths) == 1 and min(lengths) > 1 and not any(isinstance(one, str) for one in members):
-        raise column.ask(f"lists of {min(lengths)} numbers each, which may be vectors rather than classes", "multi")
+    if (
+        len(rows) > 1
+        and len(lengths) == 1
+        and min(lengths) > 1
+        and not any(isinstance(one, str) for one in members)
+    ):
+        raise column.ask(
+            f"lists of {min(lengths)} numbers each, which may be vectors rather than classes",
+            "multi",
+        )
     for row, value in column.good():
         column.values[row] = value if isinstance(value, list) else [value]
     return "multi"
@@ -222,7 +265,12 @@ def _classes(column: _Cells, names: tuple[str, ...]) -> Label:
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
                 column.values[row] = names[value]
             else:
-                column.refuse(row, "which means that there is no label" if value == -1 else f"none of the {len(names)} classes")
+                column.refuse(
+                    row,
+                    "which means that there is no label"
+                    if value == -1
+                    else f"none of the {len(names)} classes",
+                )
         return Label(column.name, "class", "json", column.name, names)
     for row, value in column.good():
         if isinstance(value, (list, dict, bytes)):
@@ -239,14 +287,24 @@ def _classes(column: _Cells, names: tuple[str, ...]) -> Label:
         if distinct[0] >= 0 and distinct[-1] < max(RANGE, 2 * len(distinct)):
             distinct = list(range(distinct[-1] + 1))  # numbers are kept as they are
         return Label(column.name, "class", "json", column.name, tuple(map(str, distinct)))
-    return Label(column.name, "class", "json", column.name, tuple(sorted({str(value) for _, value in good})))
+    return Label(
+        column.name, "class", "json", column.name, tuple(sorted({str(value) for _, value in good}))
+    )
 
 
 def _multi(column: _Cells, names: tuple[str, ...]) -> Label:
     members: dict[str, None] = {}
     for row, value in column.good():
-        parts = value if isinstance(value, list) else value.split("|") if isinstance(value, str) else [value]
-        found = [_member(one, names) for one in parts if not (isinstance(one, str) and not one.strip())]
+        parts = (
+            value
+            if isinstance(value, list)
+            else value.split("|")
+            if isinstance(value, str)
+            else [value]
+        )
+        found = [
+            _member(one, names) for one in parts if not (isinstance(one, str) and not one.strip())
+        ]
         if None in found:
             column.refuse(row, "which is no list of classes")
         else:
@@ -276,16 +334,29 @@ def _said(label: Label, column: _Cells) -> list[str]:
     counts = f"{len(good)} of {len(column.values)} values fit"
     if label.kind == "number":
         return [f"label {label.name}: a number from {min(good):g} to {max(good):g}, {counts}"]
-    used = len({one for value in good for one in (map(str, value) if isinstance(value, list) else (str(value),))})
-    some = ", ".join(one[:40] for one in label.classes[:_SHOWN]) + (", ..." if len(label.classes) > _SHOWN else "")
+    used = len(
+        {
+            one
+            for value in good
+            for one in (map(str, value) if isinstance(value, list) else (str(value),))
+        }
+    )
+    some = ", ".join(one[:40] for one in label.classes[:_SHOWN]) + (
+        ", ..." if len(label.classes) > _SHOWN else ""
+    )
     what = "several of " if label.kind == "multi" else ""
     several = "class" if len(label.classes) == 1 else "classes"
     seen = f", {used} of them in this table" if used < len(label.classes) else ""
     said = [f"label {label.name}: {what}{len(label.classes)} {several} ({some}){seen}, {counts}"]
-    said += [f"label {label.name}: the classes {names} look alike" for names in look_alikes(label.classes)]
+    said += [
+        f"label {label.name}: the classes {names} look alike"
+        for names in look_alikes(label.classes)
+    ]
     barred = Counter("|" in name for name in label.classes)[True]
     if label.kind == "class" and barred:
-        said.append(f"label {label.name}: {barred} classes hold '|'; {label.name}:multi takes a|b as two classes")
+        said.append(
+            f"label {label.name}: {barred} classes hold '|'; {label.name}:multi takes a|b as two classes"
+        )
     return said
 
 
@@ -293,7 +364,9 @@ def look_alikes(names: Iterable[str]) -> list[str]:
     """Names that differ in case, blanks or the form of their characters only, as "'Cat' and 'cat'"."""
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
+        alike.setdefault(
+            " ".join(unicodedata.normalize("NFKC", name).casefold().split()), []
+        ).append(name)
     return [" and ".join(map(_short, same)) for same in alike.values() if len(same) > 1]
 
 

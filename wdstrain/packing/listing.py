@@ -25,7 +25,12 @@ _EXTENSIONS = frozenset(EXTENSIONS)
 _ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
 
 # folders and shards named so are splits
-SPLITS = {"train": "train", "training": "train", **dict.fromkeys(("val", "valid", "validation", "dev"), "val"), "test": "test"}
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    "test": "test",
+}
 
 Part = tuple[str, bytes]  # field and its bytes
 
@@ -75,9 +80,19 @@ class Bad(NamedTuple):
     def portable(self) -> dict[str, Any]:
         """For a file that says the same on every machine: without the folders above the source."""
         source, path = self.source.rstrip("/"), self.path
-        for place in (source, os.path.abspath(source), os.path.dirname(source), os.path.dirname(os.path.abspath(source))):
+        for place in (
+            source,
+            os.path.abspath(source),
+            os.path.dirname(source),
+            os.path.dirname(os.path.abspath(source)),
+        ):
             path = path.removeprefix(f"{place}/") if place else path
-        return {"source": os.path.basename(source), "row": self.row or None, "path": path, "reason": self.reason}
+        return {
+            "source": os.path.basename(source),
+            "row": self.row or None,
+            "path": path,
+            "reason": self.reason,
+        }
 
 
 class Quarantine:
@@ -90,7 +105,9 @@ class Quarantine:
     def put(self, bad: Bad) -> None:
         """Raises SourceError unless bad samples are collected."""
         if not self.collect:
-            raise SourceError(f"{bad.sentence} Mend or remove it, or go on without such samples: --on-bad quarantine")
+            raise SourceError(
+                f"{bad.sentence} Mend or remove it, or go on without such samples: --on-bad quarantine"
+            )
         self.bad.append(bad)
 
 
@@ -157,7 +174,9 @@ def tidy(path: str) -> str:
     if path and not _ODD.search(path):
         return path
     # no part that climbs, starts at the root or names a drive
-    parts = [part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")]
+    parts = [
+        part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")
+    ]
     base = parts.pop() if parts else ""
     return "/".join([*parts, base.replace(".", "_") or "_"])
 
@@ -165,8 +184,16 @@ def tidy(path: str) -> str:
 def field_name(name: str) -> str:
     """A field's name as readers give it back. Raises SampleError for one that they would not."""
     lower = name.lower()
-    if not lower or "/" in lower or "\0" in lower or lower.startswith(".") or not lower.isprintable():
-        raise SampleError(f"{name!r} cannot be the name of a field: it follows a key and a dot, and has no slash")
+    if (
+        not lower
+        or "/" in lower
+        or "\0" in lower
+        or lower.startswith(".")
+        or not lower.isprintable()
+    ):
+        raise SampleError(
+            f"{name!r} cannot be the name of a field: it follows a key and a dot, and has no slash"
+        )
     return lower
 
 
@@ -194,10 +221,20 @@ def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path holds a NUL
         raise SourceError(f"{shown or path}: there is no such {kind}. Check the path.") from None
     except OSError as error:
-        raise SourceError(f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its folders.") from error
+        raise SourceError(
+            f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its folders."
+        ) from error
 
 
 def file_mark(*paths: str) -> str:
     """Sizes and times of files, for a stream's mark."""
     local = [path for path in paths if not is_remote(path)]
-    return repr([paths, [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in local]])
+    return repr(
+        [
+            paths,
+            [
+                (os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
+                for path in local
+            ],
+        ]
+    )

@@ -55,28 +55,49 @@ class Options:
     engine: Engine = "local"
 
     def __post_init__(self) -> None:
-        for name in ("shard_samples", "shard_bytes", "jobs", "limit", "resize", "quality", "memory", "seed"):
+        for name in (
+            "shard_samples",
+            "shard_bytes",
+            "jobs",
+            "limit",
+            "resize",
+            "quality",
+            "memory",
+            "seed",
+        ):
             value = getattr(self, name)
             if value is None and name in ("shard_samples", "limit", "resize", "quality"):
                 continue
-            object.__setattr__(self, name, value := integer(name, value))  # the index keeps them as JSON
+            object.__setattr__(
+                self, name, value := integer(name, value)
+            )  # the index keeps them as JSON
             if value < 1 and name != "seed":
                 raise UsageError(f"{name}={value} is below 1.")
         if self.quality is not None and self.quality > 100:
             raise UsageError(f"quality={self.quality} is above 100, the best that JPEG knows.")
         if self.memory < 16_000_000:
-            raise UsageError(f"memory={self.memory} bytes are too few to put samples in order. Give 16MB or more.")
+            raise UsageError(
+                f"memory={self.memory} bytes are too few to put samples in order. Give 16MB or more."
+            )
         for name, kinds in (("check", Check), ("on_bad", OnBad), ("engine", Engine)):
             if getattr(self, name) not in get_args(kinds):
-                raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kinds))}.")
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kinds))}."
+                )
         shares = (self.split or {"train": 1.0}).values()
         if min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
-            raise UsageError(f"split={self.split}: shares are above 0 and add up to 1. Write for example train=0.9,val=0.1")
+            raise UsageError(
+                f"split={self.split}: shares are above 0 and add up to 1. Write for example train=0.9,val=0.1"
+            )
         check_splits(self.split or ())
         if self.stratify and not self.split:
-            raise UsageError("stratify says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1")
+            raise UsageError(
+                "stratify says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1"
+            )
         if self.resume and self.overwrite:
-            raise UsageError("resume goes on with what is there, overwrite replaces it. Choose one.")
+            raise UsageError(
+                "resume goes on with what is there, overwrite replaces it. Choose one."
+            )
 
 
 def check_splits(names: Iterable[str]) -> None:

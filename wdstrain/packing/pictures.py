@@ -80,7 +80,9 @@ class Recipe:
         if not data:
             raise SampleError(f"its {field} has 0 bytes")
         if not looks_like_image(data):
-            raise SampleError(f"its {field} does not begin as a picture does, but with {data[:12]!r}")
+            raise SampleError(
+                f"its {field} does not begin as a picture does, but with {data[:12]!r}"
+            )
         if self.only_looks:
             return field, data
         with warnings.catch_warnings():  # Pillow warns of odd metadata; what matters raises
@@ -97,13 +99,17 @@ class Recipe:
         except Exception as error:  # Pillow's plugins raise whatever their parsers meet
             decode_image(data)  # says what is wrong in words that are the same each time
             raise SampleError(f"its {field} is no image of a known format") from error
-        kind = "JPEG" if data[:3] == b"\xff\xd8\xff" else kind  # also where Pillow calls a phone's picture an MPO
+        kind = (
+            "JPEG" if data[:3] == b"\xff\xd8\xff" else kind
+        )  # also where Pillow calls a phone's picture an MPO
         small = self.resize is None or min(size) <= self.resize
         if small and self.quality is None:
             decode_image(data)  # what is kept as it is can be decoded, like what is not
             return field, data
         if size[0] * size[1] > MAX_PIXELS:
-            raise SampleError(f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}")
+            raise SampleError(
+                f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}"
+            )
         if kind == "JPEG" or self.quality is not None:
             return "jpg", self._jpeg(data, fast=kind == "JPEG" and upright)
         return "png", self._png(data)
@@ -112,7 +118,9 @@ class Recipe:
         pixels = self._scaled(data) if fast else None
         made = _resized(decode_image(data) if pixels is None else pixels, self.resize)
         colours = "RGB" if made.shape[2] == 3 else "Gray"
-        return bytes(simplejpeg.encode_jpeg(made, self.quality or _QUALITY, colours, colorsubsampling="420"))
+        return bytes(
+            simplejpeg.encode_jpeg(made, self.quality or _QUALITY, colours, colorsubsampling="420")
+        )
 
     def _scaled(self, data: bytes) -> npt.NDArray[np.uint8] | None:
         """Pixels of a JPEG at the smallest of libjpeg's scales that is large enough; None if libjpeg finds fault with it."""
@@ -122,7 +130,11 @@ class Recipe:
                 return None
             check_scans(data, height * width)
             factor = min(height, width) / self.resize if self.resize else 1.0
-            least = {"min_height": int(height / factor), "min_width": int(width / factor)} if factor > 1 else {}
+            least = (
+                {"min_height": int(height / factor), "min_width": int(width / factor)}
+                if factor > 1
+                else {}
+            )
             found = simplejpeg.decode_jpeg(data, "Gray" if colours == "Gray" else "RGB", **least)
             return np.asarray(found)
         except ValueError:
@@ -146,7 +158,9 @@ class Recipe:
     def _smaller(self, image: Image.Image) -> Image.Image:
         if self.resize is None or min(image.size) <= self.resize:
             return image
-        return image.resize(_smaller(image.width, image.height, self.resize), Image.Resampling.BICUBIC)
+        return image.resize(
+            _smaller(image.width, image.height, self.resize), Image.Resampling.BICUBIC
+        )
 
 
 def _smaller(width: int, height: int, side: int) -> tuple[int, int]:
@@ -164,7 +178,9 @@ def _resized(pixels: npt.NDArray[np.uint8], side: int | None) -> npt.NDArray[np.
 
     wide, high = _smaller(width, height, side)
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(planes, (high, wide), mode="bicubic", antialias=True, align_corners=False)
+    made = torch.nn.functional.interpolate(
+        planes, (high, wide), mode="bicubic", antialias=True, align_corners=False
+    )
     return made[0].permute(1, 2, 0).contiguous().numpy()
 
 
@@ -176,7 +192,11 @@ def is_picture(field: str) -> bool:
 
 def looks_like_image(data: bytes) -> bool:
     """Whether bytes begin as an image of a known format does."""
-    if data.startswith(_MAGIC) or _PORTABLE.match(data) or (data[:2] == b"BM" and data[6:10] == bytes(4)):
+    if (
+        data.startswith(_MAGIC)
+        or _PORTABLE.match(data)
+        or (data[:2] == b"BM" and data[6:10] == bytes(4))
+    ):
         return True
     return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or _is_avif(data)
 
@@ -184,16 +204,27 @@ def looks_like_image(data: bytes) -> bool:
 def _is_avif(data: bytes) -> bool:
     """Whether a file of boxes names an AVIF brand; an MP4 or HEIC begins with the same kind of box."""
     brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
-    return data[4:8] == b"ftyp" and not {brands[i : i + 4] for i in range(0, len(brands), 4)}.isdisjoint((b"avif", b"avis"))
+    return data[4:8] == b"ftyp" and not {
+        brands[i : i + 4] for i in range(0, len(brands), 4)
+    }.isdisjoint((b"avif", b"avis"))
 
 
 def _is_turned(image: Image.Image) -> bool:
-    return image.getexif().get(0x0112) in range(2, 9)  # of any type: text and bytes are none, as to exif_transpose
+    return image.getexif().get(0x0112) in range(
+        2, 9
+    )  # of any type: text and bytes are none, as to exif_transpose
 
 
 def field_of(data: bytes) -> str:
     """The field for the bytes of a picture, by how they begin. Raises SourceError for bytes that are none."""
-    kinds = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
+    kinds = {
+        b"\xff\xd8\xff": "jpg",
+        b"\x89PNG": "png",
+        b"GIF8": "gif",
+        b"BM": "bmp",
+        b"II*\0": "tif",
+        b"MM\0*": "tif",
+    }
     for magic, name in kinds.items():
         if data.startswith(magic):
             return name

@@ -44,31 +44,49 @@ def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) ->
     """
     order, marks = chosen(catalog, options), catalog.marks
     if options.split and any(marks.splits) and not resplit:
-        raise UsageError("the source has its own splits already. Leave --split away, or convert one of its folders.")
+        raise UsageError(
+            "the source has its own splits already. Leave --split away, or convert one of its folders."
+        )
     if options.stratify and marks.grouped:
-        raise UsageError("groups come to one side of a split, so shares cannot be exact within classes. Leave --stratify away.")
+        raise UsageError(
+            "groups come to one side of a split, so shares cannot be exact within classes. Leave --stratify away."
+        )
     if marks.grouped and not options.split:
-        raise UsageError("a group says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1")
+        raise UsageError(
+            "a group says how a split is drawn, and none is asked for. Add --split train=0.9,val=0.1"
+        )
     if options.stratify and not any(marks.strata):
-        raise UsageError("there are no classes to stratify by. Name a label of classes, or leave --stratify away.")
+        raise UsageError(
+            "there are no classes to stratify by. Name a label of classes, or leave --stratify away."
+        )
     if options.split:
         names, split = list(options.split), _drawn(marks, order, options)
     else:
         known = [name or "train" for name in marks.splits]
         names = list(dict.fromkeys(known))
-        split = np.array([names.index(name) for name in known], np.int64)[marks.split[order]] if known else order
+        split = (
+            np.array([names.index(name) for name in known], np.int64)[marks.split[order]]
+            if known
+            else order
+        )
     check_splits(names)
     for name in names:
         longer = [other for other in names if other.startswith(f"{name}-")]
         if longer:
-            raise UsageError(f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. Rename one of them.")
+            raise UsageError(
+                f"the splits '{name}' and '{longer[0]}' cannot be told apart by {name}-*.tar. Rename one of them."
+            )
     pieces = []
     room = max(1, options.shard_bytes - len(END))
     for number, name in enumerate(names):
         mine = order[split == number]
         if not len(mine) and options.split:
-            raise UsageError(f"the split '{name}' gets none of {len(order)} samples. Give it a larger share, or more samples.")
-        for place, numbers in enumerate(batches(mine, catalog.sizes[mine], room, options.shard_samples)):
+            raise UsageError(
+                f"the split '{name}' gets none of {len(order)} samples. Give it a larger share, or more samples."
+            )
+        for place, numbers in enumerate(
+            batches(mine, catalog.sizes[mine], room, options.shard_samples)
+        ):
             pieces.append(Piece(f"{name}-{place:06d}.tar", name, numbers))
     return pieces
 
@@ -79,14 +97,22 @@ def _drawn(marks: Marks, order: Ints, options: Options) -> Ints:
     if not options.stratify:
         # by where the hash falls: a sample stays in its split when others are added
         at = marks.side[order] / 2.0**64
-        return np.asarray(np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64)
+        return np.asarray(
+            np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64
+        )
     strata = marks.stratum[order]
     counts = np.bincount(strata, minlength=len(marks.strata))
     # ties are broken by a hash of the name, so that it is not always the first classes that have one more
-    ties = bits(np.array([Hashes(options.seed).of(name) for name in marks.strata], np.uint64), "rounding")
-    shares = _rounded(counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable"))
+    ties = bits(
+        np.array([Hashes(options.seed).of(name) for name in marks.strata], np.uint64), "rounding"
+    )
+    shares = _rounded(
+        counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable")
+    )
     found = np.zeros(len(order), np.int64)
-    sides = np.lexsort((marks.side[order], strata))  # class by class, each in the order of its hashes
+    sides = np.lexsort(
+        (marks.side[order], strata)
+    )  # class by class, each in the order of its hashes
     found[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
     return found
 
@@ -101,7 +127,9 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
     made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
     up = np.zeros(exact.shape, bool)
     most = np.argsort(-remainder, axis=1, kind="stable")
-    np.put_along_axis(up, most, np.arange(len(shares)) < (counts - made.sum(axis=1))[:, None], axis=1)
+    np.put_along_axis(
+        up, most, np.arange(len(shares)) < (counts - made.sum(axis=1))[:, None], axis=1
+    )
     sums = np.round(exact.sum(axis=0), 6)
     low, high = np.floor(sums).astype(np.int64), np.ceil(sums).astype(np.int64)
     wanted = low.copy()
@@ -110,7 +138,9 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
     def movable(a: int, b: int) -> Ints:
         """Classes that can round up in split b instead of a, the best first."""
         rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
-        return np.asarray(rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64)
+        return np.asarray(
+            rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64
+        )
 
     def columns() -> Ints:
         return np.asarray(made.sum(axis=0) + up.sum(axis=0), np.int64)
@@ -119,16 +149,25 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
         excess = columns() - wanted
         rows = movable(a, b)[: max(0, min(int(excess[a]), -int(excess[b])))]
         up[rows, a], up[rows, b] = False, True
-    while ((now := columns()) < low).any() or (now > high).any():  # of three splits or more, rarely: by way of others
+    while ((now := columns()) < low).any() or (
+        now > high
+    ).any():  # of three splits or more, rarely: by way of others
         starts, ends = (now > high, now < high) if (now > high).any() else (now > low, now < low)
-        path = _path(np.flatnonzero(starts).tolist(), set(np.flatnonzero(ends).tolist()), movable, len(shares))
+        path = _path(
+            np.flatnonzero(starts).tolist(),
+            set(np.flatnonzero(ends).tolist()),
+            movable,
+            len(shares),
+        )
         for a, b in pairwise(path):
             row = movable(a, b)[0]
             up[row, a], up[row, b] = False, True
     return made + up
 
 
-def _path(starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int) -> list[int]:
+def _path(
+    starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int
+) -> list[int]:
     """Splits on a shortest path from one of `starts` to one of `ends`. One exists, since the exact shares are a solution."""
     paths = [[start] for start in starts]
     seen = set(starts)

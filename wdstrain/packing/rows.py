@@ -42,7 +42,9 @@ class Rows:
             made += (head, data, fill)
             stop += len(head)
             number = self.fields.get(field)
-            self._members.extend((stop, size, crc32(data), self._new(field) if number is None else number))
+            self._members.extend(
+                (stop, size, crc32(data), self._new(field) if number is None else number)
+            )
             stop += size + len(fill)
         raw = key.encode("utf-8", "surrogateescape")
         self._keys.append(raw)
@@ -67,6 +69,8 @@ class Rows:
 
     def _new(self, field: str) -> int:
         if len(self.fields) == MOST_FIELDS:
-            raise ShardError(f"these samples have more than {MOST_FIELDS} different fields. Are they samples?")
+            raise ShardError(
+                f"these samples have more than {MOST_FIELDS} different fields. Are they samples?"
+            )
         number = self.fields[field] = len(self.fields)
         return number

@@ -30,16 +30,22 @@ def stream_samples(
 ) -> Stream:
     """The samples of an iterable or map-style data set, or of several that are splits by name (`splits`, then `samples` is None)."""
     if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
-        raise UsageError("a DataFrame is a table: use wt.pack_table(frame, out, image=..., label=...).")
+        raise UsageError(
+            "a DataFrame is a table: use wt.pack_table(frame, out, image=..., label=...)."
+        )
     if isinstance(samples, (str, bytes, Mapping)):
-        raise UsageError(f"samples is {type(samples).__name__}; give an iterable of samples, each a dict of fields.")
+        raise UsageError(
+            f"samples is {type(samples).__name__}; give an iterable of samples, each a dict of fields."
+        )
     parts = dict(splits) if splits is not None else {"": samples}
     numbers = Numbered("cls")
     numbered = False  # whether a cls is a number
     named_so = False  # whether a cls is a text that is no number, which only readers with names of classes understand
     names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
-    counted = not names and not any(label.field == "cls" or label.name == "class" for label in labels)
+    counted = not names and not any(
+        label.field == "cls" or label.name == "class" for label in labels
+    )
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
         nonlocal numbered, named_so
@@ -53,14 +59,22 @@ def stream_samples(
                         if not field.startswith("__")
                     ]
                     if not packed:
-                        raise SampleError(f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}")
+                        raise SampleError(
+                            f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}"
+                        )
                     key, stratum = named.get("__key__"), _stratum(packed)
                     if key is not None and (not isinstance(key, str) or not key or "\0" in key):
-                        raise SampleError(f"its __key__ is {key!r}, and a key is a text without NUL")
+                        raise SampleError(
+                            f"its __key__ is {key!r}, and a key is a text without NUL"
+                        )
                     if len({field for field, _ in packed}) < len(packed):
-                        raise SampleError(f"two of its fields have one name: {', '.join(field for field, _ in packed)}")
+                        raise SampleError(
+                            f"two of its fields have one name: {', '.join(field for field, _ in packed)}"
+                        )
                     if stratum and (named_so if stratum.isdecimal() else numbered):
-                        raise SampleError(f"its cls is {stratum!r}, and others are {'names' if named_so else 'numbers'}")
+                        raise SampleError(
+                            f"its cls is {stratum!r}, and others are {'names' if named_so else 'numbers'}"
+                        )
                     if counted and stratum.isdecimal():
                         numbers.see(int(stratum))
                 except SampleError as error:
@@ -79,7 +93,13 @@ def stream_samples(
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)
-    return Stream(name, entries, found, source or {"kind": "samples", **stated_classes(check_classes(classes))}, total)
+    return Stream(
+        name,
+        entries,
+        found,
+        source or {"kind": "samples", **stated_classes(check_classes(classes))},
+        total,
+    )
 
 
 def _length(part: Any) -> int | None:
@@ -95,19 +115,27 @@ def _numbered(part: Any, name: str, quarantine: Quarantine) -> Iterator[tuple[in
         return
     length = _length(part)
     if not hasattr(part, "__getitem__") or length is None:
-        raise UsageError(f"{type(part).__name__} is neither an iterable nor a data set with a length. Give one of them.")
+        raise UsageError(
+            f"{type(part).__name__} is neither an iterable nor a data set with a length. Give one of them."
+        )
     for number in range(length):
         try:
             sample = part[number]
         except Exception as error:  # whatever a data set of the user raises is the sample's fault
-            quarantine.put(Bad(name, number + 1, "", f"the data set raised {type(error).__name__}: {error}"))
+            quarantine.put(
+                Bad(name, number + 1, "", f"the data set raised {type(error).__name__}: {error}")
+            )
             continue
         yield number, sample
 
 
 def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     if isinstance(sample, Mapping):
-        return {str(field): value for field, value in sample.items() if fields is None or field in (*fields, "__key__")}
+        return {
+            str(field): value
+            for field, value in sample.items()
+            if fields is None or field in (*fields, "__key__")
+        }
     values = list(sample) if isinstance(sample, (tuple, list)) else [sample]
     names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
     if len(names) != len(values):
@@ -118,7 +146,9 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _stratum(packed: list[Part]) -> str:
-    return next((data.decode("utf-8", "replace").strip() for field, data in packed if field == "cls"), "")
+    return next(
+        (data.decode("utf-8", "replace").strip() for field, data in packed if field == "cls"), ""
+    )
 
 
 def _classes(part: Any) -> tuple[str, ...]:

@@ -70,7 +70,15 @@ def kept(folder: str, piece: Piece, mark: str) -> Packed | None:
 
 
 def write_shard(
-    folder: str, piece: Piece, catalog: Catalog, recipe: Recipe, *, collect: bool, memory: int, mark: str | None, tick: Tick
+    folder: str,
+    piece: Piece,
+    catalog: Catalog,
+    recipe: Recipe,
+    *,
+    collect: bool,
+    memory: int,
+    mark: str | None,
+    tick: Tick,
 ) -> Packed:
     """Write a shard. `collect`: bad samples are left out and told, else the first raises SourceError.
 
@@ -116,16 +124,28 @@ class _Refused(Exception):
     """A bad sample came, and none is to be left out."""
 
 
-def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]]], tick: Tick, *, write: bool = True) -> Index:
+def write_samples(
+    path: str,
+    split: str,
+    samples: Iterable[tuple[str, list[Part]]],
+    tick: Tick,
+    *,
+    write: bool = True,
+) -> Index:
     """Write a shard of these samples, (key, parts) each, whole or not at all; returns its index. Raises OSError.
 
     write False: the index alone is made.
     """
     # a name of its own: on a cluster, a node that was given up may still be writing the same shard
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = os.path.join(
+        os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
+    )
     rows = Rows()
     try:
-        with open(temporary if write else os.devnull, "wb", buffering=0) as file, _Digest() as digest:
+        with (
+            open(temporary if write else os.devnull, "wb", buffering=0) as file,
+            _Digest() as digest,
+        ):
             chunk: list[bytes] = []
             begun = 0
             for key, parts in samples:
@@ -139,13 +159,19 @@ def write_samples(path: str, split: str, samples: Iterable[tuple[str, list[Part]
             tick(len(rows), rows.stop)
         if write:
             publish(temporary, path)
-        return Index((Shard(path, len(rows), rows.stop + len(END), split, sha256),), tuple(rows.fields), rows.table())
+        return Index(
+            (Shard(path, len(rows), rows.stop + len(END), split, sha256),),
+            tuple(rows.fields),
+            rows.table(),
+        )
     finally:
         with suppress(OSError):
             os.unlink(temporary)
 
 
-def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int, int, list[Part] | SampleError]]:
+def _fetched(
+    numbers: Ints, catalog: Catalog, memory: int
+) -> Iterator[tuple[int, int, list[Part] | SampleError]]:
     """(place in the shard, number, parts) of each sample, in order.
 
     Samples are fetched a group at a time, within a group as they lie on the disk. Groups are small while bytes come from the
@@ -159,7 +185,9 @@ def _fetched(numbers: Ints, catalog: Catalog, memory: int) -> Iterator[tuple[int
         try:
             found = catalog.fetch(numbers[place:stop])
         except OSError as error:  # not to be taken for one of the disk that is written to
-            raise StorageError(f"{error.filename or 'the source'} cannot be read: {error.strerror}.") from error
+            raise StorageError(
+                f"{error.filename or 'the source'} cannot be read: {error.strerror}."
+            ) from error
         before, filled = filled, int(stops[stop - 1])
         if filled - before < _SLOW * (perf_counter() - begun):
             together = min(memory, 4 * together)

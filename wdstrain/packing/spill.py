@@ -28,7 +28,9 @@ from wdstrain.packing.rows import Rows
 from wdstrain.shards.index import Label, Table
 from wdstrain.storage.files import sync_folder, write_whole
 
-_BUCKETS = 256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
+_BUCKETS = (
+    256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
+)
 _RUN = 256 << 20  # bytes of a bucket where the order is the source's own
 _DONE = "spill.npz"
 _ABOUT = "spill.json"
@@ -56,7 +58,9 @@ def spill(
     labels = stream.labels()
     entries = pass_.count + len(quarantine.bad) - before
     if stream.mark is not None:
-        pass_.save(_identity(stream, options), labels, quarantine.bad[before:], entries, stream.ignored)
+        pass_.save(
+            _identity(stream, options), labels, quarantine.bad[before:], entries, stream.ignored
+        )
     return catalog, labels, entries
 
 
@@ -78,8 +82,13 @@ def spilled(
     marks = Marks(rank, side, split, stratum, splits, strata, about["grouped"])
     file_ = arrays.pop("file_of")
     paths = [os.path.join(folder, f"{number:03d}") for number in range(about["files"])]
-    renamed, names = ({int(number): key for number, key in about[name].items()} for name in ("renamed", "original"))
-    catalog = SpanCatalog(stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed, names)
+    renamed, names = (
+        {int(number): key for number, key in about[name].items()}
+        for name in ("renamed", "original")
+    )
+    catalog = SpanCatalog(
+        stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed, names
+    )
     for row in about["bad"]:
         quarantine.put(Bad(*row))
     stream.ignored.update(about["ignored"])
@@ -89,8 +98,18 @@ def spilled(
 
 def _identity(stream: Stream, options: Options) -> str:
     """Hash of all that what is laid down depends on."""
-    words = (stream.name, stream.mark, stream.source, options.seed, options.shuffle, options.limit, options.split is None)
-    return blake2b(repr((*words, options.on_bad)).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    words = (
+        stream.name,
+        stream.mark,
+        stream.source,
+        options.seed,
+        options.shuffle,
+        options.limit,
+        options.split is None,
+    )
+    return blake2b(
+        repr((*words, options.on_bad)).encode("utf-8", "surrogateescape"), digest_size=16
+    ).hexdigest()
 
 
 class _Pass:
@@ -139,7 +158,10 @@ class _Pass:
     def flush(self) -> None:
         """Write what is held, bucket after bucket."""
         for file, buffer in sorted(self._buffers.items()):
-            with _told(self._path(file)), open(self._path(file), "ab" if file in self._opened else "wb", buffering=0) as out:
+            with (
+                _told(self._path(file)),
+                open(self._path(file), "ab" if file in self._opened else "wb", buffering=0) as out,
+            ):
                 self._opened.add(file)
                 data = memoryview(b"".join(buffer))
                 while data:
@@ -163,7 +185,9 @@ class _Pass:
         )
         paths = [self._path(number) for number in range(max(self._opened, default=-1) + 1)]
         files = np.array(self._files, np.int32)
-        self._made = SpanCatalog(name, paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names)
+        self._made = SpanCatalog(
+            name, paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names
+        )
         self._rename_twins(self._made)
         return self._made
 
@@ -171,9 +195,15 @@ class _Pass:
         """Keys that came before within their split, in capitals or not, get -2, -3, ..."""
         folds, split = np.array(self._folds, np.uint64), made.marks.split * (not self._resplit)
         order = np.lexsort((np.arange(len(folds)), folds, split))
-        same = (np.diff(folds[order]) == 0) & (np.diff(split[order]) == 0) if len(order) else np.zeros(0, bool)
+        same = (
+            (np.diff(folds[order]) == 0) & (np.diff(split[order]) == 0)
+            if len(order)
+            else np.zeros(0, bool)
+        )
         taken = set() if not same.any() else set(zip(split.tolist(), folds.tolist(), strict=True))
-        last: dict[tuple[int, int], int] = {}  # the number that was given last, by split and key: all below it are taken
+        last: dict[
+            tuple[int, int], int
+        ] = {}  # the number that was given last, by split and key: all below it are taken
         for number in np.sort(order[1:][same]).tolist():
             place, key = (int(split[number]), int(folds[number])), made.own_key(number)
             times = last.get(place, 1) + 1
@@ -185,7 +215,14 @@ class _Pass:
             taken.add((int(split[number]), self._hashes.of(made.renamed[number].casefold())))
             made.marks.rank[number] = self._hashes.of(made.renamed[number])
 
-    def save(self, identity: str, labels: tuple[Label, ...], bad: list[Bad], entries: int, ignored: dict[str, int]) -> None:
+    def save(
+        self,
+        identity: str,
+        labels: tuple[Label, ...],
+        bad: list[Bad],
+        entries: int,
+        ignored: dict[str, int],
+    ) -> None:
         """Remember that the stream was read to its end."""
         made = self._made
         arrays = {name: getattr(made.table, name) for name in Table.__dataclass_fields__}
@@ -221,4 +258,6 @@ def _told(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}. Free some space; --resume goes on.") from error
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free some space; --resume goes on."
+        ) from error

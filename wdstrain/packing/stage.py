@@ -26,7 +26,9 @@ _NAMES = "names.json"  # on the stage: what the exchange removes and brings
 _DONE = "done"  # on the stage: what is left of an exchange that came to its end
 _LOCK = "owner"  # on the stage: held by the process that works on it
 _CALL = "call.json"  # on the stage: what the conversion was asked for
-_PATIENCE = 2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
+_PATIENCE = (
+    2.0  # seconds: the workers of a conversion that was killed hold its lock a moment longer
+)
 _LOOK = 0.02  # seconds between two looks at it
 
 
@@ -44,11 +46,14 @@ class Stage:
             os.makedirs(out, exist_ok=True)
             if self._made:
                 sync_folder(os.path.dirname(os.path.abspath(out)))
-            if os.path.exists(self.path):  # whoever works there comes first, also one that takes away what is left of its work
+            if os.path.exists(
+                self.path
+            ):  # whoever works there comes first, also one that takes away what is left of its work
                 self._lock(make=False)
                 # nothing was begun; or all is in place, and the rest was being removed
                 if self._held >= 0 and (
-                    not set(os.listdir(self.path)) - {_LOCK} or os.path.exists(os.path.join(self.path, _DONE))
+                    not set(os.listdir(self.path)) - {_LOCK}
+                    or os.path.exists(os.path.join(self.path, _DONE))
                 ):
                     self._remove()
             present = set(os.listdir(out))
@@ -59,22 +64,31 @@ class Stage:
             if self._held < 0:
                 self._lock(make=True)
             if (set(os.listdir(out)) ^ present) - {UNFINISHED}:
-                raise UsageError(f"another conversion was writing into {out} until now. Look at what it made before you go on.")
+                raise UsageError(
+                    f"another conversion was writing into {out} until now. Look at what it made before you go on."
+                )
             if resume and SWAPPING in present:
                 self._exchange()
                 self.whole = True
             elif not resume:
                 names = self._cut_short()
                 if names:
-                    write_whole(os.path.join(self.path, _NAMES), json.dumps({"former": names, "files": {}}).encode())
+                    write_whole(
+                        os.path.join(self.path, _NAMES),
+                        json.dumps({"former": names, "files": {}}).encode(),
+                    )
                 for name in set(os.listdir(self.path)) - {_LOCK, _NAMES}:
                     _discard(os.path.join(self.path, name))
         except (FileExistsError, NotADirectoryError):
             self.leave()
-            raise UsageError(f"{out} is a file, or lies in one. Name a folder for the shards.") from None
+            raise UsageError(
+                f"{out} is a file, or lies in one. Name a folder for the shards."
+            ) from None
         except OSError as error:
             self.leave()
-            raise StorageError(f"{out} cannot be written: {error.strerror}. Choose another folder.") from error
+            raise StorageError(
+                f"{out} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
         except BaseException:
             self.leave()  # also a stage that was made a moment ago, and has nothing on it
             raise
@@ -101,7 +115,10 @@ class Stage:
 
     def call(self) -> dict[str, Any]:
         """Return what the conversion that left this stage was asked for; nothing if it was killed before it said so."""
-        with suppress(OSError, ValueError), open(os.path.join(self.path, _CALL), encoding="utf-8") as file:
+        with (
+            suppress(OSError, ValueError),
+            open(os.path.join(self.path, _CALL), encoding="utf-8") as file,
+        ):
             return dict(json.load(file))
         return {}
 
@@ -112,11 +129,20 @@ class Stage:
     def check_names(self, splits: Sequence[str]) -> None:
         """Raise UsageError if shards of others lie there that would be taken for part of the new splits."""
         listed = os.path.join(self.out, INDEX_NAME)
-        former = {row["url"] for row in read_document(listed)["shardlist"]} if os.path.exists(listed) else set()
+        former = (
+            {row["url"] for row in read_document(listed)["shardlist"]}
+            if os.path.exists(listed)
+            else set()
+        )
         former |= set(self._cut_short())
         for name in sorted(os.listdir(self.out)):
             split = name.rpartition("-")[0]
-            if name.endswith(".tar") and name not in former and split in splits and not os.path.exists(self._swapping):
+            if (
+                name.endswith(".tar")
+                and name not in former
+                and split in splits
+                and not os.path.exists(self._swapping)
+            ):
                 raise UsageError(
                     f"{self.out} holds {name}, which no index lists and which would be taken for a shard of the new split "
                     f"'{split}'. Move such files away, or choose another folder."
@@ -126,7 +152,10 @@ class Stage:
         """What exchanges that were cut short were about to remove or bring: one that stands, one that was about to, older ones."""
         found: list[str] = []
         for place in (self._swapping, os.path.join(self.path, "shards"), self.path):
-            with suppress(OSError, ValueError, KeyError), open(os.path.join(place, _NAMES), encoding="utf-8") as file:
+            with (
+                suppress(OSError, ValueError, KeyError),
+                open(os.path.join(place, _NAMES), encoding="utf-8") as file,
+            ):
                 names = json.load(file)
                 found += [*names["former"], *names["files"]]
         return list(dict.fromkeys(found))
@@ -141,7 +170,9 @@ class Stage:
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}. Free some space.") from error
+            raise StorageError(
+                f"{path} cannot be written: {error.strerror}. Free some space."
+            ) from error
         return path
 
     def clear(self) -> None:
@@ -153,7 +184,9 @@ class Stage:
 
     def leave(self) -> None:
         """Leave the stage for --resume; take it away if nothing is on it."""
-        if self._held >= 0 and not any(set(files) - {_LOCK, _CALL} for _, _, files in os.walk(self.path)):
+        if self._held >= 0 and not any(
+            set(files) - {_LOCK, _CALL} for _, _, files in os.walk(self.path)
+        ):
             self.clear()
         self._unlock()
 
@@ -166,18 +199,29 @@ class Stage:
         swapping, listed = self._swapping, os.path.join(self.out, INDEX_NAME)
         former: list[str] = []
         with suppress(WdstrainError):
-            former += [row["url"] for row in read_document(listed)["shardlist"]] if os.path.exists(listed) else []
+            former += (
+                [row["url"] for row in read_document(listed)["shardlist"]]
+                if os.path.exists(listed)
+                else []
+            )
         former += self._cut_short()
         try:
-            write_whole(os.path.join(shards, _NAMES), json.dumps({"former": former, "files": files}).encode())
-            if os.path.exists(swapping):  # of an exchange that was cut short; until the new one stands, no index is there
+            write_whole(
+                os.path.join(shards, _NAMES),
+                json.dumps({"former": former, "files": files}).encode(),
+            )
+            if os.path.exists(
+                swapping
+            ):  # of an exchange that was cut short; until the new one stands, no index is there
                 shutil.rmtree(os.path.join(self.path, "former"), ignore_errors=True)
                 os.rename(swapping, os.path.join(self.path, "former"))
             os.rename(shards, swapping)
             sync_folder(self.out)
             self._exchange()
         except OSError as error:
-            raise StorageError(f"{self.out} cannot be written: {error.strerror}. Run this again with --resume.") from error
+            raise StorageError(
+                f"{self.out} cannot be written: {error.strerror}. Run this again with --resume."
+            ) from error
 
     def _exchange(self) -> None:
         """Bring an exchange to its end, wherever it stands."""
@@ -185,19 +229,29 @@ class Stage:
         with open(os.path.join(swapping, _NAMES), encoding="utf-8") as file:
             names = json.load(file)
         files: dict[str, str] = names["files"]
-        arrived = {final for final, name in files.items() if not os.path.exists(os.path.join(swapping, name))}
-        if INDEX_NAME not in arrived:  # readers first find no index, then no shard of the old set under a new index
+        arrived = {
+            final
+            for final, name in files.items()
+            if not os.path.exists(os.path.join(swapping, name))
+        }
+        if (
+            INDEX_NAME not in arrived
+        ):  # readers first find no index, then no shard of the old set under a new index
             for name in [INDEX_NAME, BAD_NAME, RENAMED_NAME, *names["former"], BIN_NAME]:
                 if os.path.basename(name) not in arrived:
                     with suppress(FileNotFoundError):
                         os.unlink(os.path.join(self.out, os.path.basename(name)))
             for final, name in files.items():
                 if final == INDEX_NAME:
-                    sync_folder(self.out)  # where it has arrived, all others have, also after a power cut
+                    sync_folder(
+                        self.out
+                    )  # where it has arrived, all others have, also after a power cut
                 if final not in arrived:
                     os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
             sync_folder(self.out)
-        os.rename(swapping, os.path.join(self.path, _DONE))  # at once: from here on readers take the new set
+        os.rename(
+            swapping, os.path.join(self.path, _DONE)
+        )  # at once: from here on readers take the new set
         sync_folder(self.out)
         self._remove()
 
@@ -217,21 +271,30 @@ class Stage:
             with suppress(FileNotFoundError):  # the stage was taken away just now
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
                 try:
-                    if _has_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):  # and not one that was taken away
+                    if _has_lock(fd) and os.path.samestat(
+                        os.fstat(fd), os.stat(path)
+                    ):  # and not one that was taken away
                         self._held = fd
                 finally:
                     if self._held < 0:
                         os.close(fd)
             if self._held < 0:
                 if time.monotonic() > end:
-                    raise UsageError(f"another conversion is writing into {self.out}. Wait for it, or choose another folder.")
+                    raise UsageError(
+                        f"another conversion is writing into {self.out}. Wait for it, or choose another folder."
+                    )
                 time.sleep(_LOOK)
 
     def _remove(self) -> None:
         """Take the stage away, and its lock last: whoever waits for that begins a stage of its own."""
         with suppress(OSError):  # somebody took it away, or the whole folder
-            for name in sorted(set(os.listdir(self.path)) - {_LOCK}, key=lambda name: (name == _NAMES, name == _DONE)):
-                _discard(os.path.join(self.path, name))  # that it is done, and what is exchanged, last
+            for name in sorted(
+                set(os.listdir(self.path)) - {_LOCK},
+                key=lambda name: (name == _NAMES, name == _DONE),
+            ):
+                _discard(
+                    os.path.join(self.path, name)
+                )  # that it is done, and what is exchanged, last
         self._unlock()
         with suppress(OSError):
             os.rmdir(self.path)

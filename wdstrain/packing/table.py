@@ -19,7 +19,16 @@ from typing import Any
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.packing.collector import collector_paused
 from wdstrain.packing.kinds import KINDS, Column, decide, look_alikes
-from wdstrain.packing.listing import Bad, Item, Keys, Listing, Quarantine, field_name, image_field, tidy
+from wdstrain.packing.listing import (
+    Bad,
+    Item,
+    Keys,
+    Listing,
+    Quarantine,
+    field_name,
+    image_field,
+    tidy,
+)
 from wdstrain.packing.pictures import field_of, looks_like_image
 from wdstrain.packing.tables import Columns, joined_column, read_table
 
@@ -51,7 +60,9 @@ def list_table(
     wanted = [_kind(name, known) for name in labels]
     names = [image, *(name for name, _ in wanted)]
     if len(set(names)) < len(names):
-        raise UsageError(f"a column is named twice: {', '.join(names)}. The picture and each label are columns of their own.")
+        raise UsageError(
+            f"a column is named twice: {', '.join(names)}. The picture and each label are columns of their own."
+        )
     for name in [*names, *filter(None, (group_by, split_by))]:
         if name not in known:
             raise UsageError(
@@ -64,7 +75,10 @@ def list_table(
                 f"{columns.name}: the column '{name}' holds {one} and {other}, which are one number and two names. Write both "
                 f"the same way if they are one class; put a letter before each if they are two, such as v{other}."
             )
-    decided = [decide(columns.name, name, kind, columns.values[name], columns.classes.get(name, ())) for name, kind in wanted]
+    decided = [
+        decide(columns.name, name, kind, columns.values[name], columns.classes.get(name, ()))
+        for name, kind in wanted
+    ]
     columns = _with_labels(columns, decided, quarantine)
     found = tuple(one.label for one in decided)
     classes = [label for label in found if label.kind == "class"]
@@ -72,7 +86,11 @@ def list_table(
     if as_cls is not None:
         found = (replace(classes[0], field="cls", column=None),)
     stratum = classes[0].name if classes else None
-    numbers = {name: str(number).encode() for number, name in enumerate(classes[0].classes)} if classes else {}
+    numbers = (
+        {name: str(number).encode() for number, name in enumerate(classes[0].classes)}
+        if classes
+        else {}
+    )
     paths = _Paths(table, root, columns.values[image])
     keys, items = Keys(), []
     pictures: dict[str | bytes, str] = {}  # a picture -> the key of the first row that names it
@@ -86,17 +104,35 @@ def list_table(
             parts: list[tuple[str, bytes | str]] = [picture]
             if as_cls is not None:
                 parts.append(("cls", numbers[str(columns.values[as_cls][number])]))
-            parts += _rest({c: values[number] for c, values in columns.values.items() if c not in (image, as_cls)})
+            parts += _rest(
+                {
+                    c: values[number]
+                    for c, values in columns.values.items()
+                    if c not in (image, as_cls)
+                }
+            )
             fields = [field for field, _ in parts]
             if len(set(fields)) < len(fields):
-                raise SampleError(f"two of its columns would be one field: {', '.join(fields)}; rename one of them")
-        except (SourceError, SampleError, ValueError) as error:  # a lone surrogate or a NUL is a ValueError
-            quarantine.put(Bad(columns.name, row, _shown(columns.values[image][number]), str(error)))
+                raise SampleError(
+                    f"two of its columns would be one field: {', '.join(fields)}; rename one of them"
+                )
+        except (
+            SourceError,
+            SampleError,
+            ValueError,
+        ) as error:  # a lone surrogate or a NUL is a ValueError
+            quarantine.put(
+                Bad(columns.name, row, _shown(columns.values[image][number]), str(error))
+            )
             continue
         stem = os.path.splitext(name)[0]
         key = keys.key(stem)
         content = picture[1]
-        same = os.path.abspath(content) if isinstance(content, str) else blake2b(content, digest_size=16).digest()
+        same = (
+            os.path.abspath(content)
+            if isinstance(content, str)
+            else blake2b(content, digest_size=16).digest()
+        )
         items.append(
             Item(
                 key,
@@ -111,7 +147,9 @@ def list_table(
         )
     said = [*paths.said(), *(line for one in decided for line in one.said)]
     twice = len(items) - len(pictures)
-    said += [f"pictures: {twice} rows name a picture that an earlier row names too"] if twice else []
+    said += (
+        [f"pictures: {twice} rows name a picture that an earlier row names too"] if twice else []
+    )
     splits = dict.fromkeys(item.split for item in items)
     said += [f"split {split_by}: the splits {alike} look alike" for alike in look_alikes(splits)]
     for name in columns.changed:
@@ -120,14 +158,21 @@ def list_table(
                 f"column {name}: {what} in json ({count} value{'s' * (count > 1)})"
                 for what, count in columns.changed[name].items()
             ]
-    source = {"kind": "table", "image": image, "labels": [label.name for label in found], "decided": said}
+    source = {
+        "kind": "table",
+        "image": image,
+        "labels": [label.name for label in found],
+        "decided": said,
+    }
     return Listing(columns.name, items, found, source, bad=quarantine.bad)
 
 
 def _kind(name: str, known: list[str]) -> tuple[str, str | None]:
     before, colon, kind = name.rpartition(":")
     if colon and before in known and kind not in KINDS and name not in known:
-        raise UsageError(f"'{name}': a label is of one of the kinds {', '.join(KINDS)}, and '{kind}' is none of them.")
+        raise UsageError(
+            f"'{name}': a label is of one of the kinds {', '.join(KINDS)}, and '{kind}' is none of them."
+        )
     return (before, kind) if colon and kind in KINDS and name not in known else (name, None)
 
 
@@ -151,7 +196,9 @@ def _with_labels(columns: Columns, decided: Sequence[Column], quarantine: Quaran
         else:
             quarantine.put(Bad(columns.name, row, "", reason))
     if not kept:
-        raise SourceError(f"{columns.name}: no row has all its labels ({', '.join(one.label.name for one in decided)}).")
+        raise SourceError(
+            f"{columns.name}: no row has all its labels ({', '.join(one.label.name for one in decided)})."
+        )
     if len(kept) < len(columns.rows):
         values = {c: [cells[i] for i in kept] for c, cells in values.items()}
     return Columns(columns.name, values, [columns.rows[i] for i in kept], changed=columns.changed)
@@ -172,11 +219,15 @@ class _Paths:
         of_file = isinstance(table, (str, os.PathLike))
         self.base = root if root is not None else os.path.dirname(table) if of_file else ""
         # no part of keys, wherever the folder lies
-        self._origin = os.path.join(os.path.abspath(self.base), "") if of_file or root is not None else "/"
+        self._origin = (
+            os.path.join(os.path.abspath(self.base), "") if of_file or root is not None else "/"
+        )
         self.asked = self.found = 0
         names = [name for name in map(_path_in, cells) if name]
         odd = [name for name in names if "\\" in name]
-        self._turned = bool(odd) and not any(os.path.isfile(os.path.join(self.base, name)) for name in odd)
+        self._turned = bool(odd) and not any(
+            os.path.isfile(os.path.join(self.base, name)) for name in odd
+        )
         self._left_out: str | None = None
         absolute = [name for name in map(self._slashed, names) if _is_absolute(name)]
         if root is not None and absolute and not any(map(os.path.isfile, absolute)):
@@ -196,7 +247,9 @@ class _Paths:
             end = os.path.normpath(name).removeprefix(self._origin)
         if not os.path.isfile(path):
             if _is_hidden(path):
-                raise SourceError("the picture cannot be read: Permission denied. Check the permissions of its folders")
+                raise SourceError(
+                    "the picture cannot be read: Permission denied. Check the permissions of its folders"
+                )
             raise SourceError("the picture is not there; --root says where relative paths begin")
         self.found += 1
         return end, path
@@ -209,7 +262,9 @@ class _Paths:
         if self._left_out is not None:
             how = f"below the root, without {self._left_out!r} at their beginning"
         turned = ", backslashes as slashes" if self._turned else ""
-        return [f"pictures: {self.found} of {self.asked} paths lead to a file; they are taken {how}{turned}"]
+        return [
+            f"pictures: {self.found} of {self.asked} paths lead to a file; they are taken {how}{turned}"
+        ]
 
     def _slashed(self, name: str) -> str:
         return name.replace("\\", "/") if self._turned else name
@@ -221,7 +276,10 @@ class _Paths:
             if len(set(parts)) > 1:
                 return None
             left_out += f"{parts[0]}/"
-            if any(os.path.isfile(os.path.join(self.base, name[len(left_out) :].lstrip("/"))) for name in names):
+            if any(
+                os.path.isfile(os.path.join(self.base, name[len(left_out) :].lstrip("/")))
+                for name in names
+            ):
                 return left_out
         return None
 
@@ -239,7 +297,9 @@ def _is_hidden(path: str) -> bool:
 
 def _is_absolute(name: str) -> bool:
     """Whether a path begins at the root of a file system, also of another machine's."""
-    return name.startswith(("/", "\\")) or (name[1:2] == ":" and name[2:3] in ("/", "\\") and name[0].isalpha())
+    return name.startswith(("/", "\\")) or (
+        name[1:2] == ":" and name[2:3] in ("/", "\\") and name[0].isalpha()
+    )
 
 
 def _path_in(cell: Any) -> str:
@@ -256,7 +316,9 @@ def _shown(cell: Any) -> str:
 
 def _picture(cell: Any, paths: _Paths, fallback: str) -> tuple[str, tuple[str, bytes | str]]:
     """(name, (field, path or bytes)) of a cell. Raises SourceError saying why it is no picture."""
-    if isinstance(cell, dict) and isinstance(cell.get("bytes"), bytes):  # as Hugging Face data sets hold pictures
+    if isinstance(cell, dict) and isinstance(
+        cell.get("bytes"), bytes
+    ):  # as Hugging Face data sets hold pictures
         return str(cell.get("path") or fallback), (field_of(cell["bytes"]), cell["bytes"])
     if isinstance(cell, bytes):
         return fallback, (field_of(cell), cell)
@@ -276,7 +338,11 @@ def _rest(row: dict[str, Any]) -> list[tuple[str, bytes | str]]:
     loose: list[tuple[str, bytes | str]] = []
     kept: dict[str, Any] = {}
     for name, value in row.items():
-        data = value.get("bytes") if isinstance(value, dict) and set(value) == {"bytes", "path"} else value
+        data = (
+            value.get("bytes")
+            if isinstance(value, dict) and set(value) == {"bytes", "path"}
+            else value
+        )
         if isinstance(data, bytes):
             _loosened(data, _part(name), loose)
         else:

@@ -55,11 +55,15 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
     if hasattr(table, "columns") and hasattr(table, "to_dict"):
         return _frame(table, "the DataFrame")
     if not isinstance(table, (str, os.PathLike)):
-        raise UsageError(f"table is {type(table).__name__}: must be the path of a file, or a pandas DataFrame.")
+        raise UsageError(
+            f"table is {type(table).__name__}: must be the path of a file, or a pandas DataFrame."
+        )
     name = os.fspath(table)
     kind = os.path.splitext(name)[1].lower()
     if not header and kind not in (".csv", ".tsv", ".txt"):
-        raise UsageError(f"{name}: only CSV and TSV files can be without a header. Leave --no-header away.")
+        raise UsageError(
+            f"{name}: only CSV and TSV files can be without a header. Leave --no-header away."
+        )
     if kind in (".jsonl", ".ndjson"):
         columns = _json_lines(name, quarantine)
     elif kind in (".parquet", ".pq"):
@@ -72,18 +76,24 @@ def read_table(table: Any, quarantine: Quarantine, *, header: bool = True) -> Co
 
 
 def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
-    before = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # cells of any size; 131,072 characters by default
+    before = csv.field_size_limit(
+        min(sys.maxsize, 2**31 - 1)
+    )  # cells of any size; 131,072 characters by default
     try:
         with open(name, "rb") as opened:
             text = io.StringIO(opened.read().decode("utf-8-sig"), newline="")  # a pipe is read once
         first = text.readline()
         if "\0" in first:
-            raise SourceError(f"{name} has NUL bytes in line 1, as UTF-16 has. A table must be UTF-8. Save it as UTF-8.")
+            raise SourceError(
+                f"{name} has NUL bytes in line 1, as UTF-16 has. A table must be UTF-8. Save it as UTF-8."
+            )
         delimiter = _delimiter(name, first)
         table = _lines(text, delimiter, blanks=True)
         if quoted := _blank_and_quote(table):
             without = _lines(text, delimiter, blanks=False)
-            if _blank_and_quote(without) != quoted:  # written with blanks after delimiters, also before quotes
+            if (
+                _blank_and_quote(without) != quoted
+            ):  # written with blanks after delimiters, also before quotes
                 table = without
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
@@ -93,11 +103,15 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
             f"{name} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x}. A table must be UTF-8. Save it as UTF-8."
         ) from error
     except csv.Error as error:
-        raise SourceError(f"{name} is no CSV table ({error}). Look for a quote that is not closed.") from error
+        raise SourceError(
+            f"{name} is no CSV table ({error}). Look for a quote that is not closed."
+        ) from error
     finally:
         csv.field_size_limit(before)
     if len(table) < 1 + has_header:
-        raise SourceError(f"{name} has {len(table)} lines that are not blank; a header and at least one row are needed.")
+        raise SourceError(
+            f"{name} has {len(table)} lines that are not blank; a header and at least one row are needed."
+        )
     if has_header:
         header = [cell.strip() for cell in table[0][1]]
         if any(NUMBER.fullmatch(cell) or image_field(cell) for cell in header):
@@ -109,7 +123,9 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
     else:
         header = [str(number) for number in range(len(table[0][1]))]
     if len(set(header)) < len(header):
-        raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
+        raise SourceError(
+            f"{name} names a column twice: {', '.join(header)}. Give each its own name."
+        )
     if all(len(row) != len(header) for _, row in table):
         line, row = table[0]
         raise SourceError(
@@ -121,7 +137,9 @@ def _csv(name: str, quarantine: Quarantine, has_header: bool) -> Columns:
         if len(row) == len(header):
             whole.append((line, row))
         else:
-            quarantine.put(Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns"))
+            quarantine.put(
+                Bad(name, line, "", f"it has {len(row)} cells where {len(header)} are columns")
+            )
     values, spellings = {}, {}
     for i, column in enumerate(header):
         cells = [row[i] for _, row in whole]
@@ -139,7 +157,9 @@ def _lines(opened: TextIO, delimiter: str, *, blanks: bool) -> list[tuple[int, l
 
 
 def _blank_and_quote(table: list[tuple[int, list[str]]]) -> list[str]:
-    return [cell for _, row in table for cell in row if cell[:1] == " " and cell.lstrip(" ")[:1] == '"']
+    return [
+        cell for _, row in table for cell in row if cell[:1] == " " and cell.lstrip(" ")[:1] == '"'
+    ]
 
 
 def _delimiter(name: str, first: str) -> str:
@@ -169,7 +189,10 @@ def _typed(cells: list[str]) -> list[Any]:
     """The cells of a column as numbers, else as booleans, else as they are; empty cells are None."""
     texts = [cell.strip() for cell in cells]
     if all(not text or (NUMBER.fullmatch(text) and math.isfinite(float(text))) for text in texts):
-        return [(int(text) if WHOLE.fullmatch(text) else float(text)) if text else None for text in texts]
+        return [
+            (int(text) if WHOLE.fullmatch(text) else float(text)) if text else None
+            for text in texts
+        ]
     if all(not text or text.lower() in _TRUTH for text in texts):
         return [_TRUTH[text.lower()] if text else None for text in texts]
     return [cell if cell.strip() else None for cell in cells]
@@ -203,7 +226,9 @@ def _json_lines(name: str, quarantine: Quarantine) -> Columns:
     except OSError as error:
         raise SourceError(f"{name} cannot be read: {error.strerror}. Check the path.") from error
     header = list(dict.fromkeys(column for _, row in found for column in row))
-    return _columns(name, {c: [row.get(c) for _, row in found] for c in header}, [line for line, _ in found])
+    return _columns(
+        name, {c: [row.get(c) for _, row in found] for c in header}, [line for line, _ in found]
+    )
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -219,47 +244,69 @@ def _parquet(name: str) -> Columns:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UsageError(f"{name}: parquet needs pyarrow. Install it: pip install 'wdstrain[tables]'") from None
+        raise UsageError(
+            f"{name}: parquet needs pyarrow. Install it: pip install 'wdstrain[tables]'"
+        ) from None
     check_there(name)
     try:
         table = pyarrow.parquet.ParquetFile(name).read()
     except (OSError, pyarrow.ArrowException) as error:
-        raise SourceError(f"{name} is no parquet file that can be read ({str(error).splitlines()[0]}).") from error
+        raise SourceError(
+            f"{name} is no parquet file that can be read ({str(error).splitlines()[0]})."
+        ) from error
     if len(set(table.column_names)) < len(table.column_names):
-        raise SourceError(f"{name} names a column twice: {', '.join(table.column_names)}. Give each its own name.")
+        raise SourceError(
+            f"{name} names a column twice: {', '.join(table.column_names)}. Give each its own name."
+        )
     values = {column: table[column].to_pylist() for column in table.column_names}
-    return _columns(name, values, list(range(1, table.num_rows + 1)), _class_names(table.schema.metadata or {}))
+    return _columns(
+        name, values, list(range(1, table.num_rows + 1)), _class_names(table.schema.metadata or {})
+    )
 
 
 def _class_names(metadata: dict[bytes, bytes]) -> dict[str, tuple[str, ...]]:
     """The class names that a Hugging Face data set keeps in the metadata of its parquet files, by column."""
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        kinds = {name: one.get("feature", one) if isinstance(one, dict) else {} for name, one in features.items()}
-        found = {name: one["names"] for name, one in kinds.items() if one.get("_type") == "ClassLabel"}
+        kinds = {
+            name: one.get("feature", one) if isinstance(one, dict) else {}
+            for name, one in features.items()
+        }
+        found = {
+            name: one["names"] for name, one in kinds.items() if one.get("_type") == "ClassLabel"
+        }
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}
     return {
         name: tuple(names)
         for name, names in found.items()
-        if isinstance(names, list) and all(isinstance(one, str) for one in names) and len(set(names)) == len(names)
+        if isinstance(names, list)
+        and all(isinstance(one, str) for one in names)
+        and len(set(names)) == len(names)
     }
 
 
 def _frame(frame: Any, name: str) -> Columns:
     header = [str(column) for column in frame.columns]
     if len(set(header)) < len(header):
-        raise SourceError(f"{name} names a column twice: {', '.join(header)}. Give each its own name.")
+        raise SourceError(
+            f"{name} names a column twice: {', '.join(header)}. Give each its own name."
+        )
     values = {title: frame[column] for title, column in zip(header, frame.columns, strict=True)}
     return _columns(name, values, list(range(1, len(frame) + 1)))
 
 
 def _columns(
-    name: str, cells: Mapping[str, Iterable[Any]], rows: list[int], classes: dict[str, tuple[str, ...]] | None = None
+    name: str,
+    cells: Mapping[str, Iterable[Any]],
+    rows: list[int],
+    classes: dict[str, tuple[str, ...]] | None = None,
 ) -> Columns:
     """The columns of a table that has types, as plain values."""
     changed: dict[str, Counter[str]] = {column: Counter() for column in cells}
-    values = {column: [_plain(cell, changed[column]) for cell in found] for column, found in cells.items()}
+    values = {
+        column: [_plain(cell, changed[column]) for cell in found] for column, found in cells.items()
+    }
     return Columns(name, values, rows, classes or {}, changed=changed)
 
 
@@ -270,7 +317,9 @@ def _plain(value: Any, changed: Counter[str]) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        changed["NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"] += 1
+        changed[
+            "NaN became null" if math.isnan(value) else f"{value} became the text '{value}'"
+        ] += 1
         return None if math.isnan(value) else str(value)
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
@@ -282,7 +331,11 @@ def _plain(value: Any, changed: Counter[str]) -> Any:
         return {str(name): _plain(one, changed) for name, one in value.items()}
     if type(value).__name__ in ("NAType", "NaTType"):
         return None
-    if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or type(value).__module__.startswith("pandas."):
+    if (
+        isinstance(value, _WRITTEN)
+        or hasattr(value, "isoformat")
+        or type(value).__module__.startswith("pandas.")
+    ):
         return str(value)  # as it is written
     raise UsageError(
         f"a cell of the table is {type(value).__name__}, which would be lost as text. Give text, numbers, bytes, lists or dicts."

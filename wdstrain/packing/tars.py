@@ -17,7 +17,16 @@ import numpy as np
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.native.checksum import crc32
 from wdstrain.packing.catalog import SpanCatalog, marks_of
-from wdstrain.packing.listing import Bad, Entry, Part, Quarantine, Stream, field_name, file_mark, split_of
+from wdstrain.packing.listing import (
+    Bad,
+    Entry,
+    Part,
+    Quarantine,
+    Stream,
+    field_name,
+    file_mark,
+    split_of,
+)
 from wdstrain.packing.planning import batches
 from wdstrain.shards.expressions import Expression
 from wdstrain.shards.index import Index, Label
@@ -52,10 +61,14 @@ def stream_tars(
         raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
     for field in [*keep, *drop, *(rename or {})]:
         if field not in index.fields:
-            raise UsageError(f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}")
+            raise UsageError(
+                f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}"
+            )
     gone = [field for field in rename or {} if (field not in keep if keep else field in drop)]
     if gone:
-        raise UsageError(f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out.")
+        raise UsageError(
+            f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
+        )
     _check_replaced(index, out)
     condition = Expression(select) if select is not None else None
     wanted = _keys(keys) if keys is not None else None
@@ -65,21 +78,31 @@ def stream_tars(
             f"first dot; take out those that are not there."
         )
     names = {
-        field: (rename or {}).get(field, field) for field in index.fields if (field in keep if keep else field not in drop)
+        field: (rename or {}).get(field, field)
+        for field in index.fields
+        if (field in keep if keep else field not in drop)
     }
     try:
         names = {field: field_name(name) for field, name in names.items()}
     except SampleError as error:
         raise UsageError(f"{error}. Choose another name.") from None
     if not names or len(set(names.values())) < len(names):
-        raise UsageError(f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once.")
+        raise UsageError(
+            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once."
+        )
     labels = _labels(index, names)
-    unknown = sorted(condition.names - {field.partition(".")[0] for field in index.fields}) if condition is not None else []
+    unknown = (
+        sorted(condition.names - {field.partition(".")[0] for field in index.fields})
+        if condition is not None
+        else []
+    )
     if unknown:
         raise UsageError(
             f"{select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
         )
-    renamed = tuple(replace(label, field=names[label.field]) for label in labels if label.field in names)
+    renamed = tuple(
+        replace(label, field=names[label.field]) for label in labels if label.field in names
+    )
     stratum = next((label for label in labels if label.kind == "class"), None)
     classes = frozenset(stratum.classes if stratum is not None else ())
     title = (
@@ -98,7 +121,9 @@ def stream_tars(
                     _count(ignored, "keys that were not asked for")
                     continue
                 _check(index, number, parts)
-                if condition is not None and not condition.holds(dict(parts), key=key, shard=shard.name, split=split):
+                if condition is not None and not condition.holds(
+                    dict(parts), key=key, shard=shard.name, split=split
+                ):
                     _count(ignored, "samples that do not meet the condition")
                     continue
                 kept = [(names[field], data) for field, data in parts if field in names]
@@ -129,11 +154,29 @@ def stated(
     keys: str | None = None,
 ) -> dict[str, Any]:
     """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
-    wanted = blake2b("\n".join(sorted(_keys(keys))).encode(), digest_size=8).hexdigest() if keys is not None else None
-    addresses = [os.fspath(urls)] if isinstance(urls, (str, os.PathLike)) else [os.fspath(url) for url in urls]
+    wanted = (
+        blake2b("\n".join(sorted(_keys(keys))).encode(), digest_size=8).hexdigest()
+        if keys is not None
+        else None
+    )
+    addresses = (
+        [os.fspath(urls)]
+        if isinstance(urls, (str, os.PathLike))
+        else [os.fspath(url) for url in urls]
+    )
     inside = [address for address in addresses if _within(address, out)] if out else []
-    places = [address if is_remote(address) else os.path.relpath(address, out) for address in addresses] if inside else []
-    asked = {"keep": list(keep), "drop": list(drop), "rename": dict(rename or {}), "select": select, "keys": wanted}
+    places = (
+        [address if is_remote(address) else os.path.relpath(address, out) for address in addresses]
+        if inside
+        else []
+    )
+    asked = {
+        "keep": list(keep),
+        "drop": list(drop),
+        "rename": dict(rename or {}),
+        "select": select,
+        "keys": wanted,
+    }
     return {"kind": "tars", **asked, "in_place": places}
 
 
@@ -141,7 +184,9 @@ def _check_replaced(index: Index, out: str) -> None:
     """Raise UsageError if shards of `out` would go that are no sources, where others of it are sources: the rest of the set."""
     place = f"{out.rstrip('/')}/{INDEX_NAME}"
     mine = {_real(shard.path) for shard in index.shards}
-    if not out or not mine & {_real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine}:
+    if not out or not mine & {
+        _real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine
+    }:
         return
     if read_whole(place) is None or not is_wdstrain_index(place):
         return
@@ -169,7 +214,9 @@ def _within(address: str, folder: str) -> bool:
 def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
     numbers = np.arange(len(index))
     file = index.shard_of(numbers).astype(np.int32)
-    catalog = SpanCatalog("", [s.path for s in index.shards], file, index.table, index.fields, marks_of([], 0))
+    catalog = SpanCatalog(
+        "", [s.path for s in index.shards], file, index.table, index.fields, marks_of([], 0)
+    )
     for group in batches(numbers, catalog.sizes, _BLOCK):
         for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
             assert not isinstance(parts, SampleError)
@@ -182,7 +229,9 @@ def _check(index: Index, number: int, parts: list[Part]) -> None:
         for place, (field, data) in enumerate(parts):
             crc = int(index.table.member_crc[first + place])
             if crc and crc32(data) != crc:
-                raise SampleError(f"the bytes of its {field} are not those that were packed (crc32)")
+                raise SampleError(
+                    f"the bytes of its {field} are not those that were packed (crc32)"
+                )
 
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
@@ -191,7 +240,9 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         labels: tuple[Label, ...] = ()
         if read_whole(place) is not None and is_wdstrain_index(place):
-            labels = tuple(label for label in labels_of(read_document(place)) if label.field in names)
+            labels = tuple(
+                label for label in labels_of(read_document(place)) if label.field in names
+            )
         found.setdefault(labels, place)
     if len(found) > 1 and any(found):
         raise UsageError(
@@ -216,7 +267,11 @@ def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> s
         return ""
     if value in classes and label.column is not None:
         return value
-    return label.classes[int(value)] if value.isdecimal() and int(value) < len(label.classes) else value
+    return (
+        label.classes[int(value)]
+        if value.isdecimal() and int(value) < len(label.classes)
+        else value
+    )
 
 
 def _keys(path: str) -> set[str]:

@@ -41,7 +41,13 @@ from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.index import Index, Ints, Shard
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.local import LocalFile
-from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher, ReadStopped
+from wdstrain.storage.prefetch import (
+    FetchStats,
+    LaneStream,
+    PendingRead,
+    RangePrefetcher,
+    ReadStopped,
+)
 from wdstrain.storage.remote import is_remote
 from wdstrain.storage.shard_cache import Cache
 
@@ -160,7 +166,9 @@ class Reader:
         near = 2 * _BUCKETS + in_flight // self._bucket + 4
         # The window of a lane that gives few samples per step spans many steps.
         least = max(1, min(plan.lane_samples(lane) for lane in plan.lanes_of(rank)))
-        farthest = (int(plan.steps * min(2.0, self._ring_size / least)) + in_flight + 2) // self._bucket + 1
+        farthest = (
+            int(plan.steps * min(2.0, self._ring_size / least)) + in_flight + 2
+        ) // self._bucket + 1
         live = (
             min(self._ring_size * lanes * largest, 2 * total) * 3 // 2
             + (in_flight + 1) * plan.samples_per_step_per_lane * lanes * largest
@@ -188,7 +196,11 @@ class Reader:
         self._read_limit = read_bytes(index) if slot_sink is None else READ_TOGETHER
         self._skip_unreadable, self._cache, self._slot_sink = skip_unreadable, cache, slot_sink
         verifies = len(index.table.member_crc) and slot_sink is None
-        self._packed = PackedChecksums(index.table, index.field_mask(needed_fields), self._arena.memory) if verifies else None
+        self._packed = (
+            PackedChecksums(index.table, index.field_mask(needed_fields), self._arena.memory)
+            if verifies
+            else None
+        )
         self._unreadable: dict[int, str] = {}  # by sample id
         self.read_seconds, self.read_bytes, self.tally = 0.0, 0, FetchStats()
         self.shuffle_seconds = 0.0
@@ -211,10 +223,23 @@ class Reader:
                 raise ReadStopped
             self.stop()
             self._arena.reset()
-            self._runs, self._error, self._stopping, self._released, self._paused = {}, None, False, 0, []
+            self._runs, self._error, self._stopping, self._released, self._paused = (
+                {},
+                None,
+                False,
+                0,
+                [],
+            )
             self._first_failed = None
-            self._prefetcher = RangePrefetcher(self._cache, self.tally, self._settle_all, self._index)
-            thread = threading.Thread(target=self._read_epochs, args=(epoch, step, until), name="wdstrain-reader", daemon=True)
+            self._prefetcher = RangePrefetcher(
+                self._cache, self.tally, self._settle_all, self._index
+            )
+            thread = threading.Thread(
+                target=self._read_epochs,
+                args=(epoch, step, until),
+                name="wdstrain-reader",
+                daemon=True,
+            )
             with DeferSignals():
                 thread.start()  # may raise: then `stop` must not join it
                 self._thread = thread
@@ -281,8 +306,17 @@ class Reader:
             self._wait(lambda: not self._may_resume())
         if not is_read:
             before = self.shuffle_seconds
-            self._wait(lambda: self._error_of(batch_number) is not None or all(run.read >= run.needed for run in runs))
-            self.read_seconds += self.shuffle_seconds - before if self._is_remote or self._slot_sink is not None else 0.0
+            self._wait(
+                lambda: (
+                    self._error_of(batch_number) is not None
+                    or all(run.read >= run.needed for run in runs)
+                )
+            )
+            self.read_seconds += (
+                self.shuffle_seconds - before
+                if self._is_remote or self._slot_sink is not None
+                else 0.0
+            )
         offset = []
         with self._lock:
             if (error := self._error_of(batch_number)) is not None:
@@ -302,13 +336,19 @@ class Reader:
         rows = slice(block.firsts[number], block.firsts[number + 1])
         ids, where = block.ids[rows], _joined(offset)
         unreadable = (
-            {row: self._unreadable[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()} if self._unreadable else {}
+            {row: self._unreadable[int(ids[row])] for row in np.flatnonzero(where < 0).tolist()}
+            if self._unreadable
+            else {}
         )
         return Batch(ids, where, block.valid[rows], unverified, unreadable)
 
     def _error_of(self, batch_number: int) -> WdstrainError | None:
         """Return the error of this batch or of one before it, if it cannot be read."""
-        return self._first_failed[1] if self._first_failed is not None and self._first_failed[0] <= batch_number else None
+        return (
+            self._first_failed[1]
+            if self._first_failed is not None and self._first_failed[0] <= batch_number
+            else None
+        )
 
     def _unverified(self, runs: list[_LaneRun], block: StepBlock, number: int) -> Bools | None:
         """Return bool[b], True for the unverified samples of a step; None if all are verified."""
@@ -317,8 +357,12 @@ class Reader:
         if not any(run.ring is not None and run.ring.any_unverified for run in runs):
             return None
         lanes = zip(runs, block.lanes, strict=True)
-        rings = [(run.ring, lane.places[slice(*lane.firsts[number : number + 2])]) for run, lane in lanes]
-        unverified: Bools = _joined([ring.unverified(places) for ring, places in rings if ring is not None])
+        rings = [
+            (run.ring, lane.places[slice(*lane.firsts[number : number + 2])]) for run, lane in lanes
+        ]
+        unverified: Bools = _joined(
+            [ring.unverified(places) for ring, places in rings if ring is not None]
+        )
         return unverified
 
     def _wait(self, until: Callable[[], bool]) -> None:
@@ -365,7 +409,9 @@ class Reader:
     def _read_epochs(self, epoch: int, step: int, until: int | None) -> None:
         """Read epochs from (epoch, step) on. This is the thread's function."""
         batch_number = -step
-        following: Callable[[], list[_LaneRun]] = partial(self._enter_epoch, epoch, batch_number, step)
+        following: Callable[[], list[_LaneRun]] = partial(
+            self._enter_epoch, epoch, batch_number, step
+        )
         try:
             while not self._stopping and epoch != until and self._first_failed is None:
                 runs = following()
@@ -374,7 +420,11 @@ class Reader:
                     self._runs[epoch] = runs
                     self._notify()
                 batch_number, epoch = batch_number + runs[0].plan.steps, epoch + 1
-                following = cache(partial(self._enter_epoch, epoch, batch_number, 0)) if epoch != until else list
+                following = (
+                    cache(partial(self._enter_epoch, epoch, batch_number, 0))
+                    if epoch != until
+                    else list
+                )
                 self._read_epoch(runs, following)
         except BaseException as error:  # `collect` raises it in the loop
             if not isinstance(error, WdstrainError):
@@ -384,7 +434,9 @@ class Reader:
     def _enter_epoch(self, epoch: int, batch_number: int, step: int) -> list[_LaneRun]:
         """Return the lanes of an epoch from a step on, with their first blocks planned."""
         plan = self._plans(epoch)
-        runs = [self._lane_run(plan, lane, batch_number, step) for lane in plan.lanes_of(self._rank)]
+        runs = [
+            self._lane_run(plan, lane, batch_number, step) for lane in plan.lanes_of(self._rank)
+        ]
         for run in runs:
             if run.begun < plan.lane_places(run.lane):
                 self._block_of(run)
@@ -397,7 +449,9 @@ class Reader:
                 self._read_next(run)
             if self._is_remote:  # the loop needs these reads before those of the next epoch
                 with self._lock:
-                    self._changed.wait_for(lambda: self._stopping or not any(run.in_flight for run in runs))
+                    self._changed.wait_for(
+                        lambda: self._stopping or not any(run.in_flight for run in runs)
+                    )
         finally:
             for run in runs:
                 run.stream.close()
@@ -415,7 +469,9 @@ class Reader:
         first = plan.first_place(lane, step) if step else 0
         ring = min(self._ring_size, plan.lane_places(lane)) or 1
         where = np.zeros(ring, np.int64)
-        stream = LaneStream(lambda shard: LocalFile(shard.path, self._index.expected_state(shard)), self._prefetcher)
+        stream = LaneStream(
+            lambda shard: LocalFile(shard.path, self._index.expected_state(shard)), self._prefetcher
+        )
         return _LaneRun(
             plan,
             lane,
@@ -429,7 +485,9 @@ class Reader:
             plan.span(lane, step)[0],
         )
 
-    def _next_run(self, runs: list[_LaneRun], following: Callable[[], list[_LaneRun]]) -> _LaneRun | None:
+    def _next_run(
+        self, runs: list[_LaneRun], following: Callable[[], list[_LaneRun]]
+    ) -> _LaneRun | None:
         """Return the lane that is least ahead, once there is room. None at the end or after `stop`.
 
         following: plans the next epoch. It is called in the first pause, because at the end of this
@@ -497,7 +555,9 @@ class Reader:
             return partial(self._add_read, run, PendingRead(), due[:0], len(due), 0)
         first = int(np.argmax(wanted))
         count = min(len(ids), block.next_break(run.begun + first) + 1 - run.begun)
-        fitting = int(np.searchsorted(stops[first:count], starts[first] + self._read_limit, side="right"))
+        fitting = int(
+            np.searchsorted(stops[first:count], starts[first] + self._read_limit, side="right")
+        )
         count = first + max(1, fitting)
         # Samples that are not wanted were delivered before the first step, or never are.
         is_partial = not wanted[first:count].all()
@@ -524,7 +584,13 @@ class Reader:
             whole = block.scatter.part(slice(before, before + count))
             placed = Placed(whole.part(rows), offsets, self._slot_sink.slot_offsets(batch_numbers))
             return partial(
-                self._read_into_slots, run, shard, placed, batch_numbers, self._slot_sink.places(placed, memory), count
+                self._read_into_slots,
+                run,
+                shard,
+                placed,
+                batch_numbers,
+                self._slot_sink.places(placed, memory),
+                count,
             )
         verifier = None
         if run.ring is not None and is_partial:
@@ -533,10 +599,24 @@ class Reader:
             verifier = run.ring.compared(run.begun + first, int(ids[0]), count - first)
         segments = np.zeros((len(sizes), 1), np.int64), offsets[:, None], sizes[:, None]
         pieces = scatter_samples((memory, self._scratch), *segments, starts, stops, verifier)
-        leaving = next_ == block.end or int(self._index.shard_of(np.array([block.id(next_)]))[0]) != number
+        leaving = (
+            next_ == block.end
+            or int(self._index.shard_of(np.array([block.id(next_)]))[0]) != number
+        )
         begin = partial(run.stream.begin, shard, pieces, int(starts[0]), leaving=leaving)
         size = int(stops[-1] - starts[0])
-        return partial(self._read_into_arena, run, shard, ids, batch_numbers, places, begin, count, size, verifier)
+        return partial(
+            self._read_into_arena,
+            run,
+            shard,
+            ids,
+            batch_numbers,
+            places,
+            begin,
+            count,
+            size,
+            verifier,
+        )
 
     def _read_into_slots(
         self,
@@ -550,7 +630,9 @@ class Reader:
         """Start to read samples with arrays that go straight into batches."""
         assert self._slot_sink is not None
         size = int(placed.samples.stops[-1] - placed.samples.starts[0])
-        reading = self._slot_sink.read(shard, placed, batch_numbers, *places, self._arena.memory, self._settle_all)
+        reading = self._slot_sink.read(
+            shard, placed, batch_numbers, *places, self._arena.memory, self._settle_all
+        )
         self._add_read(run, reading, batch_numbers, count, size)
 
     def _read_into_arena(
@@ -569,7 +651,10 @@ class Reader:
         begun = time.perf_counter()
         reading = begin()
         if reading.error is not None and not is_remote(shard.path):
-            reading, verifier = self._read_singly(run.stream, shard, ids, batch_numbers, run.where, places), None
+            reading, verifier = (
+                self._read_singly(run.stream, shard, ids, batch_numbers, run.where, places),
+                None,
+            )
             if run.ring is not None:
                 run.ring.not_compared(run.begun, count)
         self.read_seconds += time.perf_counter() - begun
@@ -577,13 +662,23 @@ class Reader:
         self._add_read(run, reading, batch_numbers, count, size, verifier, check_headers)
 
     def _read_singly(
-        self, stream: LaneStream, shard: Shard, ids: Ints, batch_numbers: Ints, where: Ints, rows: Ints
+        self,
+        stream: LaneStream,
+        shard: Shard,
+        ids: Ints,
+        batch_numbers: Ints,
+        where: Ints,
+        rows: Ints,
     ) -> PendingRead:
         """Read samples of a damaged shard one by one, in the order of their batches.
 
         Samples that fail are recorded as unreadable, or the first one fails the read.
         """
-        view, table, reading = self._arena.memory.view, self._index.table, PendingRead(again=len(ids))
+        view, table, reading = (
+            self._arena.memory.view,
+            self._index.table,
+            PendingRead(again=len(ids)),
+        )
         for i in np.argsort(batch_numbers, kind="stable").tolist():
             number, row = int(ids[i]), int(rows[i])
             start, offset = int(table.start[number]), int(where[row])
@@ -612,7 +707,16 @@ class Reader:
             run.begun += places
             last = run.begun == run.plan.lane_places(run.lane)
             run.in_flight.append(
-                _StartedRead(reading, batch_numbers, places, size, last, self._position, verifier, check_headers)
+                _StartedRead(
+                    reading,
+                    batch_numbers,
+                    places,
+                    size,
+                    last,
+                    self._position,
+                    verifier,
+                    check_headers,
+                )
             )
         self._settle(run)
 
@@ -634,7 +738,9 @@ class Reader:
         with self._lock:
             before = run.read
             while run.in_flight:
-                reading, batch_numbers, places, size, last, position, verifier, check_headers = run.in_flight[0]
+                reading, batch_numbers, places, size, last, position, verifier, check_headers = (
+                    run.in_flight[0]
+                )
                 # The loop may end the process after the last sample, so the cache must be complete
                 # by then.
                 if reading.error is None and (reading.missing or (last and run.stream.filling)):
@@ -654,7 +760,9 @@ class Reader:
                 if not run.in_flight:
                     self._changed.notify_all()
 
-    def _header_error(self, run: _LaneRun, shard: Shard, ids: Ints, places: Ints) -> ShardError | None:
+    def _header_error(
+        self, run: _LaneRun, shard: Shard, ids: Ints, places: Ints
+    ) -> ShardError | None:
         """Return an error if the headers of these samples differ from the index.
 
         ids, places: ids and ring positions of the samples. int64[n] each.
@@ -664,7 +772,9 @@ class Reader:
             start, stop = int(table.start[number]), int(table.stop[number])
             members = self._index.members(number)
             fields = [(name, member_offset - start, size) for name, member_offset, size in members]
-            if not is_sample(view[offset : offset + stop - start], key := self._index.key(number), fields):
+            if not is_sample(
+                view[offset : offset + stop - start], key := self._index.key(number), fields
+            ):
                 return ShardError(
                     f"{shard.shown} was replaced since it was opened: its headers at offset "
                     f"{start} are not those of '{key}'. Start again with the new shard."
@@ -673,7 +783,11 @@ class Reader:
 
     def _fail_batches(self, reading: PendingRead, batch_numbers: Ints) -> None:
         """Record the first batch that needs a failed sample; the epoch ends before it."""
-        failed = reading.failed if reading.error is None else {int(np.argmin(batch_numbers)): reading.error}
+        failed = (
+            reading.failed
+            if reading.error is None
+            else {int(np.argmin(batch_numbers)): reading.error}
+        )
         first = min(failed, key=lambda i: int(batch_numbers[i]))
         if self._error_of(int(batch_numbers[first])) is None:
             self._first_failed = int(batch_numbers[first]), failed[first]
@@ -698,7 +812,9 @@ def reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
     """Return (samples of a lane's window, samples of a lane in its share of `ahead` bytes)."""
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     mean = max(1, int((index.table.stop - index.table.start).sum()) // max(1, plan.samples))
-    return min(plan.window, longest), max(1, min(ahead // mean // len(plan.lanes_of(rank)), longest))
+    return min(plan.window, longest), max(
+        1, min(ahead // mean // len(plan.lanes_of(rank)), longest)
+    )
 
 
 def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
@@ -708,10 +824,18 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     epoch the reader holds half a window and what is read ahead, then as much again and the other
     half of a window for the next epoch. At most two epochs are started at a time.
     """
-    at_once = min(READ_SAMPLES, READ_TOGETHER // int((index.table.stop - index.table.start).min()) + 1)
+    at_once = min(
+        READ_SAMPLES, READ_TOGETHER // int((index.table.stop - index.table.start).min()) + 1
+    )
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
-    return -(-min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5)) // plan.samples_per_step_per_lane) + 4
+    return (
+        -(
+            -min(2 * longest, 2 * (window + ahead + at_once) + int(8 * window**0.5))
+            // plan.samples_per_step_per_lane
+        )
+        + 4
+    )
 
 
 def _check_sample_size(index: Index, number: int, size: int) -> None:

@@ -63,7 +63,9 @@ class SlotScatter(NamedTuple):
     crc: npt.NDArray[np.uint32]
 
     @classmethod
-    def of_samples(cls, table: Table, fields: Sequence[DirectField], ids: Ints, rows: Ints) -> SlotScatter:
+    def of_samples(
+        cls, table: Table, fields: Sequence[DirectField], ids: Ints, rows: Ints
+    ) -> SlotScatter:
         """Return the destinations of the samples `ids` in the batch rows `rows`, int64[n] each.
 
         fields: in the order of their members in a sample.
@@ -91,7 +93,8 @@ class SlotScatter(NamedTuple):
         if kinds == 2:
             crc = table.member_crc[first[:, None] + [direct.member for direct in fields]]
         checked_start, checked_size, complete_at = (
-            np.ascontiguousarray(array[..., :kinds]) for array in (checked_start, checked_size, complete_at)
+            np.ascontiguousarray(array[..., :kinds])
+            for array in (checked_start, checked_size, complete_at)
         )
         return cls(
             ids,
@@ -111,7 +114,9 @@ class SlotScatter(NamedTuple):
         """Return the destinations of some of the samples. rows: positions among the n samples."""
         return SlotScatter._make(column[rows] for column in self)
 
-    def places(self, offsets: Ints, slot_offsets: Ints, memories: Sequence[Memory]) -> tuple[ScatterList, ChecksumJob]:
+    def places(
+        self, offsets: Ints, slot_offsets: Ints, memories: Sequence[Memory]
+    ) -> tuple[ScatterList, ChecksumJob]:
         """Return the scatter list of one read and the job that computes its checksums.
 
         offsets: of the samples' places in the arena, int64[n]. slot_offsets: offsets of their slots,
@@ -125,7 +130,14 @@ class SlotScatter(NamedTuple):
         memory_index = np.tile(np.arange(kinds), count * width)
         stops = (self.complete_at - self.starts[0]).reshape(-1)
         checksums = ChecksumJob(
-            memories, memory_index, checked.reshape(-1), self.checked_size.reshape(-1), stops, memory_index == 1
+            memories,
+            memory_index,
+            checked.reshape(-1),
+            self.checked_size.reshape(-1),
+            stops,
+            memory_index == 1,
         )
-        scatter_list = scatter_samples(memories, self.memory_index, start, self.size, self.starts, self.stops, checksums)
+        scatter_list = scatter_samples(
+            memories, self.memory_index, start, self.size, self.starts, self.stops, checksums
+        )
         return scatter_list, checksums

@@ -43,7 +43,9 @@ _THREADS = 4  # most threads of the I/O pool
 _OPEN_FILES = 64  # approximate limit of files that are open at a time
 
 
-def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order) -> dict[str, DirectField]:
+def direct_fields(
+    index: Index, fields: Mapping[str, Field] | None, layout: Layout, plan: Order
+) -> dict[str, DirectField]:
     """Return the fields whose arrays can be read straight into the batch, by name.
 
     They are in the order of their members in a sample. {} if a condition of this module fails.
@@ -65,13 +67,22 @@ def direct_fields(index: Index, fields: Mapping[str, Field] | None, layout: Layo
         if type(field) is not NumpyArray or field.example is None or len(present) != 1:
             continue
         members = np.flatnonzero(kinds[0] == index.fields.index(present[0])).tolist()
-        row = int(np.prod(field.example.shape, dtype=np.int64)) * np.dtype(field.example.dtype).itemsize
-        if len(members) != 1 or row < _LEAST or (sizes[:, members[0]] != sizes[0, members[0]]).any():
+        row = (
+            int(np.prod(field.example.shape, dtype=np.int64))
+            * np.dtype(field.example.dtype).itemsize
+        )
+        if (
+            len(members) != 1
+            or row < _LEAST
+            or (sizes[:, members[0]] != sizes[0, members[0]]).any()
+        ):
             continue
         head = int(sizes[0, members[0]]) - row
         shared = any(present[0] in other.names for key, other in fields.items() if key != name)
         if head > 0 and not shared:  # bytes that another field reads must be in the arena
-            direct[name] = DirectField(field, present[0], members[0], head, row, layout.columns[name][1])
+            direct[name] = DirectField(
+                field, present[0], members[0], head, row, layout.columns[name][1]
+            )
     # Slots are held for a window, so the direct columns must be at least half of a slot. Otherwise
     # the other columns would take much memory for little gain.
     if 2 * layout.rows * sum(field.row for field in direct.values()) < layout.size:
@@ -111,7 +122,11 @@ class Placed(NamedTuple):
 
     def part(self, start: int, stop: int) -> Placed:
         """Return the samples [start, stop) of the read."""
-        return Placed(self.samples.part(slice(start, stop)), self.offsets[start:stop], self.slot_offsets[start:stop])
+        return Placed(
+            self.samples.part(slice(start, stop)),
+            self.offsets[start:stop],
+            self.slot_offsets[start:stop],
+        )
 
 
 class _SlotByBatch(dict[int, int]):
@@ -133,7 +148,9 @@ class SlotSink:
     int64[members]
     """
 
-    def __init__(self, index: Index, fields: Iterable[DirectField], slots: Slots, skip_unreadable: bool) -> None:
+    def __init__(
+        self, index: Index, fields: Iterable[DirectField], slots: Slots, skip_unreadable: bool
+    ) -> None:
         """skip_unreadable: record samples that cannot be read instead of raising an error."""
         self._index, self._fields, self._slots = index, list(fields), slots
         self._skip_unreadable = skip_unreadable
@@ -156,7 +173,9 @@ class SlotSink:
 
         Slots that the batches do not have yet are taken. The caller holds the reader's lock.
         """
-        slots = np.array([self._slot_by_batch[number] for number in batch_numbers.tolist()], np.int64)
+        slots = np.array(
+            [self._slot_by_batch[number] for number in batch_numbers.tolist()], np.int64
+        )
         return slots * self._slots.layout.size
 
     def scatter(self, plan: Order, rank: int, lane: int, start: int, ids: Ints) -> SlotScatter:
@@ -196,7 +215,9 @@ class SlotSink:
 
     def places(self, placed: Placed, arena: Memory) -> tuple[ScatterList, ChecksumJob]:
         """Return the scatter list of a read and the job that computes its checksums."""
-        return placed.samples.places(placed.offsets, placed.slot_offsets, (arena, self._slots.memory, self._scratch))
+        return placed.samples.places(
+            placed.offsets, placed.slot_offsets, (arena, self._slots.memory, self._scratch)
+        )
 
     def read(
         self,
@@ -260,7 +281,10 @@ class SlotSink:
 
         Returns None, or the reason why the sample is unreadable.
         """
-        table, shard = self._index.table, self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
+        table, shard = (
+            self._index.table,
+            self._index.shards[int(self._index.shard_of(np.array([number]))[0])],
+        )
         start = int(table.start[number])
         memory = memoryview(bytearray(int(table.stop[number]) - start))
         try:
@@ -301,12 +325,21 @@ class SlotSink:
 
     # --- in the thread that completes a read ------------------------------------------------------
 
-    def _read(self, source: LocalFile, placed: Placed, places: ScatterList, sums: ChecksumJob) -> None:
+    def _read(
+        self, source: LocalFile, placed: Placed, places: ScatterList, sums: ChecksumJob
+    ) -> None:
         """Read the bytes that the pool has not read, and verify all samples of the read."""
         source.read_into(places, int(placed.samples.starts[0]) + places.filled)
         self._compare(placed, sums)
 
-    def _read_singly(self, reading: PendingRead, source: LocalFile, placed: Placed, batch_numbers: Ints, arena: Memory) -> None:
+    def _read_singly(
+        self,
+        reading: PendingRead,
+        source: LocalFile,
+        placed: Placed,
+        batch_numbers: Ints,
+        arena: Memory,
+    ) -> None:
         """Read samples of a damaged shard one by one, in the order of their batches.
 
         Samples that fail are recorded as unreadable, or the first one fails the read.

@@ -31,12 +31,22 @@ class PackedChecksums:
         """table: must have checksums. compared: the fields to verify, bool[fields]."""
         self.table, self.memory, self._compared = table, memory, compared
         kinds = (np.int64,) * 5 + (np.uint32, np.uint16, bool)
-        columns = table.start, table.stop, table.member_first, table.member_offset, table.member_size
+        columns = (
+            table.start,
+            table.stop,
+            table.member_first,
+            table.member_offset,
+            table.member_size,
+        )
         arrays = *columns, table.member_crc, table.member_field, compared
         # The library reads these arrays by address: keep references to them.
-        self._arrays = [np.require(array, kind, ["C", "A"]) for array, kind in zip(arrays, kinds, strict=True)]
+        self._arrays = [
+            np.require(array, kind, ["C", "A"]) for array, kind in zip(arrays, kinds, strict=True)
+        ]
         addresses = (array.ctypes.data for array in self._arrays)
-        self.library = kernels.PackedIndex(kernels.checksum, *addresses, len(compared), memory.address, memory.size)
+        self.library = kernels.PackedIndex(
+            kernels.checksum, *addresses, len(compared), memory.address, memory.size
+        )
 
     def is_sound(self, number: int, where: int) -> bool:
         """Return whether sample `number`, which begins at offset `where` of the memory, is sound.
@@ -115,7 +125,9 @@ class VerifiedRing:
 class ReadVerifier:
     """Verifier of the samples of one read, while its bytes arrive."""
 
-    def __init__(self, ring: VerifiedRing, place: int, number: int, count: int, first_byte: int | None = None) -> None:
+    def __init__(
+        self, ring: VerifiedRing, place: int, number: int, count: int, first_byte: int | None = None
+    ) -> None:
         """place, number: place in the lane and id of the first of `count` samples.
 
         first_byte: offset in the shard of the first byte of the read; None: where the first sample
@@ -125,7 +137,9 @@ class ReadVerifier:
         if first_byte is None:
             first_byte = int(ring.packed.table.start[number])
         self._first_byte = first_byte
-        self._library = kernels.SampleRun(ctypes.addressof(ring.library), place, number, count, first_byte)
+        self._library = kernels.SampleRun(
+            ctypes.addressof(ring.library), place, number, count, first_byte
+        )
 
     def update(self, before: int, now: int) -> None:
         """Verify the samples that become complete between `before` and `now` bytes of the read.
@@ -138,7 +152,9 @@ class ReadVerifier:
         ring, first = self._ring, self._number
         table, rows = ring.packed.table, slice(first, first + self._count)
         starts, stops = table.start[rows].tolist(), table.stop[rows].tolist()
-        for i in range(*(bisect_right(stops, self._first_byte + arrived) for arrived in (before, now))):
+        for i in range(
+            *(bisect_right(stops, self._first_byte + arrived) for arrived in (before, now))
+        ):
             if starts[i] >= self._first_byte:
                 slot = (self._place + i) % len(ring.sound)
                 ring.sound[slot] = ring.packed.is_sound(first + i, int(ring.where[slot]))
@@ -149,7 +165,9 @@ class ReadVerifier:
 
     def within(self, before: int, now: int) -> ReadVerifier:
         """Return the verifier of the bytes [before, now) of the read, as a read of their own."""
-        return ReadVerifier(self._ring, self._place, self._number, self._count, self._first_byte + before)
+        return ReadVerifier(
+            self._ring, self._place, self._number, self._count, self._first_byte + before
+        )
 
     @property
     def c_arguments(self) -> tuple[Any, ...]:

@@ -49,7 +49,10 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool
     low, high = min(y for _, y in points), max(y for _, y in points)
     y_at: Callable[[float], float]
     if log and high / max(low, 1e-300) > 20:
-        marks = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+        marks = [
+            10.0**power
+            for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ]
         height = _Scale(math.log10(marks[0]), math.log10(marks[-1]), _HEIGHT - _BOTTOM, _TOP)
 
         y_at = lambda y: height(math.log10(y))  # noqa: E731
@@ -60,8 +63,12 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool
     x_at = _Scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
     parts = [_frame(marks, y_at, x_marks, x_at, across, share)]
     for color, line in zip(COLORS, series, strict=False):
-        path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in zip(line.xs, line.ys, strict=True))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>')
+        path = " ".join(
+            f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in zip(line.xs, line.ys, strict=True)
+        )
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>'
+        )
         if line.dots or len(line.xs) == 1:
             for x, y in zip(line.xs, line.ys, strict=True):
                 hint = f"{line.name}: {_number(float(f'{y:.4g}'), share)} at {across} {_number(x, False)}"
@@ -83,7 +90,10 @@ def shares(xs: Sequence[float], parts: Mapping[str, Sequence[float]], *, across:
     keep = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MAX_POINTS)).astype(int))
     stack = np.cumsum([np.asarray(values, float)[keep] for values in parts.values()], axis=0)
     stack = stack / np.maximum(stack[-1], 1e-12)
-    x_at, y_at = _Scale(xs[0], xs[-1], _LEFT, _WIDTH - _RIGHT), _Scale(0.0, 1.0, _HEIGHT - _BOTTOM, _TOP)
+    x_at, y_at = (
+        _Scale(xs[0], xs[-1], _LEFT, _WIDTH - _RIGHT),
+        _Scale(0.0, 1.0, _HEIGHT - _BOTTOM, _TOP),
+    )
     x_positions = [x_at(xs[i]) for i in keep]
     areas, below = [], np.zeros(len(keep))
     for color, name, above in zip(COLORS, parts, stack, strict=False):
@@ -122,7 +132,9 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
             part = value / whole if whole else 0.0
             color = "59,125,216" if i == j else "208,80,50"
             title = f"{name} taken for {names[j]}: {_count(value)} of {_count(whole)} ({part:.1%})"
-            cells.append(f'<td style="background:rgba({color},{part:.3f})" title="{escape(title)}">{_count(value)}</td>')
+            cells.append(
+                f'<td style="background:rgba({color},{part:.3f})" title="{escape(title)}">{_count(value)}</td>'
+            )
         rows.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
     return f'<table class="matrix"><tr><th></th>{head}</tr>{"".join(rows)}</table>'
 
@@ -145,7 +157,9 @@ def table(rows: Mapping[str, object]) -> str:
     """Return a table with a row for each name and value."""
     return (
         "<table>"
-        + "".join(f"<tr><th>{escape(str(n))}</th><td>{escape(str(v))}</td></tr>" for n, v in rows.items())
+        + "".join(
+            f"<tr><th>{escape(str(n))}</th><td>{escape(str(v))}</td></tr>" for n, v in rows.items()
+        )
         + "</table>"
     )
 
@@ -203,7 +217,11 @@ def _thinned(line: Line, log: bool) -> Line:
 
     Points that cannot be drawn are left out.
     """
-    points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(y) and (not log or y > 0)]
+    points = [
+        (x, y)
+        for x, y in zip(line.xs, line.ys, strict=True)
+        if math.isfinite(y) and (not log or y > 0)
+    ]
     if len(points) > _MAX_POINTS:
         groups = np.array_split(np.array(points), _MAX_POINTS)
         points = [(float(group[-1, 0]), float(group[:, 1].mean())) for group in groups]
@@ -211,7 +229,12 @@ def _thinned(line: Line, log: bool) -> Line:
 
 
 def _frame(
-    marks: Sequence[float], y_at: Callable[[float], float], x_marks: Sequence[float], x_at: _Scale, across: str, share: bool
+    marks: Sequence[float],
+    y_at: Callable[[float], float],
+    x_marks: Sequence[float],
+    x_at: _Scale,
+    across: str,
+    share: bool,
 ) -> str:
     """Return grid lines and the labels of both axes. share: label the y axis in percent."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -219,20 +242,29 @@ def _frame(
     for mark in marks:
         y = y_at(mark)
         if _TOP - 1 <= y <= bottom + 1:
-            elements.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            elements.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(mark, share)}</text>')
+            elements.append(
+                f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            elements.append(
+                f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_number(mark, share)}</text>'
+            )
     for mark in x_marks:
         x = x_at(mark)
         if _LEFT - 1 <= x <= right + 1:
-            elements.append(f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{_number(mark, False)}</text>')
-    elements.append(f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(across)}</text>')
+            elements.append(
+                f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{_number(mark, False)}</text>'
+            )
+    elements.append(
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(across)}</text>'
+    )
     return "".join(elements)
 
 
 def _figure(parts: Sequence[str], names: Sequence[str]) -> str:
     """Return a chart of these SVG elements, with a legend."""
     legend = "".join(
-        f'<span><i style="background:{color}"></i>{escape(name)}</span>' for color, name in zip(COLORS, names, strict=False)
+        f'<span><i style="background:{color}"></i>{escape(name)}</span>'
+        for color, name in zip(COLORS, names, strict=False)
     )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg><div class="legend">{legend}</div>'
 
@@ -242,7 +274,11 @@ def _number(value: float, share: bool) -> str:
     value = float(f"{value * 100 if share else value:.12g}")
     text = np.format_float_positional(value, trim="-")
     if value and not 1e-3 <= abs(value) < 1e5:
-        text = min(text, np.format_float_scientific(value, trim="-", exp_digits=1).replace("e+", "e"), key=len)
+        text = min(
+            text,
+            np.format_float_scientific(value, trim="-", exp_digits=1).replace("e+", "e"),
+            key=len,
+        )
     return f"{text}%" if share else text
 
 

@@ -10,5 +10,10 @@ def printable(text: str) -> str:
     joiners stay, because scripts and emoji need them.
     """
     return "".join(
-        char if char.isprintable() or char in "\u200c\u200d" else " " if char.isspace() else "\ufffd" for char in text
+        char
+        if char.isprintable() or char in "\u200c\u200d"
+        else " "
+        if char.isspace()
+        else "\ufffd"
+        for char in text
     )

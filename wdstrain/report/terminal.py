@@ -36,7 +36,13 @@ class ProgressReporter:
         self._console = Console(stderr=True, highlight=False)
         # with FORCE_COLOR, which notebooks set, rich takes a pipe for a terminal
         self._redraws = self._console.is_terminal and sys.stderr.isatty()
-        self._interval = _REDRAW_SECONDS if self._redraws else _NOTEBOOK_SECONDS if self._console.is_jupyter else _PLAIN_SECONDS
+        self._interval = (
+            _REDRAW_SECONDS
+            if self._redraws
+            else _NOTEBOOK_SECONDS
+            if self._console.is_jupyter
+            else _PLAIN_SECONDS
+        )
         self._live: Progress | None = None  # the line in a terminal
         self._cell: Any = None  # the output in a notebook
         self._cell_text = ""
@@ -44,7 +50,9 @@ class ProgressReporter:
         self._start_time = self._report_time = 0.0
         self._start_count = 0
 
-    def step(self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps") -> None:
+    def step(
+        self, title: str, done: int, total: int | None, text: str = "", unit: str = "steps"
+    ) -> None:
         """Report progress; a report too soon after the last is skipped.
 
         title: name of the work; a new title starts a new line and a new rate.
@@ -54,7 +62,12 @@ class ProgressReporter:
         now = time.monotonic()
         if title != self._title:
             self.close()
-            self._title, self._start_time, self._report_time, self._start_count = title, now, now, done
+            self._title, self._start_time, self._report_time, self._start_count = (
+                title,
+                now,
+                now,
+                done,
+            )
         if now - self._report_time < self._interval:
             return
         self._report_time = now
@@ -90,15 +103,23 @@ class ProgressReporter:
             figures = f"{done} {unit}, {rate:.0f}/s"
         else:
             unit_rate = f" {unit}, {rate:.0f}/s" if unit else ""
-            figures = f"{done}/{total}{unit_rate}, {(total - done) / rate if rate else 0.0:.0f} s left"
+            figures = (
+                f"{done}/{total}{unit_rate}, {(total - done) / rate if rate else 0.0:.0f} s left"
+            )
         return figures + (f", {text}" if text else "")
 
     def _redraw(self, title: str, done: int, total: int | None, figures: str) -> None:
         """Draw the line in the terminal."""
         if self._live is None:
             self._bar = BarColumn(16)
-            columns = TextColumn("{task.description}"), self._bar, TextColumn("{task.fields[figures]}")
-            self._live = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+            columns = (
+                TextColumn("{task.description}"),
+                self._bar,
+                TextColumn("{task.fields[figures]}"),
+            )
+            self._live = Progress(
+                *columns, console=self._console, auto_refresh=False, transient=True
+            )
             self._task = self._live.add_task(title, total=total, figures=figures)
             self._live.start()
         # the bar gives way to the figures, which a narrow terminal would cut
@@ -179,7 +200,9 @@ def print_grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for number, name in enumerate(head):
-        table.add_column(name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0)
+        table.add_column(
+            name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0
+        )
     for row in rows:
         table.add_row(*map(_printable_lines, row))
     with _writing_stdout():

@@ -120,8 +120,16 @@ class WorkerStacks:
         while (not text or text != before) and time.monotonic() < deadline:
             time.sleep(_ANSWER_SECONDS / 50)
             before, text = text, os.pread(self._fd, 1 << 16, offset)
-        calls = [line.strip() for line in text.decode(errors="replace").splitlines() if line.lstrip().startswith("File")]
-        return _format_stack(calls) if calls else f"  (no answer from the process: {_process_state(pid)})"
+        calls = [
+            line.strip()
+            for line in text.decode(errors="replace").splitlines()
+            if line.lstrip().startswith("File")
+        ]
+        return (
+            _format_stack(calls)
+            if calls
+            else f"  (no answer from the process: {_process_state(pid)})"
+        )
 
 
 def _attach(handle: Any) -> WorkerStacks:
@@ -139,7 +147,10 @@ def thread_stack(thread: int | None) -> str:
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "  (the thread has ended)"
-    calls = [f'File "{call.filename}", line {call.lineno} in {call.name}' for call in traceback.extract_stack(frame)]
+    calls = [
+        f'File "{call.filename}", line {call.lineno} in {call.name}'
+        for call in traceback.extract_stack(frame)
+    ]
     return _format_stack(calls[::-1])
 
 
@@ -167,7 +178,13 @@ def _process_state(pid: int) -> str:
             letter = file.read().rpartition(")")[2].split()[0]
     except OSError:
         return "it has ended"
-    names = {"T": "stopped", "D": "waiting in the kernel for a disk or a network", "Z": "dead", "S": "asleep", "R": "running"}
+    names = {
+        "T": "stopped",
+        "D": "waiting in the kernel for a disk or a network",
+        "Z": "dead",
+        "S": "asleep",
+        "R": "running",
+    }
     return names.get(letter, f"in state {letter}")
 
 

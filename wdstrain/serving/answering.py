@@ -31,19 +31,30 @@ from wdstrain.serving.asking import answer_instead, names_of, part_holds, span_o
 from wdstrain.serving.inside import list_inside, open_inside
 from wdstrain.serving.places import LITTLE, Places
 
-PATIENCE = 60.0  # seconds: for the next request to come whole, and for a client to take more of its answer
+PATIENCE = (
+    60.0  # seconds: for the next request to come whole, and for a client to take more of its answer
+)
 LINGER = 2.0  # seconds that a client is listened to after its last answer
 HEAD = 64 << 10  # bytes of the headers of a request, at most
 FEW = 32  # clients at a time, up to which requests may come together: some hundred of such clients would let nobody else in
 LISTED, PAGE = 10_000, 1 << 20  # names on a folder's page, and bytes of it, at most
 
 _MOST = 1 << 30  # bytes that the system is asked to send at once
-_NO_SENDFILE, _PIECE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP), 1 << 20  # file systems that know none are read
-_TYPES = {".tar": "application/x-tar", ".json": "application/json"}  # never a page: our readers refuse pages as shards
+_NO_SENDFILE, _PIECE = (
+    (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP),
+    1 << 20,
+)  # file systems that know none are read
+_TYPES = {
+    ".tar": "application/x-tar",
+    ".json": "application/json",
+}  # never a page: our readers refuse pages as shards
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # of a header
 _BREAK = re.compile("[\r\n\0]")  # a header over several lines, which not everybody reads as one
 _STATUSES = {
-    **dict.fromkeys([errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO], HTTPStatus.NOT_FOUND),
+    **dict.fromkeys(
+        [errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO],
+        HTTPStatus.NOT_FOUND,
+    ),
     **dict.fromkeys([errno.EACCES, errno.EPERM], HTTPStatus.FORBIDDEN),
     **dict.fromkeys([errno.EMFILE, errno.ENFILE, errno.ENOMEM], HTTPStatus.SERVICE_UNAVAILABLE),
 }
@@ -78,14 +89,20 @@ class Connection(BaseHTTPRequestHandler):
         self.answered = True
 
     def parse_request(self) -> bool:
-        self.headers = self.MessageClass()  # not those of the last request, where this one cannot be read
+        self.headers = (
+            self.MessageClass()
+        )  # not those of the last request, where this one cannot be read
         self.lines.left = HEAD
         if not super().parse_request():
             return False
         self.places.work(self.connection)
         # it came with the one before
         self.unread |= self.answered and not self.incoming.asked and len(self.places) > FEW
-        odd = self.headers.defects or self.headers.get_payload() or not all(map(_NAME.fullmatch, self.headers))
+        odd = (
+            self.headers.defects
+            or self.headers.get_payload()
+            or not all(map(_NAME.fullmatch, self.headers))
+        )
         if odd or any(_BREAK.search(value) for value in self.headers.values()):
             self.send_error(HTTPStatus.BAD_REQUEST)
             return False
@@ -147,7 +164,11 @@ class Connection(BaseHTTPRequestHandler):
     def _answer_file(self, name: str, opened: int, found: os.stat_result) -> None:
         size, modified = found.st_size, max(0, min(int(found.st_mtime), int(time.time())))
         tag = f'"{found.st_ino:x}-{found.st_mtime_ns:x}-{size:x}"'
-        headers = {"ETag": tag, "Last-Modified": formatdate(modified, usegmt=True), "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": tag,
+            "Last-Modified": formatdate(modified, usegmt=True),
+            "Accept-Ranges": "bytes",
+        }
         instead = answer_instead(self.headers, tag, modified)
         if instead == HTTPStatus.NOT_MODIFIED:
             self._begin(instead, headers, None)
@@ -160,9 +181,14 @@ class Connection(BaseHTTPRequestHandler):
             span = span_of(self.headers.get_all("Range", []), size)
         start, stop = span or (0, size)
         if span and start >= stop:
-            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {**headers, "Content-Range": f"bytes */{size}"})
+            self._refuse(
+                HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,
+                {**headers, "Content-Range": f"bytes */{size}"},
+            )
             return
-        headers["Content-Type"] = _TYPES.get(os.path.splitext(name)[1].lower(), "application/octet-stream")
+        headers["Content-Type"] = _TYPES.get(
+            os.path.splitext(name)[1].lower(), "application/octet-stream"
+        )
         if span:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self._begin(HTTPStatus.PARTIAL_CONTENT if span else HTTPStatus.OK, headers, stop - start)
@@ -182,14 +208,18 @@ class Connection(BaseHTTPRequestHandler):
 
     def _refuse(self, status: HTTPStatus, headers: Mapping[str, str] | None = None) -> None:
         text = f"{status.value} {status.phrase}\n".encode()
-        self._begin(status, {**(headers or {}), "Content-Type": "text/plain; charset=utf-8"}, len(text))
+        self._begin(
+            status, {**(headers or {}), "Content-Type": "text/plain; charset=utf-8"}, len(text)
+        )
         if self.command != "HEAD":
             self.wfile.write(text)
 
     def _fail(self, error: OSError) -> None:
         """What the system does not give. Raises what is the disk's trouble, for it to be told."""
         status = _STATUSES.get(error.errno or 0, HTTPStatus.INTERNAL_SERVER_ERROR)
-        self._refuse(status, {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {})
+        self._refuse(
+            status, {"Retry-After": "1"} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+        )
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             raise error
 
@@ -288,9 +318,24 @@ def _page(names: Sequence[str], listed: Sequence[str]) -> bytes:
     title = html.escape("/" + "/".join(names))
     # ./ before a name: "a:b" would be an address of its own
     rows = ['<li><a href="../">../</a>'] if len(names) > 1 else []
-    links = [f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">{html.escape(name)}</a>' for name in listed]
+    links = [
+        f'<li><a href=".{_path([name.rstrip("/")])}{"/" * name.endswith("/")}">{html.escape(name)}</a>'
+        for name in listed
+    ]
     shown = sum(room <= PAGE for room in accumulate(map(len, links)))
     rows += links[:shown]
-    rows += [f"<li>and others: only {shown} are shown"] if len(listed) == LISTED or shown < len(links) else []
-    lines = ["<!doctype html>", f"<title>{title}</title>", f"<h1>{title}</h1>", "<ul>", *rows, "</ul>", ""]
+    rows += (
+        [f"<li>and others: only {shown} are shown"]
+        if len(listed) == LISTED or shown < len(links)
+        else []
+    )
+    lines = [
+        "<!doctype html>",
+        f"<title>{title}</title>",
+        f"<h1>{title}</h1>",
+        "<ul>",
+        *rows,
+        "</ul>",
+        "",
+    ]
     return "\n".join(lines).encode("utf-8", "replace")

@@ -31,7 +31,9 @@ def names_of(target: str) -> list[str] | None:
     if not path.startswith("/") or len(path) > 3 * _LONGEST:
         return None
     names = [os.fsdecode(unquote_to_bytes(part.encode("latin-1"))) for part in path[1:].split("/")]
-    if any(not is_shown(name) for name in names[:-1]) or not (names[-1] == "" or is_shown(names[-1])):
+    if any(not is_shown(name) for name in names[:-1]) or not (
+        names[-1] == "" or is_shown(names[-1])
+    ):
         return None
     return names if sum(map(len, names)) + len(names) < _LONGEST else None
 
@@ -48,8 +50,13 @@ def span_of(ranges: Sequence[str], size: int) -> tuple[int, int] | None:
         return None
     if not found[1]:
         length = _number(found[2])
-        return None if length and not size else (max(0, size - length), size)  # the end of nothing is all of it
-    start, stop = _number(found[1]), _number(found[2]) + 1 if found[2] else max(size, _number(found[1]) + 1)
+        return (
+            None if length and not size else (max(0, size - length), size)
+        )  # the end of nothing is all of it
+    start, stop = (
+        _number(found[1]),
+        _number(found[2]) + 1 if found[2] else max(size, _number(found[1]) + 1),
+    )
     return (start, min(stop, size)) if start < stop else None
 
 
@@ -64,7 +71,9 @@ def answer_instead(headers: Message, tag: str, modified: int) -> HTTPStatus | No
     known = headers.get_all("If-None-Match")
     if known is not None:
         return HTTPStatus.NOT_MODIFIED if _names_tag(known, tag, weak=True) else None
-    return HTTPStatus.NOT_MODIFIED if modified <= _date(headers.get("If-Modified-Since"), -1) else None
+    return (
+        HTTPStatus.NOT_MODIFIED if modified <= _date(headers.get("If-Modified-Since"), -1) else None
+    )
 
 
 def part_holds(headers: Message, tag: str, modified: int) -> bool:
@@ -73,7 +82,11 @@ def part_holds(headers: Message, tag: str, modified: int) -> bool:
     A time says which file it was only once its second is over.
     """
     text = headers.get("If-Range")
-    return text is None or text.strip() == tag or (_date(text, -1) == modified and time.time() >= modified + 1)
+    return (
+        text is None
+        or text.strip() == tag
+        or (_date(text, -1) == modified and time.time() >= modified + 1)
+    )
 
 
 def _number(digits: str) -> int:
@@ -83,7 +96,9 @@ def _number(digits: str) -> int:
 
 def _names_tag(lines: Sequence[str], tag: str, *, weak: bool) -> bool:
     text = ",".join(lines)
-    return text.strip() == "*" or any(one[2] == tag and (weak or not one[1]) for one in _TAG.finditer(text))
+    return text.strip() == "*" or any(
+        one[2] == tag and (weak or not one[1]) for one in _TAG.finditer(text)
+    )
 
 
 def _date(text: str | None, default: int) -> int:

@@ -30,7 +30,9 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
         raise FileNotFoundError(errno.ENOENT, "not inside", path)
     opened = os.open(path, _FLAGS)
     try:
-        real = os.readlink(f"{_OPENED}/{opened}") if os.path.isdir(_OPENED) else os.path.realpath(path)
+        real = (
+            os.readlink(f"{_OPENED}/{opened}") if os.path.isdir(_OPENED) else os.path.realpath(path)
+        )
         if not (_is_inside(real, folder) and _is_served(os.fstat(opened).st_mode)):
             raise FileNotFoundError(errno.ENOENT, "not inside", path)
     except BaseException:
@@ -42,12 +44,16 @@ def open_inside(folder: str, names: Sequence[str]) -> int:
 def list_inside(folder: str, names: Sequence[str], opened: int, count: int) -> list[str]:
     """Names of an opened folder that may be asked for, in order, folders with a slash behind them; at most so many."""
     with os.scandir(opened) as entries:
-        shown = (entry for entry in entries if is_shown(entry.name) and _is_reached(folder, names, entry))
+        shown = (
+            entry for entry in entries if is_shown(entry.name) and _is_reached(folder, names, entry)
+        )
         return sorted(entry.name + "/" * entry.is_dir() for entry in islice(shown, count))
 
 
 def _is_reached(folder: str, names: Sequence[str], entry: os.DirEntry[str]) -> bool:
-    if entry.is_symlink() and not _is_inside(os.path.realpath(os.path.join(folder, *names, entry.name)), folder):
+    if entry.is_symlink() and not _is_inside(
+        os.path.realpath(os.path.join(folder, *names, entry.name)), folder
+    ):
         return False
     try:
         return entry.is_dir() or entry.is_file()

@@ -26,8 +26,12 @@ class Places:
         self._limit = limit
         self._changed = threading.Condition()
         self._taken: set[socket.socket] = set()
-        self._resting: dict[socket.socket, bool] = {}  # await a request, longest first; True: had an answer before
-        self._moved: dict[socket.socket, float] = {}  # when they last did not dawdle, longest ago first
+        self._resting: dict[
+            socket.socket, bool
+        ] = {}  # await a request, longest first; True: had an answer before
+        self._moved: dict[
+            socket.socket, float
+        ] = {}  # when they last did not dawdle, longest ago first
         self._crowded = self._closed = False
 
     def __len__(self) -> int:

@@ -28,8 +28,16 @@ SPARE = 64  # descriptors that are left for everything else where a process has 
 BACKLOG = 1024  # connections that wait for a place
 GRACE = 2.0  # seconds that answers on their way are given at the end
 
-_FULL, _PAUSE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}, 0.05  # nothing can be opened; seconds
-_LEFT = {errno.ENOTCONN, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}  # as ConnectionError: the client has gone
+_FULL, _PAUSE = (
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM},
+    0.05,
+)  # nothing can be opened; seconds
+_LEFT = {
+    errno.ENOTCONN,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+}  # as ConnectionError: the client has gone
 
 
 class Server:
@@ -39,14 +47,20 @@ class Server:
     StorageError for a folder that cannot be read or a port that cannot be had.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], host: str = "127.0.0.1", port: int = 0
+    ) -> None:
         self.folder = os.path.realpath(folder)
         try:
             os.scandir(self.folder).close()
-            os.stat(os.path.join(self.folder, os.curdir))  # needs the right to look names up, which a list of names does not
+            os.stat(
+                os.path.join(self.folder, os.curdir)
+            )  # needs the right to look names up, which a list of names does not
         except (FileNotFoundError, NotADirectoryError):
             what = "this is no folder" if os.path.exists(self.folder) else "there is no such folder"
-            raise UsageError(f"{os.fspath(folder)}: {what}. Name the folder that holds the shards.") from None
+            raise UsageError(
+                f"{os.fspath(folder)}: {what}. Name the folder that holds the shards."
+            ) from None
         except OSError as error:
             raise StorageError(
                 f"{os.fspath(folder)} cannot be read: {error.strerror}. Check the permissions of the folder and of those above it."
@@ -96,7 +110,9 @@ class Server:
         """Take no more requests, give answers on their way GRACE seconds, and end."""
         self.places.close()
         with suppress(OSError):
-            self._listener.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; and a forked child may hold the socket, too
+            self._listener.socket.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes the thread; and a forked child may hold the socket, too
         if self._thread.ident is not None:
             self._listener.shutdown()
             self._thread.join()
@@ -115,7 +131,9 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = True  # a server that has just ended leaves connections in TIME_WAIT
     request_queue_size = BACKLOG
 
-    def __init__(self, family: socket.AddressFamily, address: Any, folder: str, places: Places) -> None:
+    def __init__(
+        self, family: socket.AddressFamily, address: Any, folder: str, places: Places
+    ) -> None:
         self.address_family, self.places = family, places
         super().__init__(address, partial(Connection, folder, places))
 
@@ -138,7 +156,9 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients leave when they like; whatever else goes wrong is ours, and told."""
         error = sys.exc_info()[1]
-        if isinstance(error, (ConnectionError, TimeoutError)) or (isinstance(error, OSError) and error.errno in _LEFT):
+        if isinstance(error, (ConnectionError, TimeoutError)) or (
+            isinstance(error, OSError) and error.errno in _LEFT
+        ):
             return
         if isinstance(error, OSError):
             sys.stderr.write(f"wdstrain: {error}\n")
@@ -149,19 +169,29 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 def _connections() -> int:
     """At a time, as many as the descriptors of this process are enough for."""
     found = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return CONNECTIONS if found == resource.RLIM_INFINITY else max(1, min(CONNECTIONS, (found - SPARE) // 2))
+    return (
+        CONNECTIONS
+        if found == resource.RLIM_INFINITY
+        else max(1, min(CONNECTIONS, (found - SPARE) // 2))
+    )
 
 
 def _listen(folder: str, places: Places, host: str, port: int) -> _Listener:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # localhost: 127.0.0.1 before ::1
+        family, _, _, _, address = min(
+            found, key=lambda one: one[0] != socket.AF_INET
+        )  # localhost: 127.0.0.1 before ::1
         return _Listener(family, address, folder, places)
     except (OSError, UnicodeError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise StorageError(f"port {port} of {host} is taken. Choose another port, or 0 for any free one.") from None
+            raise StorageError(
+                f"port {port} of {host} is taken. Choose another port, or 0 for any free one."
+            ) from None
         if isinstance(error, PermissionError):
-            raise StorageError(f"port {port} is kept for the system. Choose one above 1023, or 0 for any free one.") from None
+            raise StorageError(
+                f"port {port} is kept for the system. Choose one above 1023, or 0 for any free one."
+            ) from None
         raise UsageError(
             f"{host!r} with port {port} is no address of this machine: {error}. Leave --host away, or name one."
         ) from None

@@ -82,11 +82,17 @@ class Expression:
         """Parse a condition. Raises UsageError for text that is not a valid condition."""
         self.text = text
         try:
-            self._tree = ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
+            self._tree = (
+                ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
+            )
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise UsageError(f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640") from None
+            raise UsageError(
+                f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640"
+            ) from None
         if self._tree is None:
-            raise UsageError(f"a condition of {len(text)} characters is too long; {_LONGEST} is the limit. Shorten it.")
+            raise UsageError(
+                f"a condition of {len(text)} characters is too long; {_LONGEST} is the limit. Shorten it."
+            )
         for node in ast.walk(self._tree):
             if not isinstance(node, _KNOWN):
                 raise UsageError(
@@ -116,8 +122,17 @@ class Expression:
             return bool(self._value(self._tree, sample, about))
         except _Missing:
             return False
-        except (TypeError, ZeroDivisionError, LookupError, OverflowError, RecursionError, ValueError) as error:
-            raise SampleError(f"{self.text!r} cannot be evaluated for it ({type(error).__name__}: {error})") from None
+        except (
+            TypeError,
+            ZeroDivisionError,
+            LookupError,
+            OverflowError,
+            RecursionError,
+            ValueError,
+        ) as error:
+            raise SampleError(
+                f"{self.text!r} cannot be evaluated for it ({type(error).__name__}: {error})"
+            ) from None
 
     def _value(self, node: Any, sample: Mapping[str, bytes], about: Mapping[str, str]) -> Any:
         """Return the value of one node of the syntax tree."""
@@ -194,7 +209,19 @@ def _is_known_call(node: ast.Call) -> bool:
 
 
 _KNOWN = (
-    *(ast.Constant, ast.List, ast.Tuple, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare),
+    *(
+        ast.Constant,
+        ast.List,
+        ast.Tuple,
+        ast.BoolOp,
+        ast.And,
+        ast.Or,
+        ast.UnaryOp,
+        ast.Not,
+        ast.USub,
+        ast.BinOp,
+        ast.Compare,
+    ),
     *(ast.Name, ast.Load, ast.Attribute, ast.Subscript, ast.Call),
     *_OPERATORS,
 )

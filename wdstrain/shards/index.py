@@ -176,9 +176,16 @@ class Table:
             return tables[0]
         if any(len(t.member_crc) for t in tables):
             tables = [
-                t if len(t.member_crc) else replace(t, member_crc=np.zeros(len(t.member_field), np.uint32)) for t in tables
+                t
+                if len(t.member_crc)
+                else replace(t, member_crc=np.zeros(len(t.member_field), np.uint32))
+                for t in tables
             ]
-        parts = {name: np.concatenate([getattr(t, name) for t in tables]) for name in ARRAYS if "first" not in name}
+        parts = {
+            name: np.concatenate([getattr(t, name) for t in tables])
+            for name in ARRAYS
+            if "first" not in name
+        }
         for name in ("key_first", "member_first"):
             parts[name] = firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
         return cls(**parts)
@@ -233,12 +240,17 @@ class Index:
         return f"Index({len(self)} samples, {len(self.shards)} shards, {size / 1e6:.1f} MB, fields {', '.join(self.fields)})"
 
     def _repr_html_(self) -> str:
-        splits = {split: sum(shard.samples for shard in self.shards if shard.split == split) for split in self.splits}
+        splits = {
+            split: sum(shard.samples for shard in self.shards if shard.split == split)
+            for split in self.splits
+        }
         rows = {
             "samples": len(self),
             "shards": len(self.shards),
             "MB": f"{sum(shard.bytes for shard in self.shards) / 1e6:.1f}",
-            "splits": ", ".join(f"{name or 'without a name'} {count}" for name, count in splits.items()),
+            "splits": ", ".join(
+                f"{name or 'without a name'} {count}" for name, count in splits.items()
+            ),
             "fields": ", ".join(self.fields),
             "labels": ", ".join(label.name for label in self.labels) or "none are known",
         }
@@ -256,7 +268,11 @@ class Index:
 
         It has neither checksums nor a strong ETag, so a new shard of the same size looks equal.
         """
-        return is_remote(shard.path) and shard.path not in self._with_checksums and not shard.tag.startswith('"')
+        return (
+            is_remote(shard.path)
+            and shard.path not in self._with_checksums
+            and not shard.tag.startswith('"')
+        )
 
     @cached_property
     def _with_checksums(self) -> frozenset[str]:
@@ -265,7 +281,9 @@ class Index:
             return frozenset()
         edges = self.table.member_first[self.first].tolist()
         parts = zip(self.shards, pairwise(edges), strict=True)
-        return frozenset(shard.path for shard, edge in parts if self.table.member_crc[slice(*edge)].any())
+        return frozenset(
+            shard.path for shard, edge in parts if self.table.member_crc[slice(*edge)].any()
+        )
 
     @cached_property
     def counts(self) -> Ints:
@@ -287,7 +305,9 @@ class Index:
         if not self.shard_labels:
             return label
         shard = int(np.searchsorted(self.first, number, side="right") - 1)
-        return next((other for other in self.shard_labels[shard] if other.place == label.place), label)
+        return next(
+            (other for other in self.shard_labels[shard] if other.place == label.place), label
+        )
 
     def disagreement(self, field: str, column: str | None) -> str:
         """Return why the labels in this field and column cannot be joined; "" if they can.
@@ -347,7 +367,9 @@ class Index:
                 keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
                 return keys
         first = firsts(sizes)
-        joined = self.table.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
+        joined = self.table.keys[
+            np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)
+        ].tobytes()
         if joined.isascii():  # decode once: faster than once per key
             text = joined.decode("ascii")
             return [text[a:b] for a, b in pairwise(first.tolist())]
@@ -361,7 +383,14 @@ class Index:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
         rows = range(*self.table.member_first[number : number + 2])
         table = self.table
-        return [(self.fields[table.member_field[m]], int(table.member_offset[m]), int(table.member_size[m])) for m in rows]
+        return [
+            (
+                self.fields[table.member_field[m]],
+                int(table.member_offset[m]),
+                int(table.member_size[m]),
+            )
+            for m in rows
+        ]
 
     def pick(self, numbers: Iterable[int]) -> Index:
         """Return the index of only these shards, in this order."""
@@ -393,7 +422,9 @@ def join(parts: Sequence[Index]) -> Index:
     for part in parts:
         numbers = np.array([fields.index(name) for name in part.fields] or [0], np.uint16)
         tables.append(replace(part.table, member_field=numbers[part.table.member_field]))
-    shard_labels = tuple(labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards))
+    shard_labels = tuple(
+        labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards)
+    )
     labels, shard_labels = _joined_labels(shard_labels or (parts[0].labels,))
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
@@ -417,11 +448,15 @@ def _joined_labels(
         return different[0], ()
     joined = []
     for place in dict.fromkeys(label.place for labels in different for label in labels):
-        by_set = [next((label for label in labels if label.place == place), None) for labels in different]
+        by_set = [
+            next((label for label in labels if label.place == place), None) for labels in different
+        ]
         present = [label for label in by_set if label is not None]
         # Class numbers without names must not be joined: 0 may be another class in another set.
         # Multi-labels store names, so they can always be joined.
-        is_ambiguous = present[0].kind == "class" and len({label.has_names for label in present}) > 1
+        is_ambiguous = (
+            present[0].kind == "class" and len({label.has_names for label in present}) > 1
+        )
         same_kind = len({label.kind for label in present}) == 1
         if len(present) == len(by_set) and same_kind and not is_ambiguous:
             classes = dict.fromkeys(name for label in present for name in label.classes)

@@ -49,7 +49,13 @@ def save_index(index: Index, folder: str) -> None:
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
         "shardlist": [
-            {"url": s.name, "nsamples": s.samples, "filesize": s.bytes, "split": s.split, "sha256": s.sha256}
+            {
+                "url": s.name,
+                "nsamples": s.samples,
+                "filesize": s.bytes,
+                "split": s.split,
+                "sha256": s.sha256,
+            }
             for s in index.shards
         ],
         "wdstrain": {
@@ -74,7 +80,9 @@ def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
 
     File names that are not UTF-8 become escapes, which `json.loads` restores.
     """
-    return (json.dumps(document, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(document, indent=indent, ensure_ascii=False) + "\n").encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def _keep_former(folder: str) -> None:
@@ -84,7 +92,9 @@ def _keep_former(folder: str) -> None:
     """
     offsets, former = os.path.join(folder, BIN_NAME), os.path.join(folder, _FORMER)
     with suppress(OSError, ShardError, ValueError, KeyError, TypeError):  # no index to keep
-        _map(offsets, read_document(os.path.join(folder, INDEX_NAME))["wdstrain"]["id"], former=None)
+        _map(
+            offsets, read_document(os.path.join(folder, INDEX_NAME))["wdstrain"]["id"], former=None
+        )
         with suppress(FileNotFoundError):
             os.unlink(former)
         os.link(offsets, former)
@@ -104,7 +114,10 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     """
     try:
         head, table = _arrays(data, path)
-        if blake2b(data[data.find(b"\n", len(_MAGIC)) + 1 :], digest_size=8).hexdigest() != head["id"]:
+        if (
+            blake2b(data[data.find(b"\n", len(_MAGIC)) + 1 :], digest_size=8).hexdigest()
+            != head["id"]
+        ):
             raise ValueError("its bytes differ from what was written")
         shards = tuple(
             Shard(
@@ -159,7 +172,9 @@ def load(path: str, *, base: str | None = None) -> Index:
         raise _no_index(path, error) from error
     except OSError as error:
         unread = error.filename or path
-        raise ShardError(f"{unread} cannot be read: {error.strerror}. Check its permissions.") from error
+        raise ShardError(
+            f"{unread} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
     _check_table(index, path)
     return index
 
@@ -203,7 +218,9 @@ def read_document(path: str) -> dict[str, Any]:
     except _FORMAT_ERRORS as error:
         raise _no_index(path, error) from error
     except OSError as error:
-        raise ShardError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
+        raise ShardError(
+            f"{path} cannot be read: {error.strerror}. Check its permissions."
+        ) from error
 
 
 def is_wdstrain_index(path: str) -> bool:
@@ -215,7 +232,9 @@ def is_wdstrain_index(path: str) -> bool:
         document = _parsed(read_whole(path) or b"")
     except (OSError, ValueError, RecursionError):
         return True
-    return not (isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document)
+    return not (
+        isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document
+    )
 
 
 def _parsed(data: bytes) -> Any:
@@ -225,7 +244,9 @@ def _parsed(data: bytes) -> Any:
     bytes for each byte of JSON.
     """
     if len(data) > (most := memory() // 128):
-        raise ValueError(f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory")
+        raise ValueError(
+            f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory"
+        )
     return json.loads(data)
 
 
@@ -263,7 +284,9 @@ def check_size(shard: Shard, *, cut: bool = False) -> Shard:
     try:
         status = os.stat(shard.path)
     except OSError as error:
-        raise ShardError(f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again.") from error
+        raise ShardError(
+            f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again."
+        ) from error
     size = status.st_size
     if size != shard.bytes and not (cut and size < shard.bytes):
         folder = os.path.dirname(shard.path) or "."
@@ -285,7 +308,9 @@ def _shown(path: str) -> str:
 def _no_index(path: str, error: Exception) -> ShardError:
     """Return the error for a file that is not an index of this package."""
     if is_remote(path):
-        return ShardError(f"{redacted(path)} is no index of this package ({type(error).__name__}). Check the address.")
+        return ShardError(
+            f"{redacted(path)} is no index of this package ({type(error).__name__}). Check the address."
+        )
     folder = os.path.dirname(path) or "."
     return ShardError(
         f"{path} is no index of this package ({type(error).__name__}: {error}). "
@@ -298,15 +323,24 @@ def _beside(path: str, name: str) -> str:
 
     Raises ValueError for a name with a folder, which could lead to files elsewhere.
     """
-    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(f"its shard {name!r} is not a plain file name; shards lie beside their index")
+    if (
+        not isinstance(name, str)
+        or os.path.basename(name) != name
+        or name in ("", ".", "..")
+        or "\0" in name
+    ):
+        raise ValueError(
+            f"its shard {name!r} is not a plain file name; shards lie beside their index"
+        )
     os.fsencode(name)  # raises ValueError for characters that no file name can have
     return beside(path, name)
 
 
 def _label(row: dict[str, Any]) -> Label:
     label = Label(**{**row, "classes": tuple(map(_word, row["classes"]))})
-    if label.kind not in ("class", "number", "multi") or not (label.column is None or isinstance(label.column, str)):
+    if label.kind not in ("class", "number", "multi") or not (
+        label.column is None or isinstance(label.column, str)
+    ):
         raise ValueError(f"its label has the kind {label.kind!r} and the column {label.column!r}")
     return replace(label, name=_word(label.name), field=_word(label.field))
 
@@ -331,7 +365,9 @@ def _size(value: object) -> int:
 
 def _dump(table: Table) -> tuple[dict[str, Any], bytes]:
     """Return the head of a table (id and array lengths) and the bytes of its arrays."""
-    arrays = {name: np.ascontiguousarray(getattr(table, name), dtype) for name, dtype in ARRAYS.items()}
+    arrays = {
+        name: np.ascontiguousarray(getattr(table, name), dtype) for name, dtype in ARRAYS.items()
+    }
     body = b"".join(array.tobytes() for array in arrays.values())
     lengths = {name: len(array) for name, array in arrays.items()}
     return {"id": blake2b(body, digest_size=8).hexdigest(), "lengths": lengths}, body
@@ -390,7 +426,9 @@ def _check_table(index: Index, path: str) -> None:
     sound = bool((index.counts <= n).all()) and int(index.counts.sum()) == n
     sound = sound and n == len(t.stop) == len(t.key_first) - 1 == len(t.member_first) - 1
     for firsts, length in ((t.key_first, len(t.keys)), (t.member_first, len(t.member_field))):
-        sound = sound and firsts[0] == 0 and firsts[-1] == length and bool((np.diff(firsts) >= 0).all())
+        sound = (
+            sound and firsts[0] == 0 and firsts[-1] == length and bool((np.diff(firsts) >= 0).all())
+        )
     sound = sound and len(t.member_offset) == len(t.member_size) == len(t.member_field)
     sound = sound and len(t.member_crc) in (0, len(t.member_field))
     if sound and n:
@@ -405,4 +443,6 @@ def _check_table(index: Index, path: str) -> None:
         sound = sound and bool((t.member_field < len(index.fields)).all())
     if not sound:
         folder = os.path.dirname(path) or "."
-        raise ShardError(f"{path} is damaged: its offsets do not fit its shards. Make it again: wdstrain index {folder}")
+        raise ShardError(
+            f"{path} is damaged: its offsets do not fit its shards. Make it again: wdstrain index {folder}"
+        )

@@ -47,7 +47,9 @@ def recorded_counts(index: Index, label: Label) -> dict[str, int]:
     return {}
 
 
-def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -> Iterator[tuple[int, memoryview]]:
+def label_bytes(
+    index: Index, field: str, ids: Ints, *, through: bool = False
+) -> Iterator[tuple[int, memoryview]]:
     """Yield (id, bytes of the field) for each sample that has the field.
 
     ids: int64[n], ascending, so that reads go forward. through: read a remote shard as one stream,
@@ -63,7 +65,10 @@ def label_bytes(index: Index, field: str, ids: Ints, *, through: bool = False) -
             for i in ids[shards == shard_number].tolist():
                 for row in range(int(table.member_first[i]), int(table.member_first[i + 1])):
                     if table.member_field[row] == number:
-                        offset, data = int(table.member_offset[row]), memoryview(bytearray(int(table.member_size[row])))
+                        offset, data = (
+                            int(table.member_offset[row]),
+                            memoryview(bytearray(int(table.member_size[row]))),
+                        )
                         if through and not isinstance(source, LocalFile):
                             source.read_into([data], offset, last=shard.bytes)
                         else:

@@ -39,7 +39,15 @@ from wdstrain.shards.index_io import (
 )
 from wdstrain.shards.labels import classes_in, label_bytes
 from wdstrain.shards.tar import other_kind
-from wdstrain.storage.addresses import INDEX_NAME, Urls, beside, check_finished, expand, folder_of, is_json
+from wdstrain.storage.addresses import (
+    INDEX_NAME,
+    Urls,
+    beside,
+    check_finished,
+    expand,
+    folder_of,
+    is_json,
+)
 from wdstrain.storage.files import read_whole, user_cache
 from wdstrain.storage.local import is_state
 from wdstrain.storage.remote import is_remote, name_of, open_remote, redacted
@@ -62,7 +70,9 @@ def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> In
     return gather(urls, partial(_checked, note=note, cut=cut), partial(walked, note=note))
 
 
-def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]) -> Index:
+def gather(
+    urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]
+) -> Index:
     """Return the index of the shards at `urls`, with the caller's way of checking and scanning.
 
     check: takes the index of shards that an index file lists, returns the index to use.
@@ -72,7 +82,9 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
     parts: list[Index] = []
     known: dict[str, Index | None] = {}
     listed = expand(urls)
-    for (folder, is_index), paths in groupby(listed, key=lambda path: (beside(path, ""), is_json(path))):
+    for (folder, is_index), paths in groupby(
+        listed, key=lambda path: (beside(path, ""), is_json(path))
+    ):
         if is_remote(folder):
             if is_index:
                 parts += [check(load(path)) for path in paths]
@@ -94,7 +106,9 @@ def gather(urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str
         real = _real(shard.path, folders)
         if real in named:
             also = f" (also as {named[real]})" if named[real] != shard.shown else ""
-            raise UsageError(f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once.")
+            raise UsageError(
+                f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once."
+            )
         named[real] = shard.shown
     return index
 
@@ -132,11 +146,15 @@ def make_index(urls: Urls) -> Index:
     check_finished(folder)
     paths = tars_of(folder)
     if not paths:
-        raise UsageError(f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards.")
+        raise UsageError(
+            f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards."
+        )
     index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
     changed = [shard.name for shard in index.shards if not _is_unchanged(shard)]
     if changed:
-        raise ShardError(f"{changed[0]} was written to while it was walked over. Run this again when it is complete.")
+        raise ShardError(
+            f"{changed[0]} was written to while it was walked over. Run this again when it is complete."
+        )
     if os.path.exists(index_path) and is_wdstrain_index(index_path):
         index = _with_former(index, index_path)
     save_index(index, folder)
@@ -242,12 +260,18 @@ def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
     Raises ShardError for a shard with other samples than in its index. The result of a scan is
     stored, so a shard is scanned once. cut: shards that are cut or damaged are not compared.
     """
-    newer = [n for n, shard in enumerate(index.shards) if index.expected_state(shard) and _is_newer(shard.path)]
+    newer = [
+        n
+        for n, shard in enumerate(index.shards)
+        if index.expected_state(shard) and _is_newer(shard.path)
+    ]
     if not newer:
         return index
     failed: list[WdstrainError] | None = [] if cut else None
     complete = [
-        index.shards[n].path for n in newer if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
+        index.shards[n].path
+        for n in newer
+        if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
     ]
     scanned = walked(complete, note, failed) if complete else index.pick([])
     for n in newer:
@@ -279,7 +303,11 @@ def _with_former(index: Index, index_path: str) -> Index:
     Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
     """
     document = read_document(index_path)
-    splits, labels, info = splits_of(document), labels_of(document), {**info_of(document), **index.info}
+    splits, labels, info = (
+        splits_of(document),
+        labels_of(document),
+        {**info_of(document), **index.info},
+    )
     former: Index | None = None
     with suppress(ShardError):
         former = load(index_path)
@@ -323,7 +351,9 @@ def _class_counts(index: Index) -> dict[str, dict[str, int]]:
     for number, shard in enumerate(index.shards):
         ids = range(int(index.first[number]), int(index.first[number + 1]))
         counts = Counter(names[i] for i in ids) + Counter(by_split.get(shard.split, {}))
-        by_split[shard.split] = dict(sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+        by_split[shard.split] = dict(
+            sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+        )
     return by_split
 
 
@@ -332,7 +362,8 @@ def _same_samples(a: Index, b: Index) -> bool:
     if [a.members(i) for i in range(len(a))] != [b.members(i) for i in range(len(b))]:
         return False
     return all(
-        np.array_equal(getattr(a.table, name), getattr(b.table, name)) for name in ("start", "stop", "key_first", "keys")
+        np.array_equal(getattr(a.table, name), getattr(b.table, name))
+        for name in ("start", "stop", "key_first", "keys")
     )
 
 
@@ -365,14 +396,18 @@ def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | No
                 f"{len(scanned)} samples in {seconds:.2f} s ({rate:.0f}/s); "
                 f"{stored}{_skipped(scanned)}"
             )
-    return index.pick(index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers)
+    return index.pick(
+        index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers
+    )
 
 
 def _skipped(index: Index) -> str:
     """Return a sentence about members that a scan skipped, without directories; "" if none."""
     ignored = index.info.get("ignored", {})
     is_directory = other_kind(b"5", "")
-    counts = [f"{count} times {reason}" for reason, count in ignored.items() if reason != is_directory]
+    counts = [
+        f"{count} times {reason}" for reason, count in ignored.items() if reason != is_directory
+    ]
     return f". Passed over, no part of any sample: {', '.join(counts)}" if counts else ""
 
 
@@ -387,7 +422,9 @@ def recall(paths: list[str]) -> Index:
     index = _recall(_folder(paths), {name_of(path) for path in paths})
     if index is None:
         return scan([])
-    return index.pick(index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers)
+    return index.pick(
+        index.shard_numbers[name] for name in map(name_of, paths) if name in index.shard_numbers
+    )
 
 
 def _folder(paths: list[str]) -> str:
@@ -399,7 +436,10 @@ def _places(folder: str) -> Iterator[str]:
     if not is_remote(folder):
         yield os.path.join(folder, _HIDDEN)
     name = blake2b(
-        (folder if is_remote(folder) else os.path.abspath(folder)).encode("utf-8", "surrogateescape"), digest_size=12
+        (folder if is_remote(folder) else os.path.abspath(folder)).encode(
+            "utf-8", "surrogateescape"
+        ),
+        digest_size=12,
     ).hexdigest()
     yield user_cache("indexes", name)
 
@@ -415,7 +455,9 @@ def _recall(folder: str, wanted: set[str]) -> Index | None:
             states = index.info.get("states")
             states = states if isinstance(states, dict) else {}
             index = index.pick(i for i, shard in enumerate(index.shards) if shard.name in wanted)
-            shards = [replace(shard, tag=str(states.get(shard.name) or "")) for shard in index.shards]
+            shards = [
+                replace(shard, tag=str(states.get(shard.name) or "")) for shard in index.shards
+            ]
             index = replace(index, shards=tuple(shards))
             with ThreadPoolExecutor(_STATE_THREADS) as threads:
                 unchanged = list(threads.map(_is_unchanged, index.shards))

@@ -33,7 +33,14 @@ RECORD = 21 * BLOCK
 _LARGEST_RECORD = 1 << 20  # bytes of the largest record that `tar -b` writes
 EXTENSION_LIMIT = 1024 * 1024  # bytes; a larger PAX or long-name header is refused as an attack
 _NAME_PATTERN = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"\x04\x22": "lz4", b"PK": "zip"}
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5": "zstd",
+    b"BZ": "bzip2",
+    b"\xfd7": "xz",
+    b"\x04\x22": "lz4",
+    b"PK": "zip",
+}
 
 # (offset, length) -> `length` bytes; fewer only at the end of the shard
 Read = Callable[[int, int], bytes | memoryview]
@@ -74,7 +81,9 @@ def header(name: str, size: int) -> bytes:
     """
     raw = name.encode("utf-8", "surrogateescape")
     if not raw or b"\0" in raw:
-        raise UsageError(f"{name!r} cannot be a member name: it must have at least one character and no NUL.")
+        raise UsageError(
+            f"{name!r} cannot be a member name: it must have at least one character and no NUL."
+        )
     if len(raw) <= 100 and size < 8**11:
         return _ustar(raw, b"", size, b"0")
     split = _ustar_name(raw)
@@ -82,7 +91,9 @@ def header(name: str, size: int) -> bytes:
         return _ustar(split[0], split[1], size, b"0")
     records = b"" if split is not None else _record(b"path", raw)
     records += b"" if size < 8**11 else _record(b"size", str(size).encode())
-    extension = _ustar(b"././@PaxHeader", b"", len(records), b"x") + records + bytes(padding(len(records)))
+    extension = (
+        _ustar(b"././@PaxHeader", b"", len(records), b"x") + records + bytes(padding(len(records)))
+    )
     return extension + _ustar(*(split or (raw[:100], b"")), size if size < 8**11 else 0, b"0")
 
 
@@ -145,7 +156,9 @@ def is_aside(name: str) -> bool:
 
     These are notes on the data set (`__*__`) and the files that macOS adds (`._*`).
     """
-    return (name.startswith("__") and name.endswith("__")) or name.rpartition("/")[2].startswith("._")
+    return (name.startswith("__") and name.endswith("__")) or name.rpartition("/")[2].startswith(
+        "._"
+    )
 
 
 NO_KEY, ASIDE = "no key in the name", "not a sample"  # reasons to skip a member
@@ -176,7 +189,9 @@ def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iter
         stop = data + length + padding(length)
         if current is not None and current.key == key:
             if field_name in field_names:
-                raise ShardError(f"{shard} holds two members named '{name}', the second at offset {start}. Repack it.")
+                raise ShardError(
+                    f"{shard} holds two members named '{name}', the second at offset {start}. Repack it."
+                )
             field_names.add(field_name)
             current.fields.append((field_name, data, length))
             current = current._replace(stop=stop)
@@ -208,13 +223,17 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
         members = list(_members(read, len(data) + len(END), "", Walk(), is_first=False))
     except ShardError:
         return False
-    named = [(split_name(name), offset, size) for name, _, offset, size in members if not is_aside(name)]
+    named = [
+        (split_name(name), offset, size) for name, _, offset, size in members if not is_aside(name)
+    ]
     return [(parts, offset, size) for parts, offset, size in named if parts is not None] == [
         ((key, name), offset, size) for name, offset, size in fields
     ]
 
 
-def _members(read: Read, size: int, shard: str, walk: Walk, *, is_first: bool = True) -> Iterator[tuple[str, int, int, int]]:
+def _members(
+    read: Read, size: int, shard: str, walk: Walk, *, is_first: bool = True
+) -> Iterator[tuple[str, int, int, int]]:
     """Yield (name, offset of its first header block, offset of its data, size) of each member.
 
     Members are regular files. is_first: offset 0 is the start of a file, which must not be
@@ -243,7 +262,9 @@ def _members(read: Read, size: int, shard: str, walk: Walk, *, is_first: bool = 
                 )
             _check_zeros(read, offset, size, shard)
             if start is not None:
-                raise ShardError(f"{shard} ends at offset {offset} after an extension header without its member. Repack it.")
+                raise ShardError(
+                    f"{shard} ends at offset {offset} after an extension header without its member. Repack it."
+                )
             return
         length = size_in(block, shard, offset)
         kind = block[156:157]
@@ -299,7 +320,9 @@ def is_padding(read: Read, offset: int, size: int) -> bool:
     zeros = size - offset
     if zeros <= RECORD:
         return True
-    record = max(RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD))
+    record = max(
+        RECORD - BLOCK if size % (RECORD - BLOCK) == 0 else 0, min(size & -size, _LARGEST_RECORD)
+    )
     if record < RECORD - BLOCK or zeros > 2 * record + BLOCK or offset <= 0:
         return False
     return any(bytes(read(offset - BLOCK, BLOCK)))
@@ -321,12 +344,16 @@ class Extra:
         payload, had_path, gives_path = padded[:length], self.path is not None, kind == b"L"
         if kind == b"L":
             if b"\0" not in payload and any(padded[length:]):  # tarfile would read into the padding
-                raise ShardError(f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it.")
+                raise ShardError(
+                    f"{shard} claims a name of {length} bytes that is longer at offset {offset}. Repack it."
+                )
             self.path = payload.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
         elif kind == b"g":
             for name, _ in _records(payload, shard, offset):
                 if name in (b"path", b"size"):  # readers disagree whether it applies
-                    raise ShardError(f"{shard} claims one {name.decode()} for all its members at offset {offset}. Repack it.")
+                    raise ShardError(
+                        f"{shard} claims one {name.decode()} for all its members at offset {offset}. Repack it."
+                    )
         elif kind in (b"x", b"X"):
             for name, value in _records(payload, shard, offset):
                 if name == b"path":
@@ -342,7 +369,9 @@ class Extra:
                 elif name.startswith(b"GNU.sparse"):
                     self.sparse = True
         if had_path and gives_path:  # readers disagree which of the two applies
-            raise ShardError(f"{shard} has a second header for the name of one member at offset {offset}. Repack it.")
+            raise ShardError(
+                f"{shard} has a second header for the name of one member at offset {offset}. Repack it."
+            )
 
 
 def _records(payload: bytes, shard: str, offset: int) -> Iterator[tuple[bytes, bytes]]:
@@ -377,11 +406,15 @@ def size_in(block: bytes, shard: str, offset: int) -> int:
     if raw[0] & 0x80:  # base 256, for sizes from 8 GiB on
         value = int.from_bytes(raw, "big") & ~(0x80 << 88)
         if raw[0] & 0x40 or value >= 1 << 62:
-            raise ShardError(f"{shard} claims an impossible size at offset {offset}. Copy or pack it again.")
+            raise ShardError(
+                f"{shard} claims an impossible size at offset {offset}. Copy or pack it again."
+            )
         return value
     digits = raw.strip(b"\0 ") or b"0"
     if digits.strip(b"01234567"):
-        raise ShardError(f"{shard} claims a size of {raw!r} at offset {offset}; it must be an octal number. Repack it.")
+        raise ShardError(
+            f"{shard} claims a size of {raw!r} at offset {offset}; it must be an octal number. Repack it."
+        )
     return int(digits, 8)
 
 
@@ -406,7 +439,9 @@ def check_extension(shard: str, offset: int, length: int, size: int) -> None:
 
 def sparse_error(shard: str, name: str, offset: int) -> ShardError:
     """Return the error for a sparse file: its data is shorter than its size, so offsets fail."""
-    return ShardError(f"{shard} holds the sparse file '{name}' at offset {offset}. Repack it without --sparse.")
+    return ShardError(
+        f"{shard} holds the sparse file '{name}' at offset {offset}. Repack it without --sparse."
+    )
 
 
 def check_inside(shard: str, described: str, data: int, length: int, size: int) -> None:

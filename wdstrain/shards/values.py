@@ -44,7 +44,9 @@ def npy_array(data: memoryview) -> Array:
         raise ValueError("it holds Python objects, which are not loaded (allow_pickle=False)")
     count = math.prod(shape)
     if count * dtype.itemsize > len(data) - length:
-        raise ValueError(f"it claims the shape {shape} of {dtype}, and {len(data) - length} bytes follow its header")
+        raise ValueError(
+            f"it claims the shape {shape} of {dtype}, and {len(data) - length} bytes follow its header"
+        )
     flat = np.frombuffer(data, dtype, count, length)
     return flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
 
@@ -62,12 +64,18 @@ def npy_head(head: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
             dtype = np.dtype(descr.decode())
         except TypeError as error:  # such as a float of three bytes
             raise ValueError(f"its .npy header cannot be read ({error})") from error
-        return dtype, fortran == b"True", tuple(int(side) for side in sides.split(b",") if side.strip())
+        return (
+            dtype,
+            fortran == b"True",
+            tuple(int(side) for side in sides.split(b",") if side.strip()),
+        )
     stream = io.BytesIO(head)
     npy: Any = np.lib.format  # has no type hints before numpy 2.3
     try:
         version = npy.read_magic(stream)
-        shape, fortran, dtype = (npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0)(stream)
+        shape, fortran, dtype = (
+            npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        )(stream)
     except ValueError:
         raise
     except Exception as error:  # numpy passes on the errors of Python's parser
@@ -85,7 +93,9 @@ def parsed_json(text: str | bytes, parse_float: Callable[[str], Any] | None = No
         raise ValueError("its JSON is nested too deeply") from None
 
 
-def scalar(data: memoryview, column: str | None, parse_float: Callable[[str], Any] | None = None) -> Any:
+def scalar(
+    data: memoryview, column: str | None, parse_float: Callable[[str], Any] | None = None
+) -> Any:
     """Return the text or number of a field, or the entry `column` of its JSON document.
 
     parse_float: makes the JSON numbers that have a point or an exponent. Raises SampleError for a

@@ -36,7 +36,9 @@ def expand(urls: Urls) -> list[str]:
     """
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not addresses:
-        raise UsageError("no address of shards was given. Name a folder, an index.json, a file, a glob or a brace pattern.")
+        raise UsageError(
+            "no address of shards was given. Name a folder, an index.json, a file, a glob or a brace pattern."
+        )
     return [path for address in addresses for path in _expand_one(os.fspath(address))]
 
 
@@ -45,7 +47,9 @@ def _expand_one(address: str) -> list[str]:
         return _expanded(address)
     except OSError as error:
         where = error.filename or address
-        raise StorageError(f"{where} cannot be read: {error.strerror}. Check the permissions of the folder.") from error
+        raise StorageError(
+            f"{where} cannot be read: {error.strerror}. Check the permissions of the folder."
+        ) from error
 
 
 def _expanded(address: str) -> list[str]:
@@ -59,7 +63,9 @@ def _expanded(address: str) -> list[str]:
             f"{redacted(address)}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk."
         )
     if address.startswith("pipe:"):
-        raise UsageError(f"{address}: an address is never run as a command. Name a file, or the address of a server.")
+        raise UsageError(
+            f"{address}: an address is never run as a command. Name a file, or the address of a server."
+        )
     path = Path(address)
     if path.is_dir():
         return _expand_folder(path)
@@ -69,11 +75,15 @@ def _expanded(address: str) -> list[str]:
         try:
             return [one for part in braceexpand(address, escape=False) for one in _expand_one(part)]
         except ValueError:
-            raise UsageError(f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar") from None
+            raise UsageError(
+                f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
+            ) from None
     if any(c in address for c in "*?["):
         found = _matching(address)
         if not found:
-            raise UsageError(f"{address}: no file matches this pattern. Check the folder and the quotes around it.")
+            raise UsageError(
+                f"{address}: no file matches this pattern. Check the folder and the quotes around it."
+            )
         return [one for part in found for one in _expand_one(part)]
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
 
@@ -84,7 +94,9 @@ def _matching(pattern: str) -> list[str]:
     for folder in _matching(parent) if glob.has_magic(parent) else [parent or os.curdir]:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.scandir(folder).close()
-            os.stat(os.path.join(folder, os.curdir))  # needs the right to look names up, which a list of names does not
+            os.stat(
+                os.path.join(folder, os.curdir)
+            )  # needs the right to look names up, which a list of names does not
     return sorted(glob.glob(pattern))
 
 
@@ -96,15 +108,21 @@ def _expand_remote(address: str) -> list[str]:
         path, query = urlsplit(address).path, urlsplit(address).query
     if "{" in path:
         try:
-            return [one for part in braceexpand(address, escape=False) for one in _expand_remote(part)]
+            return [
+                one for part in braceexpand(address, escape=False) for one in _expand_remote(part)
+            ]
         except ValueError:
             raise UsageError(
                 f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
             ) from None
     if any(c in path for c in "*?[") and is_object(address):
-        found = [name for name in list_folder_of(address) if fnmatchcase(name, path.rpartition("/")[2])]
+        found = [
+            name for name in list_folder_of(address) if fnmatchcase(name, path.rpartition("/")[2])
+        ]
         if not found:
-            raise UsageError(f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder.")
+            raise UsageError(
+                f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder."
+            )
         return [beside(address, name) for name in found]
     if any(c in path for c in "*[") or query.endswith(".tar"):
         raise UsageError(
@@ -113,7 +131,9 @@ def _expand_remote(address: str) -> list[str]:
     if path.endswith((".tar", ".json")):
         return [address]
     # of a bucket's folder too: shards without an index may be half of a set that is being put there
-    return [beside(f"{path.rstrip('/')}/" if is_object(address) else _in_folder(address), INDEX_NAME)]
+    return [
+        beside(f"{path.rstrip('/')}/" if is_object(address) else _in_folder(address), INDEX_NAME)
+    ]
 
 
 def _in_folder(address: str) -> str:
@@ -127,19 +147,29 @@ def _expand_folder(path: Path) -> list[str]:
     found = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
     if not found:
         if (path / UNFINISHED).exists():
-            raise ShardError(f"{path}: a conversion into this folder was not finished. Run it again with --resume.")
+            raise ShardError(
+                f"{path}: a conversion into this folder was not finished. Run it again with --resume."
+            )
         packed = sorted(one.name for one in path.iterdir() if _COMPRESSED.search(one.name))
         if packed:
-            raise UsageError(f"{path}: {packed[0]} is compressed, and offsets need plain tars. Unpack it first, to .tar.")
-        raise UsageError(f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards.")
+            raise UsageError(
+                f"{path}: {packed[0]} is compressed, and offsets need plain tars. Unpack it first, to .tar."
+            )
+        raise UsageError(
+            f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards."
+        )
     return found
 
 
 def check_finished(folder: str) -> None:
     """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
-    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not os.path.exists(os.path.join(folder, INDEX_NAME))
+    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not os.path.exists(
+        os.path.join(folder, INDEX_NAME)
+    )
     if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
-        raise ShardError(f"{folder}: a conversion into this folder was not finished. Run it again with --resume.")
+        raise ShardError(
+            f"{folder}: a conversion into this folder was not finished. Run it again with --resume."
+        )
 
 
 def beside(path: str, name: str) -> str:
@@ -149,7 +179,15 @@ def beside(path: str, name: str) -> str:
     if is_object(path):  # a key is what it is, with all its characters
         return f"{path.rpartition('/')[0]}/{name}"
     parts = urlsplit(path)
-    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rpartition('/')[0]}/{quote(name)}", parts.query, ""))
+    return urlunsplit(
+        (
+            parts.scheme,
+            parts.netloc,
+            f"{parts.path.rpartition('/')[0]}/{quote(name)}",
+            parts.query,
+            "",
+        )
+    )
 
 
 def is_json(path: str) -> bool:

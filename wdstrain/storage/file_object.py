@@ -55,7 +55,9 @@ def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.Bu
     Raises UsageError for other addresses and modes, and what reading a shard from a server raises, while it is read.
     """
     if mode != "rb":
-        raise UsageError(f'{redacted(url)}: mode={mode!r}, and this opens for reading. Use mode="rb".')
+        raise UsageError(
+            f'{redacted(url)}: mode={mode!r}, and this opens for reading. Use mode="rb".'
+        )
     if not is_remote(url):
         raise UsageError(f"{url} is no address of a server. Use open() for a file on this machine.")
     return io.BufferedReader(Body(open_remote(url)), max(bufsize, _BUFFER))

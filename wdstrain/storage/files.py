@@ -59,7 +59,9 @@ def sync_folder(folder: str) -> None:
 @contextmanager
 def put_whole(path: str) -> Iterator[BinaryIO]:
     """A file to write, which has its name when all of it is written and flushed; after an error it is not there."""
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp")
+    temporary = os.path.join(
+        os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
+    )
     try:
         with open(temporary, "wb") as file:
             yield file

@@ -47,7 +47,9 @@ _GAP = 4 << 20  # bytes that are read over rather than asked anew
 _MODIFIED = "Last-Modified: "  # how a version begins that is no ETag
 _HEADERS = "WDSTRAIN_HTTP_HEADERS"  # "Name: value" lines, sent with every request
 
-_NUMBER = re.compile(r"[0-9]{1,18}")  # no more digits than any object's size has, and none of those that only Python knows
+_NUMBER = re.compile(
+    r"[0-9]{1,18}"
+)  # no more digits than any object's size has, and none of those that only Python knows
 _SPAN = re.compile(rf"bytes ({_NUMBER.pattern})-({_NUMBER.pattern})/({_NUMBER.pattern}|\*)")
 
 
@@ -95,7 +97,9 @@ class HttpFile:
 
     path: str
     known_size: int | None = None
-    tag: str | None = None  # of the object as it was first seen: a strong ETag, or a version that was given
+    tag: str | None = (
+        None  # of the object as it was first seen: a strong ETag, or a version that was given
+    )
     stopping: threading.Event = field(default_factory=threading.Event, repr=False)
     ranged: bool = True  # False: the server answers a range with the whole object
     retries: int = 0
@@ -103,7 +107,9 @@ class HttpFile:
     cached: int = 0
     first: int | None = None
     by_version: bool = False  # of no strong ETag, the version is the tag
-    version: str | None = None  # what the first answer says: an ETag, a weak one too, or when it was modified
+    version: str | None = (
+        None  # what the first answer says: an ETag, a weak one too, or when it was modified
+    )
     _answer: Answer | None = field(default=None, repr=False)
     _stop: int = 0  # where the response in hand ends
 
@@ -131,7 +137,9 @@ class HttpFile:
         self.read_into([memoryview(found)], offset, last=self.size)
         return bytes(found)
 
-    def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(
+        self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
+    ) -> None:
         """Fill the pieces, one after another, with the bytes from offset on.
 
         last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
@@ -149,7 +157,9 @@ class HttpFile:
                     answer = self._at(stop - todo.left, max(stop, last or stop))
                     count = answer.read_into(todo)
                     if not count:
-                        raise HTTPException(f"the answer ended at byte {answer.at} where {self._stop} was promised")
+                        raise HTTPException(
+                            f"the answer ended at byte {answer.at} where {self._stop} was promised"
+                        )
                     if self.stopping.is_set():  # what came last may be anything
                         raise StorageError(f"{redacted(self.path)}: reading was stopped.")
                     self.fetched += count
@@ -183,7 +193,9 @@ class HttpFile:
         if self.stopping.is_set():
             raise StorageError(f"{redacted(self.path)}: reading was stopped.")
         answer = self._answer
-        follows = answer is not None and answer.at <= offset < self._stop and offset - answer.at <= _GAP
+        follows = (
+            answer is not None and answer.at <= offset < self._stop and offset - answer.at <= _GAP
+        )
         if answer is None or not follows or answer.process != os.getpid():
             self.close()
             answer = self._ask(offset, stop)
@@ -226,9 +238,13 @@ class HttpFile:
         if response.status in _AGAIN:
             raise _Busy(response.status, response.headers)
         if response.status == 412:
-            raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
+            raise ShardError(
+                f"{shown} changed while it was read. Start again; its index may have to be made anew."
+            )
         if response.status not in (200, 206):
-            raise StorageError(f"{shown}: the server answered {response.status} {response.reason or ''}. Check the address.")
+            raise StorageError(
+                f"{shown}: the server answered {response.status} {response.reason or ''}. Check the address."
+            )
         if response.status == 206:
             span = _SPAN.fullmatch(response.headers.get("Content-Range", ""))
             if span is None or int(span[1]) != offset:
@@ -242,11 +258,20 @@ class HttpFile:
             length = response.headers.get("Content-Length", "")
             answer.total = int(length) if _NUMBER.fullmatch(length) else None
             stop = answer.total if answer.total is not None else 1 << 62
-        if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split("?")[0].endswith(".tar"):
-            raise StorageError(f"{shown}: the server gave a page (text/html) where a shard should be. Check the address.")
+        if response.headers.get("Content-Type", "").startswith("text/html") and self.path.split(
+            "?"
+        )[0].endswith(".tar"):
+            raise StorageError(
+                f"{shown}: the server gave a page (text/html) where a shard should be. Check the address."
+            )
         coding = response.headers.get("Transfer-Encoding", "chunked")
-        if coding.lower() not in ("chunked", "identity"):  # http.client would give what is coded for the object's bytes
-            raise StorageError(f"{shown}: the server answered in the transfer coding {coding[:80]!r}, which cannot be read.")
+        if coding.lower() not in (
+            "chunked",
+            "identity",
+        ):  # http.client would give what is coded for the object's bytes
+            raise StorageError(
+                f"{shown}: the server answered in the transfer coding {coding[:80]!r}, which cannot be read."
+            )
         if self.known_size is not None and answer.total not in (None, self.known_size):
             raise ShardError(
                 f"{shown} has {answer.total} bytes, its index says {self.known_size}: it was cut or changed. Copy it again, or "
@@ -254,10 +279,17 @@ class HttpFile:
             )
         tag = response.headers.get("ETag")
         if self.tag is not None and not _is_still(self.tag, response.headers):
-            raise ShardError(f"{shown} changed while it was read. Start again; its index may have to be made anew.")
-        if (self.known_size is None or self.tag is None) and not begins(response):  # before anything of it is believed
+            raise ShardError(
+                f"{shown} changed while it was read. Start again; its index may have to be made anew."
+            )
+        if (self.known_size is None or self.tag is None) and not begins(
+            response
+        ):  # before anything of it is believed
             raise HTTPException("the connection ended within the head of the answer")
-        self._stop, self.ranged = stop, self.ranged and (response.status == 206 or "Range" not in sent)
+        self._stop, self.ranged = (
+            stop,
+            self.ranged and (response.status == 206 or "Range" not in sent),
+        )
         self.known_size = answer.total if self.known_size is None else self.known_size
         self.version = version_of(response.headers) if self.version is None else self.version
         if self.tag is None:
@@ -293,7 +325,12 @@ class _Busy(HTTPError):
         if text and self.after is None:
             try:
                 self.after = max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
-            except (TypeError, ValueError, IndexError, OverflowError):  # the parser's own, of what is no date
+            except (
+                TypeError,
+                ValueError,
+                IndexError,
+                OverflowError,
+            ):  # the parser's own, of what is no date
                 self.after = None
 
 
@@ -319,10 +356,14 @@ def _read_small(address: str, retries: Retries) -> bytes | None:
             retries.progress()
             if response.status in (403, 404, 410):
                 return None
-            if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(address).path.endswith(".json"):
+            if response.headers.get("Content-Type", "").startswith("text/html") and urlsplit(
+                address
+            ).path.endswith(".json"):
                 return None  # a page for people, of a server that answers so for what it has not
             if response.status != 200:
-                raise StorageError(f"{redacted(address)}: the server answered {response.status} {response.reason or ''}.")
+                raise StorageError(
+                    f"{redacted(address)}: the server answered {response.status} {response.reason or ''}."
+                )
             return data
         except (HTTPError, HTTPException, OSError) as error:
             source._pause(error, 0, retries)
@@ -334,7 +375,9 @@ def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:
     for piece in response.stream(_OVER):
         found += piece
         if len(found) > most:
-            raise StorageError(f"{redacted(address)} has more than {most} bytes, too many to hold at once. Check the address.")
+            raise StorageError(
+                f"{redacted(address)} has more than {most} bytes, too many to hold at once. Check the address."
+            )
     return bytes(found)
 
 
@@ -353,7 +396,12 @@ def version_of(headers: Mapping[str, str]) -> str | None:
         return tag or None
     try:
         age = parsedate_to_datetime(headers.get("Date", "")) - parsedate_to_datetime(modified)
-    except (TypeError, ValueError, IndexError, OverflowError):  # the parser's own, of what is no date
+    except (
+        TypeError,
+        ValueError,
+        IndexError,
+        OverflowError,
+    ):  # the parser's own, of what is no date
         return None
     return _MODIFIED + modified if age.total_seconds() > 1 else None
 
@@ -363,14 +411,23 @@ def _is_still(version: str, headers: Mapping[str, str]) -> bool:
     if version.startswith(_MODIFIED):
         return headers.get("Last-Modified") in (None, version.removeprefix(_MODIFIED))
     tag = headers.get("ETag")
-    return tag in (None, version) or (version.startswith("W/") and tag == version.removeprefix("W/"))
+    return tag in (None, version) or (
+        version.startswith("W/") and tag == version.removeprefix("W/")
+    )
 
 
 def _words(error: Exception, address: str) -> str:
     """What an error says, without the address or one that it led to, which may hold a secret."""
-    error = getattr(error, "reason", None) or error  # of a failed connection, not of the request around it
+    error = (
+        getattr(error, "reason", None) or error
+    )  # of a failed connection, not of the request around it
     text = re.sub(r"\s+", " ", str(error)) or type(error).__name__
-    for secret in {address, _bare(address), urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]}:
+    for secret in {
+        address,
+        _bare(address),
+        urlsplit(address).query,
+        urlsplit(address).netloc.rpartition("@")[0],
+    }:
         text = text.replace(secret, "...") if secret else text
     text = re.sub(r"//[^/\s]*@", "//", re.sub(r"\?[^\s'\")]+", "?...", text))
     return f"{type(error).__name__}: {text[:200]}"
@@ -390,7 +447,9 @@ def _sent(address: str) -> dict[str, str]:
         if colon:
             found[name.strip()] = value.strip()
     if not all(text.isascii() and text.isprintable() for pair in found.items() for text in pair):
-        raise UsageError(f"{_HEADERS} holds what no header can: other than printable ASCII. Correct it.")
+        raise UsageError(
+            f"{_HEADERS} holds what no header can: other than printable ASCII. Correct it."
+        )
     user = urlsplit(address).netloc.rpartition("@")[0]
     if user:
         found["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
@@ -404,9 +463,13 @@ def check_address(address: str) -> None:
         _ = parts.port
         host = (parts.hostname or "").encode("idna")
     except ValueError as error:
-        raise UsageError(f"{_shown(address)} is no address ({error}). Check its host and port.") from None
+        raise UsageError(
+            f"{_shown(address)} is no address ({error}). Check its host and port."
+        ) from None
     if not host:
-        raise UsageError(f"{_shown(address)} is no address: it names no host. Write for example http://host/shards")
+        raise UsageError(
+            f"{_shown(address)} is no address: it names no host. Write for example http://host/shards"
+        )
 
 
 def _shown(address: str) -> str:
@@ -416,7 +479,11 @@ def _shown(address: str) -> str:
 
 def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     """The answer to a request whose body is not read. What may be secret is not told another host, and not logged."""
-    _SECRETS.update(part for part in (urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0]) if part)
+    _SECRETS.update(
+        part
+        for part in (urlsplit(address).query, urlsplit(address).netloc.rpartition("@")[0])
+        if part
+    )
     ours = [name for name in headers if name not in ("Range", "If-Match", "Accept-Encoding")]
     retries = urllib3.Retry(
         5,
@@ -444,7 +511,9 @@ def _get(address: str, headers: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
     message = getattr(getattr(response, "_fp", None), "msg", None)
     if isinstance(message, HTTPMessage):
         try:
-            assert_header_parsing(message)  # headers behind a line that is none are passed over, and urllib3 only logs it
+            assert_header_parsing(
+                message
+            )  # headers behind a line that is none are passed over, and urllib3 only logs it
         except HTTPError:
             response.close()
             raise
@@ -457,7 +526,9 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("urllib3."):
-                with suppress(RuntimeError):  # one that still runs, of a program that calls us from there
+                with suppress(
+                    RuntimeError
+                ):  # one that still runs, of a program that calls us from there
                     frame.clear()
         error = error.__context__
 
@@ -471,8 +542,16 @@ def _pool_of(process: int, proxy: str) -> urllib3.PoolManager:
 def _pool(address: str) -> urllib3.PoolManager:
     """Connections of this process, those of a parent are not used by a fork; through a proxy where the environment names one."""
     parts = urlsplit(address)
-    told = (f"{parts.scheme}_proxy", f"{parts.scheme}_proxy".upper(), "no_proxy", "NO_PROXY", "REQUEST_METHOD")
-    return _pool_of(os.getpid(), _proxy(parts.scheme, parts.hostname or "", tuple(map(os.environ.get, told))))
+    told = (
+        f"{parts.scheme}_proxy",
+        f"{parts.scheme}_proxy".upper(),
+        "no_proxy",
+        "NO_PROXY",
+        "REQUEST_METHOD",
+    )
+    return _pool_of(
+        os.getpid(), _proxy(parts.scheme, parts.hostname or "", tuple(map(os.environ.get, told)))
+    )
 
 
 @lru_cache(maxsize=64)
@@ -487,7 +566,9 @@ class _Unsaid(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        found = [secret for secret in tuple(_SECRETS) if secret in text]  # a copy: other threads add to it
+        found = [
+            secret for secret in tuple(_SECRETS) if secret in text
+        ]  # a copy: other threads add to it
         if found:
             for secret in found:
                 text = text.replace(secret, "...")
@@ -496,5 +577,10 @@ class _Unsaid(logging.Filter):
 
 
 _SECRETS: set[str] = set()
-for _name in ("urllib3.connection", "urllib3.connectionpool", "urllib3.util.retry", "urllib3.poolmanager"):
+for _name in (
+    "urllib3.connection",
+    "urllib3.connectionpool",
+    "urllib3.util.retry",
+    "urllib3.poolmanager",
+):
     logging.getLogger(_name).addFilter(_Unsaid())

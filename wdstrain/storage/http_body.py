@@ -59,7 +59,11 @@ class Body:
 
         An SSLSocket's own way would forget that it is one, and give what comes next as it is on the wire.
         """
-        found = getattr(getattr(getattr(getattr(self._response, "_fp", None), "fp", None), "raw", None), "_sock", None)
+        found = getattr(
+            getattr(getattr(getattr(self._response, "_fp", None), "fp", None), "raw", None),
+            "_sock",
+            None,
+        )
         if isinstance(found, socket.socket):
             socket.socket.shutdown(found, socket.SHUT_RDWR)
         else:
@@ -78,7 +82,9 @@ class Body:
         assert self._socket is not None
         self._socket.settimeout(None)
         self._socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(self._stall), int(self._stall % 1 * 1e6))
+            socket.SOL_SOCKET,
+            socket.SO_RCVTIMEO,
+            struct.pack("ll", int(self._stall), int(self._stall % 1 * 1e6)),
         )
 
 
@@ -106,8 +112,16 @@ def _plain(response: urllib3.BaseHTTPResponse) -> tuple[HTTPResponse | None, soc
     answer = getattr(response, "_fp", None)
     raw = getattr(getattr(answer, "fp", None), "raw", None)
     found = getattr(raw, "_sock", None)
-    if type(answer) is not HTTPResponse or type(found) is not socket.socket or not hasattr(answer, "_close_conn"):
+    if (
+        type(answer) is not HTTPResponse
+        or type(found) is not socket.socket
+        or not hasattr(answer, "_close_conn")
+    ):
         return None, None
-    if answer.chunked or answer.length is None or response.headers.get("Content-Encoding", "identity") != "identity":
+    if (
+        answer.chunked
+        or answer.length is None
+        or response.headers.get("Content-Encoding", "identity") != "identity"
+    ):
         return None, None
     return answer, found

@@ -67,9 +67,15 @@ class IOThreadPool:
             raise RuntimeError("the hands that read were stopped, or there was no memory")
         if not self._threads:
             queue, jobs = self._queue, self._jobs
-            self._begin(threading.Thread(target=_tell, args=(queue, jobs), name="wdstrain-hands", daemon=True))
+            self._begin(
+                threading.Thread(
+                    target=_tell, args=(queue, jobs), name="wdstrain-hands", daemon=True
+                )
+            )
             for i in range(self._count):
-                self._begin(threading.Thread(target=queue.work, name=f"wdstrain-hand_{i}", daemon=True))
+                self._begin(
+                    threading.Thread(target=queue.work, name=f"wdstrain-hand_{i}", daemon=True)
+                )
 
     def _begin(self, thread: threading.Thread) -> None:
         thread.start()
@@ -86,7 +92,11 @@ class IOThreadPool:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._queue: _Queue = _Waiting() if kernels.library is None else _Compiled()
-        self._numbers, self._jobs, self._threads = count(), dict[int, _Job](), list[threading.Thread]()
+        self._numbers, self._jobs, self._threads = (
+            count(),
+            dict[int, _Job](),
+            list[threading.Thread](),
+        )
         # also at the end of the program, before memory goes that they write to
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._queue, self._threads)
 
@@ -155,7 +165,9 @@ class _Waiting:
                     return
                 number, job = self._todo.popleft()
             offset = job.offset - job.places.filled
-            with suppress(Exception):  # whoever is told finds something left, and what is wrong with it
+            with suppress(
+                Exception
+            ):  # whoever is told finds something left, and what is wrong with it
                 while job.places.left and job.places.read(job.fd, offset + job.places.filled):
                     pass
             del job  # what it refers to goes with its last user

@@ -64,11 +64,15 @@ class LocalFile:
     def __init__(self, path: str, state: str = "") -> None:
         self.path, self._state = path, state
         try:
-            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+            self._fd = os.open(
+                path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+            )
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
         found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):  # of a pipe nobody knows the size, and opening one may wait for ever
+        if not stat.S_ISREG(
+            found.st_mode
+        ):  # of a pipe nobody knows the size, and opening one may wait for ever
             self.close()
             raise StorageError(f"{path} is no file but a folder, a pipe or a device. Name a tar.")
         self.size, self.tag = found.st_size, state_of(found)
@@ -89,10 +93,14 @@ class LocalFile:
         """Bytes [offset, offset + length), fewer only at the end of the file. Raises StorageError where the disk gives none."""
         try:
             data = os.pread(self._fd, length, offset)
-            while len(data) < length and (more := os.pread(self._fd, length - len(data), offset + len(data))):
+            while len(data) < length and (
+                more := os.pread(self._fd, length - len(data), offset + len(data))
+            ):
                 data += more  # 2 GB come at a time, fewer over a network
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
+            raise StorageError(
+                f"{self.path} cannot be read at offset {offset}: {error.strerror}."
+            ) from error
         return data
 
     def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int) -> None:
@@ -102,7 +110,9 @@ class LocalFile:
             try:
                 count = todo.read(self._fd, offset)
             except OSError as error:
-                raise StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.") from error
+                raise StorageError(
+                    f"{self.path} cannot be read at offset {offset}: {error.strerror}."
+                ) from error
             if count == 0:
                 raise ShardError(
                     f"{self.path} ends at offset {offset}, {todo.left} bytes before the index says; it changed since it was "
@@ -111,7 +121,9 @@ class LocalFile:
             offset += count
         self._check()
 
-    def fill(self, hands: IOThreadPool, pieces: ScatterList, offset: int, done: Callable[[], None]) -> None:
+    def fill(
+        self, hands: IOThreadPool, pieces: ScatterList, offset: int, done: Callable[[], None]
+    ) -> None:
         """The same by hands, which call `done` when as much came as they could read; `read_into` then tells what is missing."""
         hands.fill(self._fd, offset, pieces, done)
 

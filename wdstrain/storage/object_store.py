@@ -69,7 +69,9 @@ class ObjectFile:
         length = max(0, min(length, self.size - offset))
         return self._bytes(offset, offset + length) if length else b""
 
-    def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(
+        self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None
+    ) -> None:
         """Fill the pieces, one after another, with the bytes from offset on."""
         todo = BufferList(pieces)
         stop = offset + todo.left
@@ -112,9 +114,13 @@ class ObjectFile:
         except Exception as error:
             raise _told(self.path, error, f"byte {start}") from None
         if len(data) != stop - start:
-            raise StorageError(f"{self.path} gave {len(data)} bytes at byte {start} where {stop - start} were asked for.")
+            raise StorageError(
+                f"{self.path} gave {len(data)} bytes at byte {start} where {stop - start} were asked for."
+            )
         if meta["size"] != self.size or (self.tag is not None and meta["e_tag"] != self.tag):
-            raise ShardError(f"{self.path} changed while it was read, or since it was indexed. Start again.")
+            raise ShardError(
+                f"{self.path} changed while it was read, or since it was indexed. Start again."
+            )
         self.tag = meta["e_tag"]
         self.fetched += len(data)
         return data
@@ -139,7 +145,9 @@ def read_object(path: str) -> bytes | None:
     def ask() -> bytes:
         found = _obstore().get(*_split(path))
         if found.meta["size"] > memory() // 4:
-            raise StorageError(f"{path} has {found.meta['size']} bytes, too many to hold at once. Check the address.")
+            raise StorageError(
+                f"{path} has {found.meta['size']} bytes, too many to hold at once. Check the address."
+            )
         return bytes(found.bytes())
 
     try:
@@ -157,7 +165,9 @@ def list_folder_of(path: str) -> list[str]:
     store, key = _split(path)
     folder = key.rpartition("/")[0]
     try:
-        listed = _retried(path, "a list", lambda: _obstore().list(store, prefix=folder or None).collect())
+        listed = _retried(
+            path, "a list", lambda: _obstore().list(store, prefix=folder or None).collect()
+        )
         found = [one["path"] for one in listed]
     except WdstrainError:
         raise
@@ -183,7 +193,9 @@ def put(path: str, file: str, sha256: str) -> bool:
         with open(file, "rb") as opened:
             obstore.put(store, key, opened, attributes={_SHA256: sha256})
     except Exception as error:
-        raise StorageError(f"{path} cannot be written: {_words(error)}. The same command with --resume goes on.") from None
+        raise StorageError(
+            f"{path} cannot be written: {_words(error)}. The same command with --resume goes on."
+        ) from None
     return True
 
 
@@ -204,7 +216,9 @@ def _obstore() -> Any:
     try:
         import obstore
     except ImportError:
-        raise UsageError("s3://, gs:// and az:// need obstore. Install it: pip install 'wdstrain[s3]'") from None
+        raise UsageError(
+            "s3://, gs:// and az:// need obstore. Install it: pip install 'wdstrain[s3]'"
+        ) from None
     return obstore
 
 
@@ -266,20 +280,27 @@ def _store(bucket: str, process: int, timeout: float, writes: bool) -> Any:
         "timeout": timedelta(seconds=longest),
         "connect_timeout": timedelta(seconds=min(_CONNECT, longest)),
     }
-    retries: Any = {"max_retries": _MANY if writes else 0, "retry_timeout": timedelta(seconds=timeout)}
+    retries: Any = {
+        "max_retries": _MANY if writes else 0,
+        "retry_timeout": timedelta(seconds=timeout),
+    }
     # an endpoint that was named says it; Google's is named in the environment or in a file, and is https where none is
     if bucket.startswith("gs://") or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
         options["allow_http"] = True
     try:
         return from_url(bucket, client_options=options, retry_config=retries)
     except Exception as error:
-        raise StorageError(f"{bucket} cannot be opened: {_words(error)}. Check the credentials in the environment.") from None
+        raise StorageError(
+            f"{bucket} cannot be opened: {_words(error)}. Check the credentials in the environment."
+        ) from None
 
 
 def _told(path: str, error: Exception, what: str) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{path} is not there. Check the address.")
-    return StorageError(f"{path} did not give {what}: {_words(error)}. Check the credentials and the network.")
+    return StorageError(
+        f"{path} did not give {what}: {_words(error)}. Check the credentials and the network."
+    )
 
 
 def _words(error: Exception) -> str:

@@ -37,7 +37,9 @@ def network_timeout() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(f"{TIMEOUT}={text!r}: must be a number of seconds >= 0. Unset it for {_DEFAULT:g} s.")
+        raise UsageError(
+            f"{TIMEOUT}={text!r}: must be a number of seconds >= 0. Unset it for {_DEFAULT:g} s."
+        )
     return seconds
 
 
@@ -75,7 +77,9 @@ class Retries:
         limit, spent = network_timeout(), self.seconds
         if spent >= limit:
             return None
-        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self.tries - 1, 20)) * (0.5 + _JITTER.random())
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(self.tries - 1, 20)) * (
+            0.5 + _JITTER.random()
+        )
         pause = min(max(pause, min(asked or 0.0, _LONGEST_ASKED)), limit - spent)
         if spent + pause >= _QUIET:
             self._log_waiting(reason, limit)
@@ -86,12 +90,23 @@ class Retries:
             if self._server in _waiting:
                 return
             _waiting[self._server] = self._since
-        _log.warning("%s does not answer (%s): waiting for it for up to %g s (%s)", self._server, reason, limit, TIMEOUT)
+        _log.warning(
+            "%s does not answer (%s): waiting for it for up to %g s (%s)",
+            self._server,
+            reason,
+            limit,
+            TIMEOUT,
+        )
 
     def __enter__(self) -> Retries:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.tries:
             _forget(self._server)
 

@@ -85,7 +85,9 @@ class LaneStream:
     fetchers: RangePrefetcher
     _source: LocalFile | None = None  # the local shard that is open
     _shard: ShardFile | None = None  # the remote shard that is being read with a cache
-    _asked: set[int] | None = None  # its blocks that were asked for, if it is read from its beginning
+    _asked: set[int] | None = (
+        None  # its blocks that were asked for, if it is read from its beginning
+    )
     _fills: PendingRead = field(default_factory=PendingRead)
 
     @property
@@ -93,7 +95,14 @@ class LaneStream:
         """Whether something is still on its way into the cache that nobody asked for."""
         return self._fills.missing > 0
 
-    def begin(self, shard: ShardFile, pieces: ScatterList | Sequence[memoryview], offset: int, *, leaving: bool) -> PendingRead:
+    def begin(
+        self,
+        shard: ShardFile,
+        pieces: ScatterList | Sequence[memoryview],
+        offset: int,
+        *,
+        leaving: bool,
+    ) -> PendingRead:
         """Fill the pieces with the bytes of a shard from offset on. leaving: the lane reads nothing of it after that."""
         reading = PendingRead()
         if not is_remote(shard.path):
@@ -105,7 +114,10 @@ class LaneStream:
             except WdstrainError as error:
                 reading.error = error
             return reading
-        todo, ranges = pieces if isinstance(pieces, ScatterList) else BufferList(pieces), list[_Range]()
+        todo, ranges = (
+            pieces if isinstance(pieces, ScatterList) else BufferList(pieces),
+            list[_Range](),
+        )
         while todo.left:
             # with a cache, as its blocks are cut; else a sample in two ranges would have to be compared by who decodes
             count = min(todo.left, RANGE if self.fetchers.cache is None else RANGE - offset % RANGE)
@@ -161,7 +173,11 @@ class RangePrefetcher:
     """
 
     def __init__(
-        self, cache: Cache | None, tally: FetchStats, told: Callable[[], None], index: ShardVersions | None = None
+        self,
+        cache: Cache | None,
+        tally: FetchStats,
+        told: Callable[[], None],
+        index: ShardVersions | None = None,
     ) -> None:
         # whoever stops this takes the lock itself: an interrupt within a Condition would keep it locked
         self.cache, self.lock = cache, threading.RLock()
@@ -171,7 +187,9 @@ class RangePrefetcher:
         self._stopping = threading.Event()
         self._tags: dict[str, str] = {}
         self._index = index
-        self._files: dict[int, dict[str, RemoteFile | CachedFile]] = {}  # by thread and path: what it reads
+        self._files: dict[
+            int, dict[str, RemoteFile | CachedFile]
+        ] = {}  # by thread and path: what it reads
         self._alone: int | None = None  # the one thread that goes on where a server knows no ranges
         self._threads: list[threading.Thread] = []
         self._parted = 0.0  # until when they are waited for, once they are to end
@@ -179,9 +197,13 @@ class RangePrefetcher:
     def add(self, ranges: list[_Range]) -> None:
         with self.lock:
             self._todo += ranges
-            self._changed.notify(len(ranges))  # those who find nothing would take Python's lock in vain, one after another
+            self._changed.notify(
+                len(ranges)
+            )  # those who find nothing would take Python's lock in vain, one after another
         while not self._stopping.is_set() and len(self._threads) < _FETCHERS:
-            thread = threading.Thread(target=self._fetch, name=f"wdstrain-fetch-{len(self._threads)}", daemon=True)
+            thread = threading.Thread(
+                target=self._fetch, name=f"wdstrain-fetch-{len(self._threads)}", daemon=True
+            )
             thread.start()  # which may fail
             self._threads.append(thread)
 
@@ -194,7 +216,9 @@ class RangePrefetcher:
                     file.stop()
             self._changed.notify_all()
         self._parted = self._parted or time.monotonic() + _PARTING
-        for thread in self._threads:  # one that waits for the first byte of an answer ends with it, and writes nothing
+        for thread in (
+            self._threads
+        ):  # one that waits for the first byte of an answer ends with it, and writes nothing
             thread.join(max(0.0, self._parted - time.monotonic()))
 
     # --- the threads -------------------------------------------------------------------------------------------------
@@ -210,12 +234,16 @@ class RangePrefetcher:
             except WdstrainError as problem:
                 error = problem
             except BaseException as problem:  # handed to the reader, which raises it
-                error = StorageError(f"{one.shard.shown}: reading failed ({type(problem).__name__}: {problem}).")
+                error = StorageError(
+                    f"{one.shard.shown}: reading failed ({type(problem).__name__}: {problem})."
+                )
             with self.lock:
                 if self._alone is None and not all(file.ranged for file in files.values()):
                     self._alone = me
                     self._changed.notify_all()
-                if not self._stopping.is_set():  # what was broken off is never there, and nobody waits for it
+                if (
+                    not self._stopping.is_set()
+                ):  # what was broken off is never there, and nobody waits for it
                     one.of.error = one.of.error or error
                     one.of.missing -= 1  # after that: who looks at it holds another lock
             error = None  # its frames refer to it, and to memory that is to go with its last user
@@ -223,7 +251,9 @@ class RangePrefetcher:
         for file in files.values():
             file.close()
 
-    def _file(self, files: dict[str, RemoteFile | CachedFile], shard: ShardFile, me: int) -> RemoteFile | CachedFile:
+    def _file(
+        self, files: dict[str, RemoteFile | CachedFile], shard: ShardFile, me: int
+    ) -> RemoteFile | CachedFile:
         """The file of a shard that this thread has open; those of others are closed, but for what the lanes read as one."""
         with self.lock:
             file = files.pop(shard.path, None)
@@ -233,7 +263,9 @@ class RangePrefetcher:
             file = self.cache.open(shard, self._stopping) if self.cache is not None else None
             tags, by_version = self._versions(shard)
             tag = shard.tag or tags.get(shard.path)
-            file = file or open_remote(shard.path, shard.bytes, tag, self._stopping, by_version=by_version)
+            file = file or open_remote(
+                shard.path, shard.bytes, tag, self._stopping, by_version=by_version
+            )
         with self.lock:
             files[shard.path] = file
         return file
@@ -244,7 +276,9 @@ class RangePrefetcher:
             if one.pieces:
                 file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
                 if isinstance(one.pieces, ScatterList):
-                    one.pieces.advance(one.pieces.left)  # what was not filled by itself: from a cache, or by a library
+                    one.pieces.advance(
+                        one.pieces.left
+                    )  # what was not filled by itself: from a cache, or by a library
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)
         finally:
@@ -252,7 +286,10 @@ class RangePrefetcher:
                 self._tally.retries += file.retries - before[0]
                 self._tally.cached += file.cached - before[1]
                 self._tally.fetched += file.fetched - before[2]
-        if file.tag is not None and self._versions(one.shard)[0].setdefault(file.path, file.tag) != file.tag:
+        if (
+            file.tag is not None
+            and self._versions(one.shard)[0].setdefault(file.path, file.tag) != file.tag
+        ):
             raise ShardError(f"{one.shard.shown} changed while it was read. Start again.")
 
     def _versions(self, shard: ShardFile) -> tuple[dict[str, str], bool]:
@@ -264,7 +301,9 @@ class RangePrefetcher:
     def _take(self, me: int) -> _Range | None:
         """The next range to fetch, once there is one; None when all is to end, or another goes on alone."""
         with self.lock:
-            self._changed.wait_for(lambda: self._todo or self._stopping.is_set() or self._alone not in (None, me))
+            self._changed.wait_for(
+                lambda: self._todo or self._stopping.is_set() or self._alone not in (None, me)
+            )
             if self._stopping.is_set() or self._alone not in (None, me):
                 return None  # where a server knows no ranges, each would bring the whole object
             return self._todo.popleft()

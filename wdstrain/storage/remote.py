@@ -11,7 +11,15 @@ from wdstrain.storage.object_store import ObjectFile, is_object, read_object
 
 RemoteFile = HttpFile | ObjectFile
 
-__all__ = ["RemoteFile", "check_address", "is_remote", "name_of", "open_remote", "read_remote", "redacted"]
+__all__ = [
+    "RemoteFile",
+    "check_address",
+    "is_remote",
+    "name_of",
+    "open_remote",
+    "read_remote",
+    "redacted",
+]
 
 
 def is_remote(path: str) -> bool:

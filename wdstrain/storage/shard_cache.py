@@ -41,15 +41,21 @@ BLOCK = 4 << 20  # bytes that are fetched, marked and locked as one
 PART = ".part"  # of the name of a shard that is not whole yet
 FOLDER = "wdstrain-cache"  # within the folder that is named
 _TAG = "CACHEDIR.TAG"  # programs that back up or clean folders know it
-_TAGGED = (
-    b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards of servers, kept by wdstrain. They are fetched again when needed.\n"
+_TAGGED = b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards of servers, kept by wdstrain. They are fetched again when needed.\n"
+_OURS = re.compile(
+    rf"-[0-9a-f]{{16}}\.tar({re.escape(PART)})?$"
+)  # how the names end that `place_of` gives
+_PATIENCE = (
+    300.0  # seconds for another process to fetch a block, before it is fetched a second time
 )
-_OURS = re.compile(rf"-[0-9a-f]{{16}}\.tar({re.escape(PART)})?$")  # how the names end that `place_of` gives
-_PATIENCE = 300.0  # seconds for another process to fetch a block, before it is fetched a second time
 _LOOKED_AT = 1.0  # seconds for others to have looked at what is not sound
 _PAUSE = 0.01  # seconds between two looks at a lock
 _MAGIC = b"WDSCACHE"
-_IN_USE, _FINISHING, _BLOCKS = 1 << 60, (1 << 60) + 1, 1 << 61  # places that are locked: beyond the end of any file
+_IN_USE, _FINISHING, _BLOCKS = (
+    1 << 60,
+    (1 << 60) + 1,
+    1 << 61,
+)  # places that are locked: beyond the end of any file
 
 _log = logging.getLogger("wdstrain")
 
@@ -63,17 +69,25 @@ class Cache:
 
     def __init__(self, folder: str, limit: int | None = None) -> None:
         if not available:
-            raise UsageError("a cache needs Linux (locks of open files). Leave cache_dir away, or copy the shards to a disk.")
+            raise UsageError(
+                "a cache needs Linux (locks of open files). Leave cache_dir away, or copy the shards to a disk."
+            )
         if limit is not None and limit < 1:
-            raise UsageError(f"cache_limit={limit} is below 1. Leave it away for a cache without a limit.")
+            raise UsageError(
+                f"cache_limit={limit} is below 1. Leave it away for a cache without a limit."
+            )
         self.folder, self.limit = os.path.join(os.path.abspath(folder), FOLDER), limit
         self.full = False  # nothing more can be written; what is there is still read
         self._warning = threading.Lock()
         try:
             os.makedirs(folder, exist_ok=True)
-            self._disk = shutil.disk_usage(folder).total  # an index may claim that a shard has any size
+            self._disk = shutil.disk_usage(
+                folder
+            ).total  # an index may claim that a shard has any size
         except OSError as error:
-            raise UsageError(f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder.") from None
+            raise UsageError(
+                f"cache_dir={folder} cannot be made: {error.strerror}. Name another folder."
+            ) from None
         try:
             self._make()
         except OSError as error:
@@ -110,7 +124,9 @@ class Cache:
                 return None
         return None
 
-    def _found(self, path: str, flags: int, shard: ShardFile, final: str, stopping: threading.Event) -> CachedFile | None:
+    def _found(
+        self, path: str, flags: int, shard: ShardFile, final: str, stopping: threading.Event
+    ) -> CachedFile | None:
         """What lies under this name, if it is what it should be; what is not is taken out. None: there is nothing."""
         fd = self._opened(path, flags, stopping)
         if fd is None:
@@ -132,7 +148,9 @@ class Cache:
         file.close()
         with self._alone(stopping), suppress(FileNotFoundError):
             fd = file_locks.open_file(path, os.O_RDWR)
-            with CachedFile(self, shard, fd, final, stopping) as again:  # it may have been just being made
+            with CachedFile(
+                self, shard, fd, final, stopping
+            ) as again:  # it may have been just being made
                 if not self._is_sound(again, path) and not _removed(fd, path):
                     raise _InUseError
         return None
@@ -148,7 +166,9 @@ class Cache:
         """
         content = [shard.sha256] if shard.sha256 else [shard.path, shard.tag, str(shard.bytes)]
         name = re.sub(r"[^A-Za-z0-9._-]", "_", shard.name.removesuffix(".tar"))[:80]
-        return os.path.join(self.folder, f"{name}-{blake2b(repr(content).encode(), digest_size=8).hexdigest()}.tar")
+        return os.path.join(
+            self.folder, f"{name}-{blake2b(repr(content).encode(), digest_size=8).hexdigest()}.tar"
+        )
 
     def forget(self, shard: ShardFile) -> None:
         """Take a shard out whose bytes turned out wrong. Whoever reads it now goes on with what he has open."""
@@ -158,7 +178,10 @@ class Cache:
 
     def publish(self, fd: int, final: str, stopping: threading.Event) -> None:
         """Give a whole shard its name, if it is still the one that lies there as a part."""
-        with self._alone(stopping), suppress(FileNotFoundError):  # finished by another, or taken out
+        with (
+            self._alone(stopping),
+            suppress(FileNotFoundError),
+        ):  # finished by another, or taken out
             found, mine = os.stat(final + PART), os.fstat(fd)
             if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
                 os.replace(final + PART, final)
@@ -181,10 +204,14 @@ class Cache:
         os.makedirs(self.folder, exist_ok=True)
         tag = os.path.join(self.folder, _TAG)
         others = [name for name in os.listdir(self.folder) if not name.startswith(".")]
-        if os.path.exists(tag):  # after the list: another process may have made it meanwhile, and filled it
+        if os.path.exists(
+            tag
+        ):  # after the list: another process may have made it meanwhile, and filled it
             return
         if others:
-            raise UsageError(f"{self.folder} holds {others[0]}, which no cache wrote. Move it, or name another cache_dir.")
+            raise UsageError(
+                f"{self.folder} holds {others[0]}, which no cache wrote. Move it, or name another cache_dir."
+            )
         write_whole(tag, _TAGGED)
 
     def _opened(self, path: str, flags: int, stopping: threading.Event) -> int | None:
@@ -252,10 +279,18 @@ class CachedFile:
     cached: bytes that the cache had. The other figures are those of what is read from the server, if anything is.
     """
 
-    def __init__(self, cache: Cache, shard: ShardFile, fd: int, final: str, stopping: threading.Event) -> None:
+    def __init__(
+        self, cache: Cache, shard: ShardFile, fd: int, final: str, stopping: threading.Event
+    ) -> None:
         self.path, self.size = shard.path, shard.bytes
         self.cached = 0
-        self._cache, self._shard, self._fd, self._final, self._stopping = cache, shard, fd, final, stopping
+        self._cache, self._shard, self._fd, self._final, self._stopping = (
+            cache,
+            shard,
+            fd,
+            final,
+            stopping,
+        )
         self._remote: RemoteFile | None = None
         self._block: memoryview | None = None  # what is fetched, before it is kept and given away
         self._map = shard.bytes + len(_head())  # where the blocks' marks begin
@@ -268,7 +303,10 @@ class CachedFile:
     @property
     def sound(self) -> bool:
         """Whether this is a part of such a shard, begun since the machine was started."""
-        return os.fstat(self._fd).st_size == self._map + self._blocks and os.pread(self._fd, len(_head()), self.size) == _head()
+        return (
+            os.fstat(self._fd).st_size == self._map + self._blocks
+            and os.pread(self._fd, len(_head()), self.size) == _head()
+        )
 
     @property
     def ranged(self) -> bool:
@@ -286,7 +324,9 @@ class CachedFile:
     def fetched(self) -> int:
         return self._remote.fetched if self._remote is not None else 0
 
-    def read_into(self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None) -> None:
+    def read_into(
+        self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None
+    ) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
         todo, waited = BufferList(pieces), []
         while todo.left:
@@ -317,11 +357,14 @@ class CachedFile:
             if self._shard.sha256 and self._digest() != self._shard.sha256:
                 self._cache.forget(self._shard)
                 _log.warning(
-                    "%s: what came is not what its index says (sha256). It is not kept in the cache.", self._shard.shown
+                    "%s: what came is not what its index says (sha256). It is not kept in the cache.",
+                    self._shard.shown,
                 )
                 return
             if not self.whole:
-                os.fsync(self._fd)  # before it has the length of a whole shard, also after a power cut
+                os.fsync(
+                    self._fd
+                )  # before it has the length of a whole shard, also after a power cut
                 os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
             self._cache.publish(self._fd, self._final, self._stopping)
@@ -353,7 +396,9 @@ class CachedFile:
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _there(self, number: int) -> bool:
-        return os.pread(self._fd, 1, self._map + number) != b"\0"  # a whole shard has no map: nothing is read
+        return (
+            os.pread(self._fd, 1, self._map + number) != b"\0"
+        )  # a whole shard has no map: nothing is read
 
     def _read_block(self, target: list[memoryview], offset: int, *, wait: bool) -> bool:
         """Fill target with bytes of one block; fetch the block if it is not there. False if another does and is not waited for."""
@@ -367,7 +412,9 @@ class CachedFile:
             self.cached += size
             return True
         if self._remote is None:
-            self._remote = open_remote(self.path, self.size, self._shard.tag or None, self._stopping)
+            self._remote = open_remote(
+                self.path, self.size, self._shard.tag or None, self._stopping
+            )
         last = None if self._remote.ranged else self.size
         if not kept:
             self._remote.read_into(target, offset, last=last)

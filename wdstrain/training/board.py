@@ -12,7 +12,9 @@ class Board:
     """Writes to a folder that `tensorboard --logdir` shows. Steps are counted from the start of the run."""
 
     def __init__(self, folder: str, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second to import, which other uses should not wait for
+        from torch.utils.tensorboard import (
+            SummaryWriter,
+        )  # a second to import, which other uses should not wait for
 
         self._writer = SummaryWriter(folder, purge_step=step + 1)
 

@@ -54,8 +54,14 @@ class Checkpoints:
             if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
                 raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
-            why = error.strerror if isinstance(error, OSError) else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
-            raise StorageError(f"the checkpoint {path} cannot be written ({why}). Those before it are whole.") from error
+            why = (
+                error.strerror
+                if isinstance(error, OSError)
+                else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
+            )
+            raise StorageError(
+                f"the checkpoint {path} cannot be written ({why}). Those before it are whole."
+            ) from error
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -79,7 +85,9 @@ class Checkpoints:
 
 def names(folder: str) -> list[str]:
     """Checkpoints of a folder by step, the oldest first."""
-    return sorted(name for name in os.listdir(folder) if name.startswith("step-") and name.endswith(".pt"))
+    return sorted(
+        name for name in os.listdir(folder) if name.startswith("step-") and name.endswith(".pt")
+    )
 
 
 def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
@@ -109,9 +117,13 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as RUN/checkpoints/best.pt"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise UsageError(f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt") from error
+        raise UsageError(
+            f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt"
+        ) from error
     if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
-        raise UsageError(f"{path} is a checkpoint of something else: it lacks model, config or task.")
+        raise UsageError(
+            f"{path} is a checkpoint of something else: it lacks model, config or task."
+        )
     if state.get("format") != FORMAT:
         raise UsageError(
             f"{path} is a checkpoint of another version of this program: its format is {state.get('format')}, this one reads {FORMAT}."

@@ -29,13 +29,25 @@ else:
     import tomli as tomllib
 
 _DATA = ("train", "val")  # keys of a file's table [data]: where the shards are
-OF_PREDICTING = ("batch_size", "num_workers", "device", "amp", "cache_dir", "cache_limit")  # the checkpoint says the others
+OF_PREDICTING = (
+    "batch_size",
+    "num_workers",
+    "device",
+    "amp",
+    "cache_dir",
+    "cache_limit",
+)  # the checkpoint says the others
 OF_EVALUATING = (*OF_PREDICTING, "on_bad")
 
 
-def _option(default: Any, text: str, *, metavar: str = "", choices: tuple[str, ...] = (), free: bool = False) -> Any:
+def _option(
+    default: Any, text: str, *, metavar: str = "", choices: tuple[str, ...] = (), free: bool = False
+) -> Any:
     """free: it may change when a run goes on, for it does not touch what is learnt."""
-    return field(default=default, metadata={"text": text, "metavar": metavar, "choices": choices, "free": free})
+    return field(
+        default=default,
+        metadata={"text": text, "metavar": metavar, "choices": choices, "free": free},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,52 +57,94 @@ class Config:
     # what is learnt
     label: str | None = _option(None, "labels to learn, as NAME or NAME:KIND with a comma between; KIND is class, binary, multi or number (default: the only one)", metavar="NAME")  # fmt: skip
     model: str = _option("small", "small, a torchvision model such as resnet18, or module:function of yours, called with the number of outputs", metavar="NAME")  # fmt: skip
-    weights: str | None = _option(None, "file of weights to begin with: a state dict, or a checkpoint of a run", metavar="FILE")
+    weights: str | None = _option(
+        None,
+        "file of weights to begin with: a state dict, or a checkpoint of a run",
+        metavar="FILE",
+    )
     freeze: bool = _option(False, "learn the last layer alone")
     image_size: int = _option(64, "side of the pictures", metavar="N")
-    augment: str | None = _option(None, "rrc, flip, trivialaugment, randaugment, with + between", metavar="A")
+    augment: str | None = _option(
+        None, "rrc, flip, trivialaugment, randaugment, with + between", metavar="A"
+    )
     mixup: float = _option(0.0, "alpha of mixup", metavar="X")
     cutmix: float = _option(0.0, "alpha of CutMix", metavar="X")
     # how
     epochs: int = _option(10, "passes over the data", metavar="N", free=True)
     batch_size: int = _option(64, "pictures per step, of all processes together", metavar="N")
-    accumulate: int = _option(1, "batches whose gradients are added up for one step of the optimiser", metavar="N")
+    accumulate: int = _option(
+        1, "batches whose gradients are added up for one step of the optimiser", metavar="N"
+    )
     optimiser: str = _option("adamw", "adamw or sgd", choices=("adamw", "sgd"))
     lr: float = _option(2e-3, "learning rate at its peak", metavar="X")
     momentum: float = _option(0.9, "of sgd", metavar="X")
     weight_decay: float = _option(0.05, "not for norms and biases", metavar="X")
     schedule: str = _option(
-        "onecycle", "of the learning rate, step by step", choices=("onecycle", "cosine", "step", "constant")
+        "onecycle",
+        "of the learning rate, step by step",
+        choices=("onecycle", "cosine", "step", "constant"),
     )
-    warmup: float = _option(0.0, "epochs in which the learning rate rises to its peak, before the schedule", metavar="X")
+    warmup: float = _option(
+        0.0, "epochs in which the learning rate rises to its peak, before the schedule", metavar="X"
+    )
     step_epochs: int | None = _option(None, "of the schedule step: epochs until the rate is a tenth (default: a third of all)", metavar="N")  # fmt: skip
-    label_smoothing: float = _option(0.0, "share of a label that is spread over all classes", metavar="X")
-    class_weights: str = _option("none", "balanced: rare classes count as much as frequent ones", choices=("none", "balanced"))
+    label_smoothing: float = _option(
+        0.0, "share of a label that is spread over all classes", metavar="X"
+    )
+    class_weights: str = _option(
+        "none",
+        "balanced: rare classes count as much as frequent ones",
+        choices=("none", "balanced"),
+    )
     clip: float = _option(0.0, "longest gradient; 0: any", metavar="X")
     ema: float = _option(0.0, "decay of a moving average of the weights, such as 0.999, which is then what is validated; 0: none", metavar="X")  # fmt: skip
-    patience: int = _option(0, "epochs without a better validation after which training ends; 0: never", metavar="N", free=True)
+    patience: int = _option(
+        0,
+        "epochs without a better validation after which training ends; 0: never",
+        metavar="N",
+        free=True,
+    )
     seed: int = _option(0, "of order, pictures and weights", metavar="N")
-    deterministic: bool = _option(False, "the same bits in every run on the same machine; slower on a GPU")
+    deterministic: bool = _option(
+        False, "the same bits in every run on the same machine; slower on a GPU"
+    )
     # with what
     device: str = _option("auto", "cpu, cuda or auto", free=True)
     amp: str = _option("none", "16-bit arithmetic", choices=("none", "bf16", "fp16"))
-    channels_last: bool = _option(False, "lay pictures and weights down as GPUs like them", free=True)
+    channels_last: bool = _option(
+        False, "lay pictures and weights down as GPUs like them", free=True
+    )
     compile: bool = _option(False, "torch.compile the model", free=True)
     num_workers: int = _option(0, "decoding processes; 0: threads", metavar="N", free=True)
     lanes: int | None = _option(None, "forward runs through the shards; fix it to go on with another number of processes (default: one per process)", metavar="N")  # fmt: skip
     shuffle_buffer: int | None = _option(None, "samples: how far one may be taken from its place (default: 256 MB of them)", metavar="N")  # fmt: skip
     on_bad: str = _option("raise", "a sample that cannot be read ends the run, or another takes its place", choices=("raise", "replace"), free=True)  # fmt: skip
     cache_dir: str | None = _option(None, "keep shards of servers here while they stream (default: do not)", metavar="DIR", free=True)  # fmt: skip
-    cache_limit: str | None = _option(None, "most bytes in it, such as 200GB (default: no limit)", metavar="SIZE", free=True)
+    cache_limit: str | None = _option(
+        None, "most bytes in it, such as 200GB (default: no limit)", metavar="SIZE", free=True
+    )
     # checkpoints
     checkpoint_every: int = _option(0, "steps between checkpoints; 0: none but at the ends of epochs", metavar="STEPS", free=True)  # fmt: skip
-    checkpoint_minutes: float = _option(10.0, "minutes between checkpoints; 0: none by the clock", metavar="X", free=True)
-    keep: int = _option(2, "how many of the last checkpoints are kept, beside the best", metavar="N", free=True)
+    checkpoint_minutes: float = _option(
+        10.0, "minutes between checkpoints; 0: none by the clock", metavar="X", free=True
+    )
+    keep: int = _option(
+        2, "how many of the last checkpoints are kept, beside the best", metavar="N", free=True
+    )
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
             object.__setattr__(self, one.name, _typed(one.name, getattr(self, one.name)))
-        for name in ("epochs", "batch_size", "accumulate", "image_size", "keep", "lanes", "shuffle_buffer", "step_epochs"):
+        for name in (
+            "epochs",
+            "batch_size",
+            "accumulate",
+            "image_size",
+            "keep",
+            "lanes",
+            "shuffle_buffer",
+            "step_epochs",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"{name}={value} is below 1.")
         for name in ("num_workers", "checkpoint_every", "patience"):
@@ -107,13 +161,21 @@ class Config:
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed={self.seed} is not between 0 and 2**63.")
         if self.warmup >= self.epochs:
-            raise UsageError(f"warmup={self.warmup} is not shorter than the {self.epochs} epochs. Lower it.")
+            raise UsageError(
+                f"warmup={self.warmup} is not shorter than the {self.epochs} epochs. Lower it."
+            )
         if self.warmup and self.schedule == "onecycle":
-            raise UsageError("the schedule onecycle rises by itself. Leave warmup away, or use --schedule cosine.")
+            raise UsageError(
+                "the schedule onecycle rises by itself. Leave warmup away, or use --schedule cosine."
+            )
         if self.step_epochs is not None and self.schedule != "step":
-            raise UsageError(f"step_epochs={self.step_epochs} belongs to the schedule step, and this is {self.schedule}.")
+            raise UsageError(
+                f"step_epochs={self.step_epochs} belongs to the schedule step, and this is {self.schedule}."
+            )
         if self.momentum != 0.9 and self.optimiser != "sgd":
-            raise UsageError(f"momentum={self.momentum} belongs to the optimiser sgd, and this is {self.optimiser}.")
+            raise UsageError(
+                f"momentum={self.momentum} belongs to the optimiser sgd, and this is {self.optimiser}."
+            )
         Augment.parse(self.augment)
 
     @classmethod
@@ -125,8 +187,14 @@ class Config:
 
     def toml(self, data: Mapping[str, Any]) -> str:
         """The lines of a file that `read_config` reads. data: where the shards are."""
-        lines = [f"{name} = {_toml(value)}" for name, value in vars(self).items() if value is not None]
-        lines += ["", "[data]", *(f"{name} = {_toml(value)}" for name, value in data.items() if value is not None)]
+        lines = [
+            f"{name} = {_toml(value)}" for name, value in vars(self).items() if value is not None
+        ]
+        lines += [
+            "",
+            "[data]",
+            *(f"{name} = {_toml(value)}" for name, value in data.items() if value is not None),
+        ]
         return "\n".join(lines) + "\n"
 
     def differing(self, other: Config) -> list[str]:
@@ -140,7 +208,9 @@ class Config:
             for name, option in OPTIONS.items()
             if not option.metadata["free"]
             and getattr(self, name) != getattr(other, name)
-            and not (name == "model" and unnamed and all(is_made(one.model) for one in (self, other)))
+            and not (
+                name == "model" and unnamed and all(is_made(one.model) for one in (self, other))
+            )
         ]
 
 
@@ -168,18 +238,24 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
             found = yaml.safe_load(raw) or {}
         else:
-            raise UsageError(f"{path} is neither .toml nor .yaml. Name a file of options such as config.toml.")
+            raise UsageError(
+                f"{path} is neither .toml nor .yaml. Name a file of options such as config.toml."
+            )
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     except UsageError:
         raise
     except Exception as error:  # each parser has errors of its own
-        raise UsageError(f"{path} is no {kind[1:].upper()}: {' '.join(str(error).split())}.") from None
+        raise UsageError(
+            f"{path} is no {kind[1:].upper()}: {' '.join(str(error).split())}."
+        ) from None
     if not isinstance(found, dict):
         raise UsageError(f"{path} holds no table of options. Write for example: epochs = 10")
     data = found.pop("data", {})
     if not isinstance(data, dict):
-        raise UsageError(f"{path}: data={data!r} is no table. Write for example: [data] train = 'shards/train-*.tar'")
+        raise UsageError(
+            f"{path}: data={data!r} is no table. Write for example: [data] train = 'shards/train-*.tar'"
+        )
     options: dict[str, Any] = {}
     for name, value in found.items():
         plain = str(name).replace("-", "_")
@@ -195,8 +271,12 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             check_known(str(name), _DATA, "keys of [data]")
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
-        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
-            raise UsageError(f"{path}: data.{name}={value!r} is neither an address nor a list of them.")
+        if not isinstance(value, str) and not (
+            isinstance(value, list) and all(isinstance(one, str) for one in value)
+        ):
+            raise UsageError(
+                f"{path}: data.{name}={value!r} is neither an address nor a list of them."
+            )
     return options, data
 
 
@@ -255,7 +335,9 @@ def _typed(name: str, value: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+        wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[
+            kind
+        ]
         raise UsageError(f"{name}={value!r} is not {wanted}.")
     if (choices := OPTIONS[name].metadata["choices"]) and value not in choices:
         raise UsageError(f"{name}={value!r} is none of {', '.join(choices)}.")

@@ -19,7 +19,10 @@ from wdstrain.shards.labels import classes_in, even_part, label_bytes, recorded_
 from wdstrain.shards.values import scalar
 from wdstrain.training.task import Head, Task
 
-_MOST, _NUMBERS = 10_000, 2_000  # labels that are read: to count classes, and for the mean of numbers
+_MOST, _NUMBERS = (
+    10_000,
+    2_000,
+)  # labels that are read: to count classes, and for the mean of numbers
 
 
 def class_counts(index: Index, head: Head) -> dict[str, int]:
@@ -39,13 +42,17 @@ def class_weights(index: Index, head: Head, asked: str, device: torch.device) ->
     said = counts_said(index, head)
     counts, samples = (said, sum(said.values())) if said else _read(index, head)
     if not any(counts.values()):
-        raise UsageError(f"class_weights={asked}: no label {head.name!r} could be read. Leave it away.")
+        raise UsageError(
+            f"class_weights={asked}: no label {head.name!r} could be read. Leave it away."
+        )
     return head.weights(counts, samples).to(device)
 
 
 def scaled(task: Task, index: Index) -> Task:
     """The task, with mean and deviation of its numbers, by an even part of the data."""
-    return Task(tuple(_scaled(head, index) if head.kind == "number" else head for head in task.heads))
+    return Task(
+        tuple(_scaled(head, index) if head.kind == "number" else head for head in task.heads)
+    )
 
 
 def _scaled(head: Head, index: Index) -> Head:
@@ -55,7 +62,9 @@ def _scaled(head: Head, index: Index) -> Head:
             values.append(float(scalar(data, head.target.column)))
     found = np.array(values)[np.isfinite(values)] if values else np.zeros(1)
     mean, deviation = float(found.mean()), float(found.std())
-    return replace(head, mean=mean, deviation=deviation if deviation > 1e-12 * abs(mean) else 1.0)  # rounding is no deviation
+    return replace(
+        head, mean=mean, deviation=deviation if deviation > 1e-12 * abs(mean) else 1.0
+    )  # rounding is no deviation
 
 
 def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:
@@ -63,6 +72,8 @@ def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:
     found: Counter[str] = Counter()
     samples = 0
     for i, data in label_bytes(index, head.target.field, even_part(index, _MOST)):
-        found.update(set(classes_in(data, head.target.column, index.label_in_sample(head.target, i).classes)))
+        found.update(
+            set(classes_in(data, head.target.column, index.label_in_sample(head.target, i).classes))
+        )
         samples += 1
     return {name: found.get(name, 0) for name in head.classes}, samples

@@ -90,27 +90,44 @@ def train(
     anything is written where shards, labels and options do not fit, and Stopped after a signal, with a checkpoint written.
     """
     maker, name = (None, model) if isinstance(model, str) else (model, _name_of(model))
-    config, folder, world = _from_anywhere(Config.of({**options, "model": name})), os.fspath(out), World()
+    config, folder, world = (
+        _from_anywhere(Config.of({**options, "model": name})),
+        os.fspath(out),
+        World(),
+    )
     if resume and overwrite:
-        raise UsageError("resume goes on with what is in the folder, and overwrite takes it away. Give one of them.")
+        raise UsageError(
+            "resume goes on with what is in the folder, and overwrite takes it away. Give one of them."
+        )
     train_index, val_index = sources(urls, val)
     state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     task = _task(train_index, config, state)
     if val_index is not None:
         task.check(val_index)
     elif config.patience:
-        raise UsageError(f"patience={config.patience} looks at validation, and there is none. Give --val.")
+        raise UsageError(
+            f"patience={config.patience} looks at validation, and there is none. Give --val."
+        )
     device = device_of(config.device, world)
     torch.manual_seed(config.seed)
-    picture, seen = image or picture_of(config.image_size, config.augment), image or picture_of(config.image_size)
-    example = check_picture(picture, channels_last=config.channels_last, mixes=bool(config.mixup or config.cutmix))
+    picture, seen = (
+        image or picture_of(config.image_size, config.augment),
+        image or picture_of(config.image_size),
+    )
+    example = check_picture(
+        picture, channels_last=config.channels_last, mixes=bool(config.mixup or config.cutmix)
+    )
     made = _model(config, task, maker, example)
     fresh = begin_with(made, config.weights) if config.weights and state is None else []
     if config.freeze:
         freeze(made)
-    lanes = config.lanes or (state["loader"]["lanes"] if state is not None else None)  # those it began with
+    lanes = config.lanes or (
+        state["loader"]["lanes"] if state is not None else None
+    )  # those it began with
     loader = _loader(train_index, task, picture, config, world, lanes)
-    val_loader = _val_loader(val_index, task, seen, config, world) if val_index is not None else None
+    val_loader = (
+        _val_loader(val_index, task, seen, config, world) if val_index is not None else None
+    )
     with ExitStack() as stack:
         speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
@@ -118,16 +135,28 @@ def train(
             stack.callback(val_loader.close)
         stack.enter_context(_determinism(config, device))
         stack.enter_context(world.joined(device))
-        same = (state["position"] if state is not None else None, train_index.fingerprint, vars(config))
+        same = (
+            state["position"] if state is not None else None,
+            train_index.fingerprint,
+            vars(config),
+        )
         if any(other != same for other in world.gather(same)):
             raise UsageError(
                 f"rank {world.rank} of {world.size}: the processes of this job see different checkpoints in {folder}, other shards or other "
                 f"options. Give all of them the same, and a folder that all of them share."
             )
         interruption = stack.enter_context(Interruption().watched())
-        stack.enter_context(world.explained())  # inside of the watch: between the two, a signal could end what is to be said
-        made = made.to(device, memory_format=torch.channels_last) if config.channels_last else made.to(device)  # type: ignore[call-overload]
-        weights = [class_weights(train_index, head, config.class_weights, device) for head in task.heads]
+        stack.enter_context(
+            world.explained()
+        )  # inside of the watch: between the two, a signal could end what is to be said
+        made = (
+            made.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if config.channels_last
+            else made.to(device)
+        )
+        weights = [
+            class_weights(train_index, head, config.class_weights, device) for head in task.heads
+        ]
         keeper = Keeper(task)
         training = Training(
             made,
@@ -154,7 +183,10 @@ def train(
             run = Run(folder, config.toml(_data(urls, val)), overwrite=overwrite, resume=resume)
             stack.callback(run.close)
             stack.callback(keeper.close)
-            indexes = {"train": train_index, **({"val": val_index} if val_index is not None else {})}
+            indexes = {
+                "train": train_index,
+                **({"val": val_index} if val_index is not None else {}),
+            }
             keeper.begin(run, config, training.at, indexes, len(loader))
         training.fit(interruption)
     return Outcome(folder, task, training.scored, training.at.history, training.at.best)
@@ -187,7 +219,9 @@ def evaluate(
         speaker = stack.enter_context(told(tell, world.leads))
         stack.callback(loader.close)
         stack.enter_context(world.joined(device))
-        metrics, _ = score(opened.model.to(device), loader, task, config, device, world, "evaluating", speaker)
+        metrics, _ = score(
+            opened.model.to(device), loader, task, config, device, world, "evaluating", speaker
+        )
     return task, metrics
 
 
@@ -195,9 +229,14 @@ def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
     """The shards to train on and those to validate on."""
     index = open_index(urls)
     if val is None and {"train", "val"} <= set(index.splits):
-        numbers = {split: [i for i, shard in enumerate(index.shards) if shard.split == split] for split in index.splits}
+        numbers = {
+            split: [i for i, shard in enumerate(index.shards) if shard.split == split]
+            for split in index.splits
+        }
         return index.pick(numbers["train"]), index.pick(numbers["val"])
-    return require_one_split(index, urls), require_one_split(open_index(val), val) if val is not None else None
+    return require_one_split(index, urls), require_one_split(
+        open_index(val), val
+    ) if val is not None else None
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -213,10 +252,14 @@ def _task(index: Index, config: Config, state: Mapping[str, Any] | None) -> Task
 def _from_anywhere(config: Config) -> Config:
     """The configuration with paths from the root, so that a run goes on from any folder."""
     paths = {name: getattr(config, name) for name in ("cache_dir", "weights")}
-    return replace(config, **{name: os.path.abspath(path) for name, path in paths.items() if path is not None})
+    return replace(
+        config, **{name: os.path.abspath(path) for name, path in paths.items() if path is not None}
+    )
 
 
-def _model(config: Config, task: Task, maker: Maker | nn.Module | None, example: Example) -> nn.Module:
+def _model(
+    config: Config, task: Task, maker: Maker | nn.Module | None, example: Example
+) -> nn.Module:
     made = (
         made_by(maker, config.model, task.outputs)
         if maker is not None
@@ -225,7 +268,9 @@ def _model(config: Config, task: Task, maker: Maker | nn.Module | None, example:
     return try_out(made, config.model, shape_of(example), task.outputs)
 
 
-def _loader(index: Index, task: Task, picture: Field, config: Config, world: World, lanes: int | None) -> Loader:
+def _loader(
+    index: Index, task: Task, picture: Field, config: Config, world: World, lanes: int | None
+) -> Loader:
     return Loader(
         index,
         task.fields(picture),
@@ -262,7 +307,9 @@ def _determinism(config: Config, device: torch.device) -> ExitStack:
     stack = ExitStack()
     if config.deterministic:
         if device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # cuBLAS reads it when it is first used
         was, tuned = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -280,12 +327,17 @@ def _plain(urls: Urls) -> str | list[str]:
     if isinstance(urls, (str, os.PathLike)):
         scheme, separator, rest = os.fspath(urls).partition("://")
         text = f"{scheme.lower()}://{rest}" if separator else scheme
-        return redacted(text) if is_remote(text) else text if "://" in text else os.path.abspath(text)
+        return (
+            redacted(text) if is_remote(text) else text if "://" in text else os.path.abspath(text)
+        )
     return [str(_plain(one)) for one in urls]
 
 
 def _name_of(maker: Callable[..., Any]) -> str:
     """module:function where it can be found by that again, else a name that cannot."""
-    module, name = getattr(maker, "__module__", None), getattr(maker, "__qualname__", type(maker).__name__)
+    module, name = (
+        getattr(maker, "__module__", None),
+        getattr(maker, "__qualname__", type(maker).__name__),
+    )
     is_there = module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is maker
     return f"{module}:{name}" if is_there else f"<{name.strip('<>')}>"

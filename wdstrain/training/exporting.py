@@ -38,8 +38,14 @@ class Normalising(nn.Module):
         self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
         self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
         self.mean, self.std = (
-            nn.Buffer(torch.tensor(values).view(1, 3, 1, 1) * 255 if _is_rgb(opened) else torch.tensor(plain))
-            for values, plain in zip(IMAGENET, (0.0, 255.0 if _is_uint8(opened) else 1.0), strict=True)
+            nn.Buffer(
+                torch.tensor(values).view(1, 3, 1, 1) * 255
+                if _is_rgb(opened)
+                else torch.tensor(plain)
+            )
+            for values, plain in zip(
+                IMAGENET, (0.0, 255.0 if _is_uint8(opened) else 1.0), strict=True
+            )
         )
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -48,7 +54,10 @@ class Normalising(nn.Module):
 
 
 def export(
-    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], *, model: Maker | nn.Module | str | None = None
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model: Maker | nn.Module | str | None = None,
 ) -> list[str]:
     """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
 
@@ -67,16 +76,31 @@ def export(
         _KINDS[kind](opened, example, path)
     except (OSError, UsageError, StorageError):
         raise
-    except Exception as error:  # what a model holds that cannot be exported, each exporter says in its own way
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"the model {opened.config.model} cannot be exported as {kind}: {first.strip()}") from error
+    except (
+        Exception
+    ) as error:  # what a model holds that cannot be exported, each exporter says in its own way
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise UsageError(
+            f"the model {opened.config.model} cannot be exported as {kind}: {first.strip()}"
+        ) from error
     about = {
         "model": opened.config.model,
         "input": [None, *opened.shape],
         "normalised": _normalised(opened, kind),
         "outputs": [
-            {"label": head.name, "kind": head.kind, "columns": head.outputs, "classes": list(head.classes)}
-            | ({"mean": head.mean, "deviation": head.deviation} if kind == ".pt" and head.kind == "number" else {})
+            {
+                "label": head.name,
+                "kind": head.kind,
+                "columns": head.outputs,
+                "classes": list(head.classes),
+            }
+            | (
+                {"mean": head.mean, "deviation": head.deviation}
+                if kind == ".pt" and head.kind == "number"
+                else {}
+            )
             for head in opened.task.heads
         ],
     }
@@ -99,7 +123,9 @@ def _torchscript(opened: Opened, example: Tensor, path: str) -> None:
 
 def _program(opened: Opened, example: Tensor, path: str) -> None:
     batch = torch.export.Dim("batch", min=1)
-    program = torch.export.export(Normalising(opened).eval(), (example,), dynamic_shapes=({0: batch},))
+    program = torch.export.export(
+        Normalising(opened).eval(), (example,), dynamic_shapes=({0: batch},)
+    )
     with put_whole(path) as file:
         torch.export.save(program, file)
 
@@ -107,7 +133,9 @@ def _program(opened: Opened, example: Tensor, path: str) -> None:
 def _onnx(opened: Opened, example: Tensor, path: str) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}")
+        raise UsageError(
+            f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}"
+        )
     batch = torch.export.Dim("batch", min=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +168,11 @@ def _normalised(opened: Opened, kind: str) -> str:
         return "as it was trained: not at all"
     if kind != ".pt":
         return "by the model: give 0 to 255"
-    return "by the caller: ImageNet's mean and deviation" if _is_rgb(opened) else "by the caller: divided by 255"
+    return (
+        "by the caller: ImageNet's mean and deviation"
+        if _is_rgb(opened)
+        else "by the caller: divided by 255"
+    )
 
 
 _KINDS: dict[str, Write] = {".pt": _state, ".ts": _torchscript, ".pt2": _program, ".onnx": _onnx}

@@ -49,7 +49,9 @@ class Gallery:
         self._random: list[Ranked] = []
         self._seen = 0
 
-    def add(self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
+    def add(
+        self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
+    ) -> None:
         """Look at a batch: outputs [b, outputs], targets as the task has them, losses [b]."""
         keys, rows = batch["__key__"], losses.tolist()
         for heap, wanted in (
@@ -74,14 +76,27 @@ class Gallery:
         found = {}
         for name in ("worst", "random"):
             every = [one for part in parts for one in part[name]]
-            found[name] = [shown for *_, shown in heapq.nlargest(_KEPT, every, key=lambda one: one[:2])]
+            found[name] = [
+                shown for *_, shown in heapq.nlargest(_KEPT, every, key=lambda one: one[:2])
+            ]
         return found
 
-    def _shown(self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], row: int, loss: float) -> Shown:
+    def _shown(
+        self,
+        batch: Mapping[str, Any],
+        outputs: Tensor,
+        targets: Sequence[Tensor],
+        row: int,
+        loss: float,
+    ) -> Shown:
         said, true, wrong = {}, {}, set()
-        for head, own, target in zip(self._task.heads, self._task.split(outputs), targets, strict=True):
+        for head, own, target in zip(
+            self._task.heads, self._task.split(outputs), targets, strict=True
+        ):
             said[head.name], true[head.name] = said_of(head, own[row]), true_of(head, target[row])
-            if head.kind != "number" and classes_said(head, own[row]) != classes_true(head, target[row]):
+            if head.kind != "number" and classes_said(head, own[row]) != classes_true(
+                head, target[row]
+            ):
                 wrong.add(head.name)
         picture, pixels = batch["image"][row], None
         if picture.dtype == torch.uint8 and picture.ndim == 3 and picture.shape[0] == 3:
@@ -109,12 +124,16 @@ def classes_said(head: Head, outputs: Tensor) -> list[str]:
     """The classes that a row of outputs says; one unless the head has several at once."""
     shares = head.probabilities(outputs[None])[0]
     if head.kind == "multi":
-        return [name for name, share in zip(head.classes, shares.tolist(), strict=True) if share > 0.5]
+        return [
+            name for name, share in zip(head.classes, shares.tolist(), strict=True) if share > 0.5
+        ]
     return [head.classes[int(shares.argmax())]]
 
 
 def classes_true(head: Head, target: Tensor) -> list[str]:
     """The classes that are true; one unless the head has several at once."""
     if head.kind == "multi":
-        return [name for name, there in zip(head.classes, target.tolist(), strict=True) if there > 0.5]
+        return [
+            name for name, there in zip(head.classes, target.tolist(), strict=True) if there > 0.5
+        ]
     return [head.classes[int(target)]]

@@ -21,7 +21,9 @@ class Stopped(KeyboardInterrupt):
     """The run was asked to stop, and a checkpoint is written. `number`: of the signal."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; a checkpoint is written, resume goes on from it")
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; a checkpoint is written, resume goes on from it"
+        )
         self.number = number
 
     @property
@@ -51,7 +53,9 @@ class Interruption:
             yield self
         finally:
             for number, before in self._before.items():
-                if signal.getsignal(number) == self._noted:  # else somebody inside had a reason to take it
+                if (
+                    signal.getsignal(number) == self._noted
+                ):  # else somebody inside had a reason to take it
                     signal.signal(number, before)
 
     @contextmanager

@@ -24,7 +24,9 @@ class Keeper:
         self._task = task
         self._run: Run | None = None
 
-    def begin(self, run: Run, config: Config, at: Progress, indexes: Mapping[str, Index], steps: int) -> None:
+    def begin(
+        self, run: Run, config: Config, at: Progress, indexes: Mapping[str, Index], steps: int
+    ) -> None:
         """Keep from here on in this folder; what it holds from after this position is taken out of it. steps: of an epoch."""
         run.rewind(at.history, lambda line: (line["epoch"], line["step"]) <= (at.epoch, at.step))
         self._checkpoints = Checkpoints(run.path(CHECKPOINTS), config.keep)
@@ -47,7 +49,15 @@ class Keeper:
             self._run.log(METRICS, metrics)
             self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
             steps = self._run.lines(STEPS)
-            write_report(self._run.path(REPORT), self._task, self._config, self._history, steps, details, self._data)
+            write_report(
+                self._run.path(REPORT),
+                self._task,
+                self._config,
+                self._history,
+                steps,
+                details,
+                self._data,
+            )
 
     def save(self, state: dict[str, Any], step: int, *, best: bool) -> None:
         if self._run is not None:

@@ -90,13 +90,21 @@ class Training:
         tell: Tell,
     ) -> None:
         """weights: of the classes of each head. picture: what the model is given, as `picture_state` tells it."""
-        self.model, self.task, self.loader, self.val_loader, self.config = model, task, loader, val_loader, config
+        self.model, self.task, self.loader, self.val_loader, self.config = (
+            model,
+            task,
+            loader,
+            val_loader,
+            config,
+        )
         self._world, self._device, self._keep, self._tell = world, device, keep, tell
         self._weights, self._picture = weights, dict(picture)
         self.optimiser = make_optimiser(model, config)
         self.average = Average(model, config.ema) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
-        self.updates = math.ceil(len(loader) / config.accumulate)  # steps of the optimiser in an epoch
+        self.updates = math.ceil(
+            len(loader) / config.accumulate
+        )  # steps of the optimiser in an epoch
         self._rate = Schedule(config, self.updates)
         self._layout = torch.channels_last if config.channels_last else torch.contiguous_format
         spread = world.spread(model, device)
@@ -108,7 +116,9 @@ class Training:
         self._saved_at = self._begun = time.monotonic()
         self._wished = False  # a checkpoint, by the clock; all will write it a step later
         self._failed: StorageError | None = None
-        self._data_error: WdstrainError | None = None  # of the loader: what was learned until then is sound
+        self._data_error: WdstrainError | None = (
+            None  # of the loader: what was learned until then is sound
+        )
 
     @property
     def scored(self) -> nn.Module:
@@ -120,7 +130,9 @@ class Training:
     def fit(self, interruption: Interruption) -> None:
         """Train until all epochs are done, or until somebody asks to stop: then a checkpoint is written and Stopped raised."""
         if self._is_over():
-            self._tell.line(f"patience={self.config.patience} ended this run. Raise it, or set it to 0, to go on.")
+            self._tell.line(
+                f"patience={self.config.patience} ended this run. Raise it, or set it to 0, to go on."
+            )
         try:
             while self.at.epoch < self.config.epochs and not self._is_over():
                 self._train(interruption)
@@ -146,7 +158,9 @@ class Training:
         if self._world.size == 1:
             self.save()
             if self._failed is None:
-                self._tell.line(f"A checkpoint of {self._title}, step {self.at.step}, was written; resume goes on from it.")
+                self._tell.line(
+                    f"A checkpoint of {self._title}, step {self.at.step}, was written; resume goes on from it."
+                )
 
     def _is_over(self) -> bool:
         return 0 < self.config.patience <= self.at.since_best
@@ -159,9 +173,16 @@ class Training:
         train_mode(self.model)
         given = self.loader.epoch(at.epoch, start=at.step, until=config.epochs)
         batches = to_device(given, self._device, self._augmentation)
-        stages, shown, recorded, before = Stages(self._device), time.monotonic(), time.monotonic(), self._sums.tolist()
+        stages, shown, recorded, before = (
+            Stages(self._device),
+            time.monotonic(),
+            time.monotonic(),
+            self._sums.tolist(),
+        )
         text, window, seen = "", dict.fromkeys(STAGES, 0.0), before[1]
-        fresh = dict.fromkeys(STAGES, 0.0)  # seconds since the epoch was begun here, as the loader's report has them
+        fresh = dict.fromkeys(
+            STAGES, 0.0
+        )  # seconds since the epoch was begun here, as the loader's report has them
         while at.step < steps:
             update = at.epoch * self.updates + at.step // config.accumulate
             group = min(config.accumulate, steps - at.step)
@@ -178,7 +199,11 @@ class Training:
                         whole.restore(self._sums, self.model)
                     raise
                 stages.lap("data")
-                alone = nullcontext() if turn == group - 1 or self._world.size == 1 else self._net.no_sync()
+                alone = (
+                    nullcontext()
+                    if turn == group - 1 or self._world.size == 1
+                    else self._net.no_sync()
+                )
                 with alone:
                     self._learn(batch, group)
                 del batch
@@ -193,7 +218,10 @@ class Training:
                 window = {name: window[name] + seconds[name] for name in STAGES}
                 fresh = {name: fresh[name] + seconds[name] for name in STAGES}
                 sums = self._looked_at()
-                text = self._text(sums, (sums["samples"] - seen) * self._world.size / max(1e-9, sum(seconds.values())))
+                text = self._text(
+                    sums,
+                    (sums["samples"] - seen) * self._world.size / max(1e-9, sum(seconds.values())),
+                )
                 seen = sums["samples"]
                 if now - recorded >= 1.0 + (now - self._begun) / 300 or at.step == steps:
                     self._record(before, sums, window)
@@ -202,10 +230,16 @@ class Training:
             if at.step < steps:
                 self._obey(interruption)
         at.verdict = self._verdict(fresh)
-        next(batches, None)  # the epoch's own end, where what was promised and what was given are compared
+        next(
+            batches, None
+        )  # the epoch's own end, where what was promised and what was given are compared
 
-    def _next(self, batches: Iterator[dict[str, Any]], interruption: Interruption, *, is_first: bool) -> dict[str, Any]:
-        if self._world.size > 1 or not is_first:  # all must stop at the same step, and none within one of the optimiser's
+    def _next(
+        self, batches: Iterator[dict[str, Any]], interruption: Interruption, *, is_first: bool
+    ) -> dict[str, Any]:
+        if (
+            self._world.size > 1 or not is_first
+        ):  # all must stop at the same step, and none within one of the optimiser's
             return next(batches)
         with interruption.waiting():
             return next(batches)
@@ -218,12 +252,18 @@ class Training:
             outputs = self._net(pixels)
         losses = torch.zeros(len(pixels), device=self._device)
         smoothing = self.config.label_smoothing
-        for head, own, target, weights in zip(task.heads, task.split(outputs), targets, self._weights, strict=True):
+        for head, own, target, weights in zip(
+            task.heads, task.split(outputs), targets, self._weights, strict=True
+        ):
             losses = losses + head.losses(own, target, smoothing=smoothing, weights=weights)
         self.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            may_overflow = self.scaler.is_enabled()  # such a step is left out, and the scaler tries a smaller scale
-            sums = tally.counted(task, outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
+            may_overflow = (
+                self.scaler.is_enabled()
+            )  # such a step is left out, and the scaler tries a smaller scale
+            sums = tally.counted(
+                task, outputs.detach(), targets, losses.detach(), may_overflow=may_overflow
+            )
             self._sums += torch.stack(sums)
 
     def _update(self, update: int) -> None:
@@ -241,7 +281,12 @@ class Training:
         every, minutes = config.checkpoint_every, config.checkpoint_minutes
         # a count that all processes have needs no exchange; it is met where the optimiser's step ends, so by accumulated steps
         due = bool(every) and at.step // every > (at.step - config.accumulate) // every
-        late = bool(minutes) and self._world.leads and time.monotonic() - self._saved_at > 60 * minutes and not self._wished
+        late = (
+            bool(minutes)
+            and self._world.leads
+            and time.monotonic() - self._saved_at > 60 * minutes
+            and not self._wished
+        )
         self._wished = self._wished or late
         wish = self._world.agreed(STOP if interruption.number else SAVE if late else GO_ON)
         if wish == STOP:
@@ -280,14 +325,23 @@ class Training:
     def _finish_epoch(self, details: dict[str, Any]) -> None:
         at = self.at
         metrics = self._metrics()
-        classes = {name: one["classes"] for name, one in details.get("heads", {}).items() if len(one["classes"]) <= _LISTED}
+        classes = {
+            name: one["classes"]
+            for name, one in details.get("heads", {}).items()
+            if len(one["classes"]) <= _LISTED
+        }
         metrics |= {"classes": classes} if classes else {}
         val = metrics.get("val")
         best, former = val is None or better(self.task, val, at.best), (at.best, at.since_best)
         at.best, at.since_best = (val, 0) if best else (at.best, at.since_best + 1)
         at.history.append(metrics)
         title = self._title
-        at.epoch, at.step, at.seconds, self._sums = at.epoch + 1, 0, dict.fromkeys(STAGES, 0.0), self._no_sums()
+        at.epoch, at.step, at.seconds, self._sums = (
+            at.epoch + 1,
+            0,
+            dict.fromkeys(STAGES, 0.0),
+            self._no_sums(),
+        )
         self.save(best=best)
         if best and self._failed is not None:
             at.best, at.since_best = former
@@ -297,8 +351,12 @@ class Training:
             self._tell.line(f"{error} Training goes on.")
         self._tell.line(f"{title}: {_sentence(metrics, self.task)}")
         if metrics.get("overflowed"):
-            self._tell.line(f"{metrics['overflowed']} losses overflowed 16 bits; their steps were left out.")
-        self._tell.line(textwrap.fill(metrics["verdict"], 78, initial_indent="  ", subsequent_indent="  "))
+            self._tell.line(
+                f"{metrics['overflowed']} losses overflowed 16 bits; their steps were left out."
+            )
+        self._tell.line(
+            textwrap.fill(metrics["verdict"], 78, initial_indent="  ", subsequent_indent="  ")
+        )
 
     # --- what is known of it -----------------------------------------------------------------------------------------
 
@@ -341,11 +399,15 @@ class Training:
     def _text(self, sums: Mapping[str, float], rate: float) -> str:
         seconds, samples = sum(self.at.seconds.values()), sums["samples"]
         right = [value for name, value in sums.items() if name.startswith("right ")]
-        accuracy = f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
+        accuracy = (
+            f", acc {right[0] / samples:.1%}" if len(right) == 1 and right[0] == right[0] else ""
+        )
         stall = (self.at.seconds["data"] + self.at.seconds["copy"]) / max(1e-9, seconds)
         return f"loss {_loss(sums):.3f}{accuracy}, {rate:.0f} samples/s, stall {stall:.0%}"
 
-    def _record(self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]) -> None:
+    def _record(
+        self, before: list[float], sums: Mapping[str, float], window: Mapping[str, float]
+    ) -> None:
         new = {name: value - old for (name, value), old in zip(sums.items(), before, strict=True)}
         seconds = sum(window.values())
         line = {
@@ -393,7 +455,9 @@ class Training:
                 prefix = f"{head.name}/" if several else ""
                 if head.kind == "number":  # the error of always predicting the training data's mean
                     mean = metrics[f"{prefix}target_mean"]
-                    val[f"{prefix}mse_of_mean"] = val[f"{prefix}variance"] + (val[f"{prefix}mean"] - mean) ** 2
+                    val[f"{prefix}mse_of_mean"] = (
+                        val[f"{prefix}variance"] + (val[f"{prefix}mean"] - mean) ** 2
+                    )
         return metrics
 
     def _verdict(self, seconds: Mapping[str, float]) -> str:
@@ -402,7 +466,10 @@ class Training:
         meter = EpochStats(**{name: report[name] for name in EpochStats.__dataclass_fields__})
         meter.wait_seconds = seconds["data"] + seconds["copy"]
         meter.loop_seconds = sum(seconds.values()) - meter.wait_seconds
-        return meter.verdict_of("GPU" if self._device.type == "cuda" else "model", seconds["compute"] + seconds["optimiser"])
+        return meter.verdict_of(
+            "GPU" if self._device.type == "cuda" else "model",
+            seconds["compute"] + seconds["optimiser"],
+        )
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -464,18 +531,26 @@ class Training:
             self.optimiser.load_state_dict(state["optimiser"])
         except (RuntimeError, ValueError) as error:
             what = " ".join(str(error).split())[:300]
-            raise UsageError(f"the checkpoint is of another model: {what}. Use the same model, or another --out.") from error
+            raise UsageError(
+                f"the checkpoint is of another model: {what}. Use the same model, or another --out."
+            ) from error
         self.scaler.load_state_dict(state["scaler"])
         if former.epochs != self.config.epochs and self.config.schedule != "constant":
             self._tell.line(
                 f"epochs was {former.epochs}, is {self.config.epochs}: the learning rate goes on as it would be in so many"
             )
         at = self.at = Progress(**state["position"])
-        at.history, at.best, at.since_best = list(state["history"]), state["best"], state["since_best"]
+        at.history, at.best, at.since_best = (
+            list(state["history"]),
+            state["best"],
+            state["since_best"],
+        )
         at.seconds, at.verdict = dict(state["seconds"]), state["verdict"]
         if self._world.leads:  # what all had counted together
             self._sums = torch.tensor(
-                [state["sums"].get(name, 0.0) for name in self._names], dtype=torch.float64, device=self._device
+                [state["sums"].get(name, 0.0) for name in self._names],
+                dtype=torch.float64,
+                device=self._device,
             )
 
 
@@ -499,10 +574,16 @@ def _mixing(task: Task, config: Config) -> Augmentation | None:
     if not config.mixup and not config.cutmix:
         return None
     if len(task.heads) > 1 or task.heads[0].kind not in ("class", "binary"):
-        raise UsageError(f"mixup={config.mixup}, cutmix={config.cutmix}: they mix classes of one label, and this is {task}.")
+        raise UsageError(
+            f"mixup={config.mixup}, cutmix={config.cutmix}: they mix classes of one label, and this is {task}."
+        )
     head = task.heads[0]
     return Augmentation(
-        normalise="imagenet", mixup=config.mixup, cutmix=config.cutmix, classes=len(head.classes), label=f"target {head.name}"
+        normalise="imagenet",
+        mixup=config.mixup,
+        cutmix=config.cutmix,
+        classes=len(head.classes),
+        label=f"target {head.name}",
     )
 
 

@@ -20,14 +20,23 @@ from torchmetrics import classification, regression
 
 from wdstrain.training.task import Head, Task
 
-_BINS, _FEWEST_BINS, _ALL_BINS = 1 << 14, 1 << 10, 1 << 21  # of AUROC: for a class, at least, for all classes together
+_BINS, _FEWEST_BINS, _ALL_BINS = (
+    1 << 14,
+    1 << 10,
+    1 << 21,
+)  # of AUROC: for a class, at least, for all classes together
 _FURTHEST = 1e4  # log-odds; those of a model that is far too certain rank its samples too
 _NEAR = 0.01  # log-odds up to which bins are equally wide, 0.00002; beyond that two thousandths of the log-odds
 _CURVES = 100  # classes, of which AUROC is taken at most
 _MATRIX = 2000  # classes, of which a confusion matrix is at most
 _WORST = ("loss", "mse", "mae")  # less is better
 
-FIRST = {"class": "accuracy", "binary": "accuracy", "multi": "accuracy", "number": "mse"}  # the metric that counts
+FIRST = {
+    "class": "accuracy",
+    "binary": "accuracy",
+    "multi": "accuracy",
+    "number": "mse",
+}  # the metric that counts
 
 
 class Scores:
@@ -35,8 +44,14 @@ class Scores:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
-        self._parts = [torchmetrics.MetricCollection(_metrics(head)).to(device).set_dtype(torch.float64) for head in task.heads]
-        self._areas = [one.to(device).set_dtype(torch.float64) if (one := _areas(head)) else None for head in task.heads]
+        self._parts = [
+            torchmetrics.MetricCollection(_metrics(head)).to(device).set_dtype(torch.float64)
+            for head in task.heads
+        ]
+        self._areas = [
+            one.to(device).set_dtype(torch.float64) if (one := _areas(head)) else None
+            for head in task.heads
+        ]
         self._sums = torch.zeros(
             1 + 2 * len(task.heads), dtype=torch.float64, device=device
         )  # losses; targets less their mean, its squares
@@ -50,26 +65,46 @@ class Scores:
         self.samples += len(outputs)
         self._sums[0] += losses.double().sum()
         for i, (head, own, target, part, areas) in enumerate(
-            zip(self._task.heads, self._task.split(outputs), targets, self._parts, self._areas, strict=True)
+            zip(
+                self._task.heads,
+                self._task.split(outputs),
+                targets,
+                self._parts,
+                self._areas,
+                strict=True,
+            )
         ):
             if head.kind == "number":
-                apart = target.double() - head.mean  # squares of times or coordinates would drown their variance
+                apart = (
+                    target.double() - head.mean
+                )  # squares of times or coordinates would drown their variance
                 self._sums[1 + 2 * i] += apart.sum()
                 self._sums[2 + 2 * i] += (apart**2).sum()
             with _in_any_order():
                 part.update(*_seen(head, own, target))
                 if areas is not None:
-                    areas.update(_log_odds(own.double()) if head.kind == "class" else own.double(), target)
+                    areas.update(
+                        _log_odds(own.double()) if head.kind == "class" else own.double(), target
+                    )
 
-    def compute(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], dict[str, Any]]:
+    def compute(
+        self, reduce: Callable[[Tensor], Tensor]
+    ) -> tuple[dict[str, float], dict[str, Any]]:
         """(metrics, details) of all processes. reduce: Tensor -> its sum over them. details: of a head, what is no one number."""
         sums = reduce(self._sums)
         samples = int(reduce(torch.tensor([self.samples], device=self._device)).item())
-        found: dict[str, float] = {"samples": float(samples), "loss": float(sums[0]) / max(1, samples)}
+        found: dict[str, float] = {
+            "samples": float(samples),
+            "loss": float(sums[0]) / max(1, samples),
+        }
         details: dict[str, Any] = {}
-        for i, (head, part, areas) in enumerate(zip(self._task.heads, self._parts, self._areas, strict=True)):
+        for i, (head, part, areas) in enumerate(
+            zip(self._task.heads, self._parts, self._areas, strict=True)
+        ):
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*before the.*update.*")  # of a process that got no sample
+                warnings.filterwarnings(
+                    "ignore", message=".*before the.*update.*"
+                )  # of a process that got no sample
                 warnings.filterwarnings("ignore", message=".*No (positive|negative) samples.*")
                 own = part.compute()
                 area = None if areas is None else areas.compute()
@@ -79,10 +114,15 @@ class Scores:
                 numbers |= _of_counts(counts[1:]) | {"exact": float(counts[0, 0]) / max(1, samples)}
                 counts = counts[1:]
             if area is not None:
-                numbers |= _mean_area(area, matrix.sum(1) if matrix is not None else counts[:, 4], samples)
+                numbers |= _mean_area(
+                    area, matrix.sum(1) if matrix is not None else counts[:, 4], samples
+                )
             if matrix is not None:
                 numbers |= _of_matrix(head, matrix)
-                details[head.name] = {"confusion": matrix.tolist(), "classes": _right_of_each(head, matrix)}
+                details[head.name] = {
+                    "confusion": matrix.tolist(),
+                    "classes": _right_of_each(head, matrix),
+                }
             if head.kind == "number":
                 apart = float(sums[1 + 2 * i]) / max(1, samples)
                 numbers["mean"] = head.mean + apart
@@ -112,7 +152,11 @@ class _Areas(torchmetrics.Metric):
             target = torch.nn.functional.one_hot(target, odds.shape[1])
         there = target.reshape(odds.shape).long()
         near = odds.nan_to_num(-_FURTHEST).clamp(-_FURTHEST, _FURTHEST) / _NEAR
-        place = ((near.asinh() / math.asinh(_FURTHEST / _NEAR) + 1) / 2 * (self._bins - 1)).round().long()
+        place = (
+            ((near.asinh() / math.asinh(_FURTHEST / _NEAR) + 1) / 2 * (self._bins - 1))
+            .round()
+            .long()
+        )
         row = 2 * torch.arange(odds.shape[1], device=odds.device) + there
         at = (row * self._bins + place).flatten()
         self.counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=self.counts.dtype))
@@ -213,7 +257,9 @@ def _of_counts(counts: Tensor) -> dict[str, float]:
     counts: [classes, 5], true and false positives, true and false negatives, and samples that have the class.
     """
     hits, false, rest, missed, true = counts.double().unbind(1)
-    found = {"accuracy": float((hits + rest).sum() / (hits + false + rest + missed).sum().clamp(min=1))}
+    found = {
+        "accuracy": float((hits + rest).sum() / (hits + false + rest + missed).sum().clamp(min=1))
+    }
     if (there := true > 0).any():
         found["f1"] = float((2 * hits / (2 * hits + false + missed).clamp(min=1))[there].mean())
     return found
@@ -259,7 +305,9 @@ def better(task: Task, metrics: Mapping[str, float], best: Mapping[str, float] |
 def text(task: Task, metrics: Mapping[str, float]) -> str:
     """The metrics in a few words."""
     if len(task.heads) > 1:
-        return ", ".join(f"{head.name}: {_of_head(head, metrics, f'{head.name}/')}" for head in task.heads)
+        return ", ".join(
+            f"{head.name}: {_of_head(head, metrics, f'{head.name}/')}" for head in task.heads
+        )
     head = task.heads[0]
     loss = "" if head.kind == "number" else f", loss {metrics['loss']:.4f}"
     return _of_head(head, metrics, "") + loss
@@ -278,10 +326,16 @@ def _of_head(head: Head, metrics: Mapping[str, float], prefix: str) -> str:
         return metrics[prefix + name]
 
     if head.kind == "number":
-        baseline = f" (predicting the mean gives {one('mse_of_mean'):.4f})" if f"{prefix}mse_of_mean" in metrics else ""
+        baseline = (
+            f" (predicting the mean gives {one('mse_of_mean'):.4f})"
+            if f"{prefix}mse_of_mean" in metrics
+            else ""
+        )
         explained = f", R2 {one('r2'):.3f}" if f"{prefix}r2" in metrics else ""
         return f"mse {one('mse'):.4f}{baseline}, mae {one('mae'):.4f}{explained}"
-    area = f", AUROC {one('auroc'):.4f}" if f"{prefix}auroc" in metrics else ""  # not where only one class was there
+    area = (
+        f", AUROC {one('auroc'):.4f}" if f"{prefix}auroc" in metrics else ""
+    )  # not where only one class was there
     if head.kind == "binary":
         return f"accuracy {one('accuracy'):.2%}{area}, F1 {one('f1'):.4f}"
     if head.kind == "multi":

@@ -42,14 +42,21 @@ def build(name: str, outputs: int, image_size: int) -> nn.Module:
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        near = [one for one in known if one.startswith(name[:6])] or get_close_matches(name, known, 8, 0.4) or known[:8]
+        near = (
+            [one for one in known if one.startswith(name[:6])]
+            or get_close_matches(name, known, 8, 0.4)
+            or known[:8]
+        )
         raise UsageError(
             f"there is no model {name!r}. Use small, one of torchvision's, such as {', '.join(near[:8])}, or module:function."
         )
     options: dict[str, Any] = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
     try:
-        return cast(nn.Module, torchvision.models.get_model(name, weights=None, num_classes=outputs, **options))
+        return cast(
+            nn.Module,
+            torchvision.models.get_model(name, weights=None, num_classes=outputs, **options),
+        )
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"the model {name} cannot be made for pictures of {image_size} pixels ({error}). Use --image-size 224."
@@ -63,7 +70,9 @@ def made_by(maker: Maker | nn.Module, name: str, outputs: int) -> nn.Module:
     try:
         model = maker(outputs)
     except TypeError as error:
-        raise UsageError(f"model={name}: it is called with the number of outputs, and that failed ({error}).") from error
+        raise UsageError(
+            f"model={name}: it is called with the number of outputs, and that failed ({error})."
+        ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"model={name} made {type(model).__name__}, which is no torch.nn.Module.")
     return model
@@ -90,9 +99,15 @@ def try_out(model: nn.Module, name: str, picture: tuple[int, ...], outputs: int)
 
 def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     """The name of the last layer that has weights of its own and gives outputs, and the layer."""
-    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.Linear, nn.Conv2d))]
+    layers = [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, (nn.Linear, nn.Conv2d))
+    ]
     if not layers:
-        raise UsageError("the model has no linear layer and no convolution, so none that could be its last one.")
+        raise UsageError(
+            "the model has no linear layer and no convolution, so none that could be its last one."
+        )
     return layers[-1]
 
 
@@ -106,20 +121,35 @@ def begin_with(model: nn.Module, path: str) -> list[str]:
     except OSError as error:
         raise UsageError(f"weights={path} cannot be read: {error.strerror or error}.") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise UsageError(f"weights={path} is no file of weights that torch.load reads with weights_only=True.") from error
+        raise UsageError(
+            f"weights={path} is no file of weights that torch.load reads with weights_only=True."
+        ) from error
     for name in ("model", "state_dict"):  # a checkpoint of ours, or of many another
         if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
             found = found[name]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(
+        isinstance(value, Tensor) for value in found.values()
+    ):
         raise UsageError(f"weights={path} holds no state dict: names and tensors.")
     mine, last = model.state_dict(), head_of(model)[0]
     theirs = {name.removeprefix("module."): value for name, value in found.items()}
-    theirs = {name: value for name, value in theirs.items() if name in mine or not name.startswith(_AUXILIARY)}
+    theirs = {
+        name: value
+        for name, value in theirs.items()
+        if name in mine or not name.startswith(_AUXILIARY)
+    }
     fresh = [
-        name for name in mine if name.startswith(f"{last}.") and (name not in theirs or theirs[name].shape != mine[name].shape)
+        name
+        for name in mine
+        if name.startswith(f"{last}.")
+        and (name not in theirs or theirs[name].shape != mine[name].shape)
     ]
     differing = [f"{name} is missing" for name in mine if name not in theirs and name not in fresh]
-    differing += [f"{name} is unknown" for name in theirs if name not in mine and not name.startswith(f"{last}.")]
+    differing += [
+        f"{name} is unknown"
+        for name in theirs
+        if name not in mine and not name.startswith(f"{last}.")
+    ]
     differing += [
         f"{name} is {list(theirs[name].shape)}, not {list(value.shape)}"
         for name, value in mine.items()
@@ -127,8 +157,15 @@ def begin_with(model: nn.Module, path: str) -> list[str]:
     ]
     if differing:
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise UsageError(f"weights={path} are of another model: {'; '.join(differing[:3])}{more}. Name the model they are of.")
-    model.load_state_dict({**mine, **{name: value for name, value in theirs.items() if name in mine and name not in fresh}})
+        raise UsageError(
+            f"weights={path} are of another model: {'; '.join(differing[:3])}{more}. Name the model they are of."
+        )
+    model.load_state_dict(
+        {
+            **mine,
+            **{name: value for name, value in theirs.items() if name in mine and name not in fresh},
+        }
+    )
     return fresh
 
 
@@ -166,10 +203,14 @@ def _function(name: str) -> Maker:
     try:
         found = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
-        raise UsageError(f"model={name}: {error}. The module is looked for in {here} and where Python looks.") from error
+        raise UsageError(
+            f"model={name}: {error}. The module is looked for in {here} and where Python looks."
+        ) from error
     except Exception as error:  # the module is the user's
         what = f"{type(error).__name__}: {error}"
-        raise UsageError(f"model={name}: importing {module} failed ({what}). Run: python -c 'import {module}'") from error
+        raise UsageError(
+            f"model={name}: importing {module} failed ({what}). Run: python -c 'import {module}'"
+        ) from error
     if not callable(found):
         raise UsageError(f"model={name}: the module {module} has no function {function!r}.")
     return cast(Maker, found)
@@ -181,7 +222,9 @@ class Small(nn.Module):
     def __init__(self, outputs: int, image_size: int) -> None:
         super().__init__()
         first = 2 if image_size >= 48 else 1  # large pictures are halved at once
-        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 3, first, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+        )
         self.stages = nn.Sequential(_Block(32, 32, 1), _Block(32, 64, 2), _Block(64, 128, 2))
         self.head = nn.Linear(128, outputs)
 
@@ -199,7 +242,11 @@ class _Block(nn.Module):
             nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
             nn.BatchNorm2d(outputs),
         )
-        self.shortcut = nn.Identity() if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.shortcut = (
+            nn.Identity()
+            if inputs == outputs
+            else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(self.body(x) + self.shortcut(x), inplace=True)

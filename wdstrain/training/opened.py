@@ -20,7 +20,13 @@ from wdstrain.training.configuration import Config, check_known, is_made
 from wdstrain.training.models import Maker, build, made_by
 from wdstrain.training.task import Task, picture_from, shape_of
 
-_OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_bad")  # where it was trained, which need not be here
+_OF_MACHINE = (
+    "device",
+    "num_workers",
+    "cache_dir",
+    "cache_limit",
+    "on_bad",
+)  # where it was trained, which need not be here
 
 
 @dataclass
@@ -47,7 +53,11 @@ class Opened:
         Raises UsageError for a file that is no checkpoint, or whose weights are not those of its model.
         """
         for name in options or {}:
-            check_known(name, known, "options here; what was learnt, and from which pictures, the checkpoint says")
+            check_known(
+                name,
+                known,
+                "options here; what was learnt, and from which pictures, the checkpoint says",
+            )
         state = read_checkpoint(os.fspath(path))
         learnt = {name: value for name, value in state["config"].items() if name not in _OF_MACHINE}
         config = Config.of({**learnt, **(options or {})})
@@ -60,12 +70,16 @@ class Opened:
         if callable(model):
             made = made_by(model, "model", task.outputs)
         else:
-            made = build(model if isinstance(model, str) else config.model, task.outputs, config.image_size)
+            made = build(
+                model if isinstance(model, str) else config.model, task.outputs, config.image_size
+            )
         try:
             made.load_state_dict(state["model"])
         except RuntimeError as error:
             what = " ".join(str(error).split())[:300]
-            raise UsageError(f"the weights of {path} are of another model than {config.model}: {what}") from error
+            raise UsageError(
+                f"the weights of {path} are of another model than {config.model}: {what}"
+            ) from error
         return cls(made.eval(), task, config, os.fspath(path), state["picture"])
 
     @property
@@ -82,7 +96,11 @@ class Opened:
             )
         gives = mine.example
         if gives is None or (shape_of(gives), gives.dtype) != (self.shape, self.picture["dtype"]):
-            given = f"{gives.dtype}{list(shape_of(gives))}" if gives is not None else "pictures of any size"
+            given = (
+                f"{gives.dtype}{list(shape_of(gives))}"
+                if gives is not None
+                else "pictures of any size"
+            )
             raise UsageError(
                 f"image= gives {given}, and {self.path} was trained on {self.picture['dtype']}{list(self.shape)}. "
                 f"Give the field that was given to train, or none."

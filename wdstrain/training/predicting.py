@@ -80,7 +80,13 @@ def predict(
 
 
 def _written(
-    opened: Opened, urls: Urls, out: str, field: Field, device: torch.device, probabilities: bool, tell: Tell
+    opened: Opened,
+    urls: Urls,
+    out: str,
+    field: Field,
+    device: torch.device,
+    probabilities: bool,
+    tell: Tell,
 ) -> Predicted:
     if _is_pictures(urls):
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
@@ -95,10 +101,20 @@ def _written(
         found = _of_shards(index, opened, field, device, known, tell)
     rows = bad = 0
     with put_whole(out) as file, closing(found):
-        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
+        text = io.TextIOWrapper(
+            file, "utf-8", errors="surrogateescape", newline="", write_through=True
+        )
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(
-            ["key", *(name for head in opened.task.heads for name in _columns(head, probabilities, head in known)), "error"]
+            [
+                "key",
+                *(
+                    name
+                    for head in opened.task.heads
+                    for name in _columns(head, probabilities, head in known)
+                ),
+                "error",
+            ]
         )
         for key, outputs, targets, error in found:
             row = [key]
@@ -111,7 +127,9 @@ def _written(
     return Predicted(rows, bad)
 
 
-Row = tuple[str, Sequence[Tensor] | None, Sequence[str], str]  # key, outputs and what is true by head, what is wrong
+Row = tuple[
+    str, Sequence[Tensor] | None, Sequence[str], str
+]  # key, outputs and what is true by head, what is wrong
 
 
 @dataclass(frozen=True)
@@ -141,13 +159,20 @@ def _truth(head: Head, field: Field, number: int, data: bytes | None) -> tuple[s
         assert field.example is not None
         value = np.zeros(field.example.shape, field.example.dtype)
         own.read(head.target.field, memoryview(data), value, np.zeros(DRAWS))
-    except Exception as error:  # a label that cannot be read is no reason to say nothing of the picture
+    except (
+        Exception
+    ) as error:  # a label that cannot be read is no reason to say nothing of the picture
         return "", f"{head.name}: {error}"
     return true_of(head, torch.from_numpy(value)), ""
 
 
 def _of_shards(
-    index: Index, opened: Opened, field: Field, device: torch.device, known: Sequence[Head], tell: Tell
+    index: Index,
+    opened: Opened,
+    field: Field,
+    device: torch.device,
+    known: Sequence[Head],
+    tell: Tell,
 ) -> Generator[Row, None, None]:
     config, task = opened.config, opened.task
     fields: dict[str, Field] = {"image": field}
@@ -189,7 +214,9 @@ def _of_shards(
             tell.step("predicting", step + 1, len(loader))
 
 
-def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, tell: Tell) -> Generator[Row, None, None]:
+def _of_folder(
+    folder: str, opened: Opened, field: Field, device: torch.device, tell: Tell
+) -> Generator[Row, None, None]:
     paths = sorted(str(item.parts[0][1]) for item in list_folder(folder, flat=True).items)
     size = opened.config.batch_size
 
@@ -201,7 +228,12 @@ def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, 
             return None, "it is no file"
         try:
             with open(path, "rb") as file:
-                field.read(os.path.splitext(path)[1][1:].lower(), memoryview(file.read()), out, np.full(DRAWS, 0.5))
+                field.read(
+                    os.path.splitext(path)[1][1:].lower(),
+                    memoryview(file.read()),
+                    out,
+                    np.full(DRAWS, 0.5),
+                )
         except Exception as error:  # whatever a decoder says of it is what is wrong with it
             return None, str(error) or type(error).__name__
         pixels = torch.from_numpy(out)
@@ -212,10 +244,18 @@ def _of_folder(folder: str, opened: Opened, field: Field, device: torch.device, 
             some = paths[first : first + size]
             pictures = list(pool.map(read, some))
             whole = [pixels for pixels, _ in pictures if pixels is not None]
-            outputs = _outputs(opened, torch.stack(whole).to(device), device).cpu() if whole else torch.zeros(0, 1)
+            outputs = (
+                _outputs(opened, torch.stack(whole).to(device), device).cpu()
+                if whole
+                else torch.zeros(0, 1)
+            )
             rows = iter(torch.split(outputs, 1))
             for path, (pixels, error) in zip(some, pictures, strict=True):
-                split = [own[0] for own in opened.task.split(next(rows))] if pixels is not None else None
+                split = (
+                    [own[0] for own in opened.task.split(next(rows))]
+                    if pixels is not None
+                    else None
+                )
                 yield os.path.relpath(path, folder), split, [], error
             tell.step("predicting", first // size + 1, -(-len(paths) // size))
 
@@ -240,11 +280,15 @@ def _cells(head: Head, outputs: Tensor | None, probabilities: bool) -> list[str]
         return [""] * len(_columns(head, probabilities, False))
     if head.kind == "number":
         # as many digits as a float32 has, of what is left when the mean is taken off
-        digits = min(17, 9 + max(0, math.ceil(math.log10(max(abs(head.mean) / head.deviation, 1.0)))))
+        digits = min(
+            17, 9 + max(0, math.ceil(math.log10(max(abs(head.mean) / head.deviation, 1.0))))
+        )
         return [_shown(float(f"{float(head.values(outputs[None].double())):.{digits}g}"))]
     shares = head.probabilities(outputs[None].double())[0].tolist()
     if head.kind == "multi":
-        cells = ["|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)]
+        cells = [
+            "|".join(name for name, share in zip(head.classes, shares, strict=True) if share > 0.5)
+        ]
     else:
         best = max(range(len(shares)), key=shares.__getitem__)
         cells = [head.classes[best], f"{shares[best]:.9g}"]
@@ -263,4 +307,6 @@ def _is_pictures(urls: Urls) -> bool:
     if not isinstance(urls, (str, os.PathLike)):
         return False
     path = os.fspath(urls)
-    return os.path.isdir(path) and not any(name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path))
+    return os.path.isdir(path) and not any(
+        name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path)
+    )

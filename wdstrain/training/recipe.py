@@ -54,12 +54,17 @@ def make_optimiser(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """The optimiser of the weights that are learnt: matrices with weight decay, norms and biases without."""
     learnt = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
-        {"params": [weight for weight in learnt if weight.ndim > 1], "weight_decay": config.weight_decay},
+        {
+            "params": [weight for weight in learnt if weight.ndim > 1],
+            "weight_decay": config.weight_decay,
+        },
         {"params": [weight for weight in learnt if weight.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimiser == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0)
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0
+        )
     return torch.optim.AdamW(groups, lr=config.lr)
 
 
@@ -84,7 +89,9 @@ class Average:
         mine, others = self.model.state_dict(), model.state_dict()
         decay = min(self._decay, (1 + step) / (10 + step))
         numbers = [name for name, value in mine.items() if value.is_floating_point()]
-        torch._foreach_lerp_([mine[name] for name in numbers], [others[name] for name in numbers], 1 - decay)
+        torch._foreach_lerp_(
+            [mine[name] for name in numbers], [others[name] for name in numbers], 1 - decay
+        )
         for name in mine.keys() - set(numbers):
             mine[name].copy_(others[name])
 

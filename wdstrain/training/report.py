@@ -47,7 +47,9 @@ class Data:
         """Labels of shards on a server are not read for a picture of them."""
         far = any(is_remote(shard.path) for shard in index.shards)
         count = counts_said if far else class_counts
-        return cls(index, {head.name: count(index, head) for head in task.heads if head.kind != "number"})
+        return cls(
+            index, {head.name: count(index, head) for head in task.heads if head.kind != "number"}
+        )
 
 
 def write_report(
@@ -61,15 +63,35 @@ def write_report(
 ) -> None:
     """Write the page. history: metrics of each epoch; steps: the lines of steps.jsonl; details: of the last validation."""
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
-    parts = [_head(title, task, config, history), '<div class="cards">', *_curves(task, history, steps), "</div>"]
+    parts = [
+        _head(title, task, config, history),
+        '<div class="cards">',
+        *_curves(task, history, steps),
+        "</div>",
+    ]
     if details:
-        parts += ['<div class="cards">', *(_mistakes(head, details["heads"].get(head.name)) for head in task.heads), "</div>"]
+        parts += [
+            '<div class="cards">',
+            *(_mistakes(head, details["heads"].get(head.name)) for head in task.heads),
+            "</div>",
+        ]
         parts += [
             _gallery("Worst predictions", details["gallery"]["worst"]),
             _gallery("Predictions at random", details["gallery"]["random"]),
         ]
-    parts += ['<div class="cards">', *(_data(name, one, task) for name, one in data.items()), "</div>"]
-    parts.append(_card("How", charts.table({name: value for name, value in vars(config).items() if value not in (None, "")})))
+    parts += [
+        '<div class="cards">',
+        *(_data(name, one, task) for name, one in data.items()),
+        "</div>",
+    ]
+    parts.append(
+        _card(
+            "How",
+            charts.table(
+                {name: value for name, value in vars(config).items() if value not in (None, "")}
+            ),
+        )
+    )
     write_whole(path, charts.page(f"{title} - wdstrain", "".join(parts)).encode("utf-8", "replace"))
 
 
@@ -85,10 +107,14 @@ def _head(title: str, task: Task, config: Config, history: Sequence[Mapping[str,
         for head in task.heads:
             name = FIRST[head.kind]
             value = last["val"][f"{head.name}/{name}" if several else name]
-            facts[f"{head.name} {name}"] = f"{value:.4f}" if head.kind == "number" else f"{value:.2%}"
+            facts[f"{head.name} {name}"] = (
+                f"{value:.4f}" if head.kind == "number" else f"{value:.2%}"
+            )
     if last["bad"]:
         facts["bad samples"] = str(last["bad"])
-    shown = "".join(f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items())
+    shown = "".join(
+        f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items()
+    )
     said = f"<p>{escape(text(task, last['val']))}</p>" if "val" in last else ""
     return (
         f"<h1>{escape(title)}</h1><p class=soft>{escape(config.model)} learns {escape(str(task))}</p>"
@@ -96,7 +122,9 @@ def _head(title: str, task: Task, config: Config, history: Sequence[Mapping[str,
     )
 
 
-def _curves(task: Task, history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> list[str]:
+def _curves(
+    task: Task, history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> list[str]:
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
     epochs = [line["epoch"] + 1.0 for line in history]
@@ -106,27 +134,55 @@ def _curves(task: Task, history: Sequence[Mapping[str, Any]], steps: Sequence[Ma
         return Line("validation", epochs, [one.get(name, float("nan")) for one in val], dots=True)
 
     loss = [Line("training", at, [line["loss"] for line in steps])]
-    found = [_card("Loss", charts.lines([*loss, *([of_val("loss")] if any(val) else [])], across="epoch", log=True))]
+    found = [
+        _card(
+            "Loss",
+            charts.lines(
+                [*loss, *([of_val("loss")] if any(val) else [])], across="epoch", log=True
+            ),
+        )
+    ]
     several = len(task.heads) > 1
     for head in task.heads:
         name = FIRST[head.kind]
         full = f"{head.name}/{name}" if several else name
-        own = [Line("training", epochs, [line[full] for line in history], dots=True)] if full in history[-1] else []
+        own = (
+            [Line("training", epochs, [line[full] for line in history], dots=True)]
+            if full in history[-1]
+            else []
+        )
         own += [of_val(full)] if any(val) else []
         if head.kind == "number" and any(val):
-            own.append(of_val(full.replace("mse", "mse_of_mean"))._replace(name="predicting the mean", dots=False))
+            own.append(
+                of_val(full.replace("mse", "mse_of_mean"))._replace(
+                    name="predicting the mean", dots=False
+                )
+            )
         if own:
-            found.append(_card(f"{head.name}: {name}", charts.lines(own, across="epoch", share=head.kind != "number")))
+            found.append(
+                _card(
+                    f"{head.name}: {name}",
+                    charts.lines(own, across="epoch", share=head.kind != "number"),
+                )
+            )
     spent = {_NAMES[stage]: [line[f"{stage}_seconds"] for line in steps] for stage in STAGES}
     found.append(_card("Where the time of training went", charts.shares(at, spent, across="epoch")))
     found.append(
         _card(
             "Samples per second",
-            charts.lines([Line("training", at, [line["samples_per_second"] for line in steps])], across="epoch"),
+            charts.lines(
+                [Line("training", at, [line["samples_per_second"] for line in steps])],
+                across="epoch",
+            ),
         )
     )
     found.append(
-        _card("Learning rate", charts.lines([Line("learning rate", at, [line["lr"] for line in steps])], across="epoch"))
+        _card(
+            "Learning rate",
+            charts.lines(
+                [Line("learning rate", at, [line["lr"] for line in steps])], across="epoch"
+            ),
+        )
     )
     return found
 
@@ -138,18 +194,27 @@ def _mistakes(head: Head, details: Mapping[str, Any] | None) -> str:
     counts = details["confusion"]
     if len(head.classes) <= _CLASSES:
         return _card(
-            f"{head.name}: confusion matrix (rows: true class, columns: prediction)", charts.matrix(head.classes, counts)
+            f"{head.name}: confusion matrix (rows: true class, columns: prediction)",
+            charts.matrix(head.classes, counts),
         )
     worst = dict(sorted(details["classes"].items(), key=lambda one: one[1])[:_CLASSES])
     weakest = _card(
-        f"{head.name}: classes that are known least", charts.bars({name: round(part, 3) for name, part in worst.items()})
+        f"{head.name}: classes that are known least",
+        charts.bars({name: round(part, 3) for name, part in worst.items()}),
     )
-    pairs = [(value, i, j) for i, row in enumerate(counts) for j, value in enumerate(row) if i != j and value]
+    pairs = [
+        (value, i, j)
+        for i, row in enumerate(counts)
+        for j, value in enumerate(row)
+        if i != j and value
+    ]
     rows = {
         f"{head.classes[i]} taken for {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
-    return weakest + _card(f"{head.name}: most frequent mistakes", charts.table(rows) if rows else "<p>none</p>")
+    return weakest + _card(
+        f"{head.name}: most frequent mistakes", charts.table(rows) if rows else "<p>none</p>"
+    )
 
 
 def _gallery(title: str, samples: Sequence[Shown]) -> str:
@@ -158,7 +223,10 @@ def _gallery(title: str, samples: Sequence[Shown]) -> str:
         picture = charts.picture(one.pixels) if one.pixels is not None else ""
         words = []
         for name, said in one.said.items():
-            prefix, kind = f"{name}: " if len(one.said) > 1 else "", "wrong" if name in one.wrong else "soft"
+            prefix, kind = (
+                f"{name}: " if len(one.said) > 1 else "",
+                "wrong" if name in one.wrong else "soft",
+            )
             differs = name in one.wrong or one.true[name] not in (said, said.rpartition(" ")[0])
             true = f" <span class={kind}>({escape(one.true[name])})</span>" if differs else ""
             words.append(f"{escape(prefix + said)}{true}")
@@ -172,12 +240,21 @@ def _gallery(title: str, samples: Sequence[Shown]) -> str:
 def _data(name: str, data: Data, task: Task) -> str:
     index = data.index
     size = sum(shard.bytes for shard in index.shards)
-    rows = {"samples": len(index), "shards": len(index.shards), "MB": f"{size / 1e6:.1f}", "fields": ", ".join(index.fields)}
+    rows = {
+        "samples": len(index),
+        "shards": len(index.shards),
+        "MB": f"{size / 1e6:.1f}",
+        "fields": ", ".join(index.fields),
+    }
     shown = charts.table(rows)
     for head in task.heads:
         if head.kind != "number":
             counts = data.counts.get(head.name, {})
-            most = dict(sorted(counts.items(), key=lambda one: -one[1])[:_CLASSES]) if len(counts) > _CLASSES else counts
+            most = (
+                dict(sorted(counts.items(), key=lambda one: -one[1])[:_CLASSES])
+                if len(counts) > _CLASSES
+                else counts
+            )
             shown += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(most) if most else ""
     return _card(f"Data: {name}", shown)
 

@@ -34,11 +34,19 @@ class Run:
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
         self.folder, self._fd = folder, -1
-        there = [name for name in os.listdir(folder) if name != _LOCK and not _is_left(name)] if os.path.isdir(folder) else []
+        there = (
+            [name for name in os.listdir(folder) if name != _LOCK and not _is_left(name)]
+            if os.path.isdir(folder)
+            else []
+        )
         if there and CONFIG not in there:
-            raise UsageError(f"{folder} holds other files than those of a run. Choose another --out.")
+            raise UsageError(
+                f"{folder} holds other files than those of a run. Choose another --out."
+            )
         if there and not overwrite and not resume:
-            raise UsageError(f"{folder} holds a run already. Choose another --out, go on with --resume, or add --overwrite.")
+            raise UsageError(
+                f"{folder} holds a run already. Choose another --out, go on with --resume, or add --overwrite."
+            )
         try:
             os.makedirs(folder, exist_ok=True)
             self._lock()
@@ -51,7 +59,9 @@ class Run:
             os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
         except OSError as error:
             self.close()
-            raise StorageError(f"{folder} cannot be written: {error.strerror}. Choose another --out.") from error
+            raise StorageError(
+                f"{folder} cannot be written: {error.strerror}. Choose another --out."
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -70,16 +80,23 @@ class Run:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl or steps.jsonl; what a kill left half written is none."""
         found = []
-        with suppress(FileNotFoundError), open(self.path(name), encoding="utf-8", errors="replace") as file:
+        with (
+            suppress(FileNotFoundError),
+            open(self.path(name), encoding="utf-8", errors="replace") as file,
+        ):
             for line in file:
                 with suppress(ValueError):
                     found.append(json.loads(line))
         return found
 
-    def rewind(self, epochs: Sequence[Mapping[str, Any]], is_before: Callable[[Mapping[str, Any]], bool]) -> None:
+    def rewind(
+        self, epochs: Sequence[Mapping[str, Any]], is_before: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
         """Leave in metrics.jsonl these lines, and in steps.jsonl those that are before the checkpoint."""
         write_whole(self.path(METRICS), _text(epochs))
-        write_whole(self.path(STEPS), _text([line for line in self.lines(STEPS) if is_before(line)]))
+        write_whole(
+            self.path(STEPS), _text([line for line in self.lines(STEPS) if is_before(line)])
+        )
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -90,7 +107,9 @@ class Run:
     def _lock(self) -> None:
         self._fd = file_locks.open_file(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
         if file_locks.available and not file_locks.try_lock(self._fd, 0):
-            raise UsageError(f"another process is training into {self.folder}. Wait for it, or choose another --out.")
+            raise UsageError(
+                f"another process is training into {self.folder}. Wait for it, or choose another --out."
+            )
 
     def _clear(self) -> None:
         """Take away what a run has left, and nothing else."""

@@ -47,18 +47,29 @@ def score(
             targets = task.targets(batch)
             if len(batch["__key__"]):  # the last batch of a process may hold none
                 with arithmetic(config, device):
-                    outputs = model(normalised(batch["image"]).contiguous(memory_format=layout)).float()
+                    outputs = model(
+                        normalised(batch["image"]).contiguous(memory_format=layout)
+                    ).float()
                 losses = task.losses(outputs, targets)
                 scores.update(outputs, targets, losses)
                 gallery.add(batch, outputs, targets, losses)
             tell.step(title, step + 1, len(loader))
             stop()
     metrics, details = scores.compute(world.reduce)
-    metrics["bad"] = float(world.reduce(torch.tensor([loader.report()["bad"]], device=device)).item())
+    metrics["bad"] = float(
+        world.reduce(torch.tensor([loader.report()["bad"]], device=device)).item()
+    )
     return metrics, {"heads": details, "gallery": Gallery.merged(world.gather(gallery.best()))}
 
 
 def _only(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     """Some rows of a batch. rows: bool[b]"""
-    kept = {name: value[rows.to(value.device)] for name, value in batch.items() if isinstance(value, Tensor)}
-    return {**kept, "__key__": [key for key, keep in zip(batch["__key__"], rows.tolist(), strict=True) if keep]}
+    kept = {
+        name: value[rows.to(value.device)]
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    return {
+        **kept,
+        "__key__": [key for key, keep in zip(batch["__key__"], rows.tolist(), strict=True) if keep],
+    }

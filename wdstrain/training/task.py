@@ -26,7 +26,9 @@ from wdstrain.shards.index import Index, Label
 
 Kind = Literal["class", "binary", "multi", "number"]
 
-_FROM: dict[str, tuple[Kind, ...]] = {  # what a label of an index can be learnt as; the first unless somebody says otherwise
+_FROM: dict[
+    str, tuple[Kind, ...]
+] = {  # what a label of an index can be learnt as; the first unless somebody says otherwise
     "class": ("class", "binary", "number"),
     "multi": ("multi",),
     "number": ("number",),
@@ -64,9 +66,18 @@ class Head:
         if self.kind == "number":
             # a loss of NaN would end the run; a float32 holds times and coordinates too coarsely, before the mean is taken off
             return Number((self.target.field,), column, is_finite=True, dtype="float64")
-        return label(self.target.field, column=column, classes=self.classes, multi=self.kind == "multi")
+        return label(
+            self.target.field, column=column, classes=self.classes, multi=self.kind == "multi"
+        )
 
-    def losses(self, outputs: Tensor, target: Tensor, *, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """float[b]: cross entropy, of yes and no for one of two and for several, or squared error in standard deviations.
 
         outputs: [b, self.outputs]; target: as `field` reads it, or shares of classes [b, classes]; weights: as `weights` has them.
@@ -74,7 +85,9 @@ class Head:
         if self.kind == "number":
             return (outputs[:, 0] - ((target - self.mean) / self.deviation).to(outputs.dtype)) ** 2
         if self.kind == "class":
-            return functional.cross_entropy(outputs, target, weight=weights, label_smoothing=smoothing, reduction="none")
+            return functional.cross_entropy(
+                outputs, target, weight=weights, label_smoothing=smoothing, reduction="none"
+            )
         share = target
         if self.kind == "binary":
             share = target[:, 1:] if target.ndim == 2 else target[:, None].to(outputs.dtype)
@@ -95,9 +108,15 @@ class Head:
         if self.kind == "multi":
             whole = float(found.sum()) if samples is None else float(samples)
             both = torch.stack([whole - found, found], 1)
-            return torch.where((both > 0).all(1, keepdim=True), whole / (2 * both.clamp(min=1)), torch.ones_like(both))
+            return torch.where(
+                (both > 0).all(1, keepdim=True),
+                whole / (2 * both.clamp(min=1)),
+                torch.ones_like(both),
+            )
         present = found > 0
-        return torch.where(present, found.sum() / (present.sum() * found.clamp(min=1)), torch.ones_like(found))
+        return torch.where(
+            present, found.sum() / (present.sum() * found.clamp(min=1)), torch.ones_like(found)
+        )
 
     def values(self, outputs: Tensor) -> Tensor:
         """[b] of a head of numbers, as the labels have them."""
@@ -121,23 +140,33 @@ class Task:
     def of(cls, index: Index, asked: str | None = None) -> Task:
         """The task of an index: the labels that are asked for, as NAME or NAME:KIND with commas between, or its only one."""
         labels = {one.name: one for one in index.labels}
-        apart = {one.name: one for shard in index.shard_labels for one in shard if one.name not in labels}
+        apart = {
+            one.name: one for shard in index.shard_labels for one in shard if one.name not in labels
+        }
         for name, one in apart.items():
             if name == (asked or "").strip() or (not labels and asked is None):
-                raise UsageError(f"{index.disagreement(*one.place)}. Pack them together, or leave the others away.")
+                raise UsageError(
+                    f"{index.disagreement(*one.place)}. Pack them together, or leave the others away."
+                )
         if not labels:
             raise UsageError(
                 "the index says nothing of labels. Convert with `wdstrain convert folder` or `convert table --label`."
             )
         if asked is None and len(labels) > 1:
-            raise UsageError(f"the index has several labels: {', '.join(labels)}. Name one or more with --label a,b.")
+            raise UsageError(
+                f"the index has several labels: {', '.join(labels)}. Name one or more with --label a,b."
+            )
         heads = []
         for word in (asked or next(iter(labels))).split(","):
             name, _, kind = (
-                (part.strip() for part in word.partition(":")) if word.strip() not in labels else (word.strip(), "", "")
+                (part.strip() for part in word.partition(":"))
+                if word.strip() not in labels
+                else (word.strip(), "", "")
             )
             if name not in labels:
-                raise UsageError(f"there is no label {name!r} in the index; it has: {', '.join(labels)}.")
+                raise UsageError(
+                    f"there is no label {name!r} in the index; it has: {', '.join(labels)}."
+                )
             heads.append(_head(labels[name], kind))
         if len({head.name for head in heads}) < len(heads):
             raise UsageError(f"label={asked!r} names a label twice.")
@@ -174,7 +203,9 @@ class Task:
         for head in self.heads:
             other = theirs.get(head.name)
             if other is None and (why := index.disagreement(*head.target.place)):
-                raise UsageError(f"{why}. Learnt is: {head.target.numbering}. Pack the sets together, with one numbering.")
+                raise UsageError(
+                    f"{why}. Learnt is: {head.target.numbering}. Pack the sets together, with one numbering."
+                )
             if other is None:
                 raise UsageError(
                     f"these shards have no label {head.name!r}, but {', '.join(theirs) or 'none'}. Learnt is: "
@@ -188,12 +219,18 @@ class Task:
 
     def is_as(self, other: Task) -> bool:
         """Whether the same is learnt, whatever the scale of numbers."""
-        return [(one.target, one.kind) for one in self.heads] == [(one.target, one.kind) for one in other.heads]
+        return [(one.target, one.kind) for one in self.heads] == [
+            (one.target, one.kind) for one in other.heads
+        ]
 
     def state(self) -> list[dict[str, Any]]:
         """The task as plain values, for a checkpoint."""
         return [
-            {**vars(head.target), "classes": list(head.classes), "learnt_as": [head.kind, head.mean, head.deviation]}
+            {
+                **vars(head.target),
+                "classes": list(head.classes),
+                "learnt_as": [head.kind, head.mean, head.deviation],
+            }
             for head in self.heads
         ]
 
@@ -213,7 +250,9 @@ class Task:
             "multi": "any of {} classes",
             "number": "a number",
         }
-        return ", ".join(f"{head.name} ({words[head.kind].format(len(head.classes))})" for head in self.heads)
+        return ", ".join(
+            f"{head.name} ({words[head.kind].format(len(head.classes))})" for head in self.heads
+        )
 
 
 def picture_of(size: int, augment: str | None = None) -> Field:
@@ -230,14 +269,22 @@ def check_picture(picture: Field, *, channels_last: bool, mixes: bool) -> Exampl
     """What a model is given of a picture. Raises UsageError for what no model can be given, or not with these options."""
     example = picture.example
     if example is None:
-        raise UsageError("the pictures have no fixed size, so they make no batch. Give wt.image a size.")
+        raise UsageError(
+            "the pictures have no fixed size, so they make no batch. Give wt.image a size."
+        )
     shown = f"image= gives {example.dtype}{list(shape_of(example))}"
     if np.dtype(example.dtype).kind not in "buif":
-        raise UsageError(f"{shown}: a model takes real numbers. Give the real and the imaginary part as two channels.")
+        raise UsageError(
+            f"{shown}: a model takes real numbers. Give the real and the imaginary part as two channels."
+        )
     if channels_last and len(example.shape) != 3:
-        raise UsageError(f"{shown}, and channels_last is for pictures of channels, height and width. Leave it away.")
+        raise UsageError(
+            f"{shown}, and channels_last is for pictures of channels, height and width. Leave it away."
+        )
     if mixes and not is_rgb(shape_of(example), example.dtype):
-        raise UsageError(f"{shown}, and mixup and cutmix mix pictures of uint8[3, height, width]. Leave them away.")
+        raise UsageError(
+            f"{shown}, and mixup and cutmix mix pictures of uint8[3, height, width]. Leave them away."
+        )
     return example
 
 
@@ -245,7 +292,12 @@ def picture_state(picture: Field, example: Example) -> dict[str, Any]:
     """What becomes of the pictures as plain values, for a checkpoint. A field of the user's has its class's name alone."""
     found: dict[str, Any] = {"shape": list(shape_of(example)), "dtype": example.dtype}
     if type(picture) is Image:
-        return {**found, "field": "image", "names": list(picture.names), "augment": vars(picture.augment)}
+        return {
+            **found,
+            "field": "image",
+            "names": list(picture.names),
+            "augment": vars(picture.augment),
+        }
     if type(picture) is NumpyArray:
         return {**found, "field": "array", "names": list(picture.names)}
     return {**found, "field": type(picture).__qualname__}
@@ -287,13 +339,29 @@ def _planes(device: torch.device) -> list[Tensor]:
 
 
 def _head(target: Label, kind: str) -> Head:
-    can = _FROM[target.kind] if target.column is not None or target.kind != "class" else ("class", "binary")
+    can = (
+        _FROM[target.kind]
+        if target.column is not None or target.kind != "class"
+        else ("class", "binary")
+    )
     two = len(target.classes) == 2
     can = tuple(one for one in can if one != "binary" or two)
     if kind and kind not in can:
-        what = f"it is one of {len(target.classes)} classes" if target.kind == "class" else f"it is of the kind {target.kind}"
+        what = (
+            f"it is one of {len(target.classes)} classes"
+            if target.kind == "class"
+            else f"it is of the kind {target.kind}"
+        )
         known = "" if kind in get_args(Kind) else f" (kinds are {', '.join(get_args(Kind))})"
-        raise UsageError(f"the label {target.name!r} cannot be learnt as {kind!r}{known}: {what}. Use {' or '.join(can)}.")
-    if target.kind != "number" and len(target.classes) < (1 if target.kind == "multi" else 2) and kind != "number":
-        raise UsageError(f"the label {target.name!r} has {len(target.classes)} class; there is nothing to tell apart.")
+        raise UsageError(
+            f"the label {target.name!r} cannot be learnt as {kind!r}{known}: {what}. Use {' or '.join(can)}."
+        )
+    if (
+        target.kind != "number"
+        and len(target.classes) < (1 if target.kind == "multi" else 2)
+        and kind != "number"
+    ):
+        raise UsageError(
+            f"the label {target.name!r} has {len(target.classes)} class; there is nothing to tell apart."
+        )
     return Head(target, kind or ("binary" if two and target.kind == "class" else can[0]))

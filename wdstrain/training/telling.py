@@ -12,14 +12,18 @@ from wdstrain.report.terminal import ProgressReporter
 class Tell(Protocol):
     """Who is told how the work goes on. `step` passes, `line` stays; unit is empty where the text has a rate of its own."""
 
-    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "steps") -> None: ...
+    def step(
+        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
+    ) -> None: ...
     def line(self, text: str) -> None: ...
 
 
 class Silence:
     """Is told how work goes on, and says nothing."""
 
-    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "steps") -> None: ...
+    def step(
+        self, title: str, done: int, total: int, text: str = "", unit: str = "steps"
+    ) -> None: ...
     def line(self, text: str) -> None: ...
 
 

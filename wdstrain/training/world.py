@@ -42,8 +42,12 @@ class World:
     """This process and the others. Alone, every method is free and does nothing."""
 
     def __init__(self) -> None:
-        self.rank, self.size, self.local = (_number(name, default) for name, default in _VARIABLES.items())
-        if dist.is_available() and dist.is_initialized():  # by the caller, who may have met the others without the environment
+        self.rank, self.size, self.local = (
+            _number(name, default) for name, default in _VARIABLES.items()
+        )
+        if (
+            dist.is_available() and dist.is_initialized()
+        ):  # by the caller, who may have met the others without the environment
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
                 self.local = self.rank % torch.cuda.device_count()
@@ -77,7 +81,9 @@ class World:
                 raise
             if _ENDS_WITH_RUN.get() and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[:200]  # without torch's own file and line
+            first = re.sub(r"^\[[^]]*\] ", "", str(error).strip().splitlines()[0])[
+                :200
+            ]  # without torch's own file and line
             raise WdstrainError(
                 f"rank {self.rank} of {self.size}: another process of this job is gone ({first}). "
                 f"What it said stands above. Start the job again with --resume to go on from the last checkpoint."
@@ -87,10 +93,14 @@ class World:
         if self.size == 1:
             return
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30))
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30)
+            )
             self._owns = True
         if dist.get_world_size() != self.size:
-            raise UsageError(f"WORLD_SIZE={self.size}, and torch.distributed knows {dist.get_world_size()} processes.")
+            raise UsageError(
+                f"WORLD_SIZE={self.size}, and torch.distributed knows {dist.get_world_size()} processes."
+            )
         self._control = dist.new_group(backend="gloo")
 
     @property
@@ -102,7 +112,9 @@ class World:
         """The model as all processes train it together."""
         if self.size == 1:
             return model
-        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        return DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None
+        )
 
     def shared_buffers(self, model: nn.Module) -> None:
         """Give all processes the buffers of the first: each has seen other pictures in its batch norms."""
@@ -131,7 +143,10 @@ class World:
             return wish
         before = self._asked
         flag = torch.tensor([wish])
-        self._asked = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True), flag)
+        self._asked = (
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True),
+            flag,
+        )
         if before is None:
             return GO_ON
         before[0].wait()
@@ -173,5 +188,7 @@ _VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # as torchrun sets t
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default)) if "MASTER_ADDR" in os.environ else str(default)
     if not text.isdigit():
-        raise UsageError(f"{name}={text!r} in the environment is no number. Start the processes with torchrun.")
+        raise UsageError(
+            f"{name}={text!r} in the environment is no number. Start the processes with torchrun."
+        )
     return int(text)

@@ -72,7 +72,11 @@ def bench(
     def tell(what: str) -> None:
         nonlocal told
         if note is not None:
-            note(what, told, (4 if fields is None and transform is None else 7 + tune * len(_settings())))
+            note(
+                what,
+                told,
+                (4 if fields is None and transform is None else 7 + tune * len(_settings())),
+            )
         told += 1
 
     options = {"on_bad": "replace", "max_bad": 1.0, **options}
@@ -80,8 +84,12 @@ def bench(
         index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
     )  # what cannot be is told at once
     functions = {"transform": transform, "collate_fn": options.get("collate_fn")}
-    check_picklable(fields, functions, options.get("multiprocessing_context"), instead="")  # processes are measured in any case
-    mean = float((index.table.stop - index.table.start).sum()) / len(index)  # what is read of a sample, its headers included
+    check_picklable(
+        fields, functions, options.get("multiprocessing_context"), instead=""
+    )  # processes are measured in any case
+    mean = float((index.table.stop - index.table.start).sum()) / len(
+        index
+    )  # what is read of a sample, its headers included
     with tempfile.TemporaryDirectory() as folder:
         few = stages.excerpt(index, max(_SAMPLES, 4 * batch_size), os.path.join(folder, "part.tar"))
         if cold:
@@ -102,7 +110,9 @@ def bench(
         if cold:
             stages.forget(index)
         tell("the loader")
-        rate, first, loader = _run(index, fields, transform, num_workers, batch_size, seconds, options)
+        rate, first, loader = _run(
+            index, fields, transform, num_workers, batch_size, seconds, options
+        )
         found = Bench(
             samples=len(index),
             bytes=sum(shard.bytes for shard in index.shards),
@@ -137,7 +147,9 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
     names = [name for name in index.fields if name.rpartition(".")[2] in EXTENSIONS]
     plain = [name for name in names if "." not in name] or names
     labels = {label.field for label in index.labels}
-    arrays = [name for name in index.fields if name.rpartition(".")[2] == "npy" and name not in labels]
+    arrays = [
+        name for name in index.fields if name.rpartition(".")[2] == "npy" and name not in labels
+    ]
     if not plain and not arrays:
         return None
     found: dict[str, Field] = {name: array_field(name) for name in arrays}
@@ -170,7 +182,9 @@ class _Parts:
     def decoding(self, few: Index, kind: str) -> dict[int, float]:
         """Samples a second of one decoder, and of one on each processor."""
         rng = self._transform is not None and takes_rng(self._transform)
-        bare = stages.Bare(few, self._fields, self._transform, self._batch, rng, self._options.get("collate_fn"))
+        bare = stages.Bare(
+            few, self._fields, self._transform, self._batch, rng, self._options.get("collate_fn")
+        )
         context = self._options.get("multiprocessing_context")
         found = {}
         for count in sorted({1, cores()}):
@@ -185,7 +199,15 @@ class _Parts:
 
     def loading(self, few: Index, num_workers: int) -> float:
         """Samples a second of a loader over an excerpt: all but the storage."""
-        return _run(few, self._fields, self._transform, num_workers, self._batch, self._seconds, self._options)[0]
+        return _run(
+            few,
+            self._fields,
+            self._transform,
+            num_workers,
+            self._batch,
+            self._seconds,
+            self._options,
+        )[0]
 
     def handing_over(self, kind: str) -> float:
         """Samples a second where nothing is decoded."""
@@ -195,9 +217,13 @@ class _Parts:
             rng = (np.random.Generator(np.random.Philox(0)),) if takes_rng(self._transform) else ()
             transform = stages.Same(_example(self._few, self._transform, rng))
         else:
-            fields = {name: stages.Idle.like(one, self._few) for name, one in (self._fields or {}).items()}
+            fields = {
+                name: stages.Idle.like(one, self._few) for name, one in (self._fields or {}).items()
+            }
         workers = 0 if kind == "threads" else cores()
-        return _run(self._few, fields, transform, workers, self._batch, self._seconds, self._options)[0]
+        return _run(
+            self._few, fields, transform, workers, self._batch, self._seconds, self._options
+        )[0]
 
 
 def _run(
@@ -210,7 +236,9 @@ def _run(
     options: dict[str, Any],
 ) -> tuple[float, float, Loader]:
     """(samples a second, seconds to the first batch, the loader) of a loader whose batches nobody works on."""
-    loader = Loader(index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options)
+    loader = Loader(
+        index, fields, transform, batch_size=batch_size, num_workers=num_workers, **options
+    )
     begun = first = time.perf_counter()
     rows, batches = 0, 0
     try:
@@ -230,7 +258,9 @@ def _run(
 
 def _settings() -> list[int]:
     """Numbers of workers that are tried: 0, and powers of two up to the processors there are."""
-    return sorted({0, cores(), *(2**power for power in range(cores().bit_length()) if 2**power <= cores())})
+    return sorted(
+        {0, cores(), *(2**power for power in range(cores().bit_length()) if 2**power <= cores())}
+    )
 
 
 def _example(few: Index, transform: Transform, rng: tuple[Any, ...]) -> Mapping[str, Any]:
@@ -250,21 +280,36 @@ def _example(few: Index, transform: Transform, rng: tuple[Any, ...]) -> Mapping[
 
 
 def _changes(
-    found: Bench, index: Index, few: Index, made: _Parts, fields: Mapping[str, Field] | None, folder: str
+    found: Bench,
+    index: Index,
+    few: Index,
+    made: _Parts,
+    fields: Mapping[str, Field] | None,
+    folder: str,
 ) -> list[Change]:
     """What would give at least a tenth more than the loader does now, by what was measured."""
     options: list[Change] = []
     if not found.inline:
-        others = {count: found.predicted(count) for count in _settings() if count != found.num_workers}
+        others = {
+            count: found.predicted(count) for count in _settings() if count != found.num_workers
+        }
         best = max(others, key=lambda count: others[count])
         options.append(Change(f"num_workers={best}", others[best]))
     if any(is_remote(shard.path) for shard in index.shards):
         options.append(
-            Change("a cache (cache_dir), from the second epoch on,", replace(found, storage=1e12).predicted(found.num_workers))
+            Change(
+                "a cache (cache_dir), from the second epoch on,",
+                replace(found, storage=1e12).predicted(found.num_workers),
+            )
         )
     smaller = _smaller(few, fields)
     if smaller is not None and found.binding in ("decode", "processors", "lock", "storage"):
-        small = stages.excerpt(few, len(few), os.path.join(folder, "small.tar"), Recipe.of(Options(resize=smaller)).apply)
+        small = stages.excerpt(
+            few,
+            len(few),
+            os.path.join(folder, "small.tar"),
+            Recipe.of(Options(resize=smaller)).apply,
+        )
         share = small.shards[0].bytes / few.shards[0].bytes
         rate = min(found.storage / max(1e-9, share), made.loading(small, found.num_workers))
         options.append(Change(f"packing anew with --resize {smaller}", rate))

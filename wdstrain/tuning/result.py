@@ -17,7 +17,9 @@ import numpy as np
 from wdstrain.report import charts
 
 _LOCKED = 0.75  # of what as many single threads would decode: below it, they wait for the interpreter's lock
-UNEVEN = 1.25  # times what its parts allow: no loader is faster, so they were measured in a worse moment
+UNEVEN = (
+    1.25  # times what its parts allow: no loader is faster, so they were measured in a worse moment
+)
 
 
 class Change(NamedTuple):
@@ -59,7 +61,9 @@ class Bench:
     report_verdict: str
     changes: tuple[Change, ...] = ()
     tries: tuple[Try, ...] = ()
-    inline: bool = field(default=False, repr=False)  # nothing is decoded: the loop takes the bytes itself
+    inline: bool = field(
+        default=False, repr=False
+    )  # nothing is decoded: the loop takes the bytes itself
 
     def predicted(self, num_workers: int) -> float:
         """Samples a second of a loader with so many workers."""
@@ -92,9 +96,7 @@ class Bench:
         if not self.changes:
             return f"{said} No change of those that were looked at would give a tenth more."
         best = max(self.changes, key=lambda one: one.rate)
-        return (
-            f"{said} {best.what} would give about {best.rate:.0f} samples/s ({best.rate / max(1e-9, self.achieved):.2f} times)."
-        )
+        return f"{said} {best.what} would give about {best.rate:.0f} samples/s ({best.rate / max(1e-9, self.achieved):.2f} times)."
 
     @property
     def best(self) -> Try | None:
@@ -104,23 +106,48 @@ class Bench:
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, for a table."""
-        found = [("samples", f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB")]
-        cached = "" if self.in_memory is None else f"; {self.in_memory:.0%} of the shards lie in the system's memory"
-        found.append(("storage", f"{self.storage:.0f} samples/s ({self.storage * self.mean_bytes / 1e6:.0f} MB/s{cached})"))
+        found = [
+            (
+                "samples",
+                f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB",
+            )
+        ]
+        cached = (
+            ""
+            if self.in_memory is None
+            else f"; {self.in_memory:.0%} of the shards lie in the system's memory"
+        )
+        found.append(
+            (
+                "storage",
+                f"{self.storage:.0f} samples/s ({self.storage * self.mean_bytes / 1e6:.0f} MB/s{cached})",
+            )
+        )
         for kind, rates in self.decode.items():
             each = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
             found.append((f"decode, {kind}", f"{each} samples/s"))
-        found += [(f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()]
+        found += [
+            (f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()
+        ]
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
         found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}"))
         found.append(("first batch", f"after {self.first_batch:.2f} s"))
         if self.bad:
-            found.append(("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them"))
+            found.append(
+                ("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them")
+            )
         found += [("change", f"{one.what}: about {one.rate:.0f} samples/s") for one in self.changes]
         for one in self.tries:
-            found.append(("tried", f"num_workers={one.num_workers}: {one.rate:.0f} samples/s ({one.predicted:.0f} predicted)"))
+            found.append(
+                (
+                    "tried",
+                    f"num_workers={one.num_workers}: {one.rate:.0f} samples/s ({one.predicted:.0f} predicted)",
+                )
+            )
         if self.best is not None:
-            found.append(("best", f"num_workers={self.best.num_workers}: {self.best.rate:.0f} samples/s"))
+            found.append(
+                ("best", f"num_workers={self.best.num_workers}: {self.best.rate:.0f} samples/s")
+            )
         return [*found, ("verdict", self.verdict)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,13 +155,20 @@ class Bench:
         found = asdict(self)
         found["changes"] = [one._asdict() for one in self.changes]
         found["tries"] = [{**one._asdict()} for one in self.tries]
-        return {**found, "binding": self.binding, "predicted": self.predicted(self.num_workers), "verdict": self.verdict}
+        return {
+            **found,
+            "binding": self.binding,
+            "predicted": self.predicted(self.num_workers),
+            "verdict": self.verdict,
+        }
 
     def _repr_html_(self) -> str:
         most = {"achieved": self.achieved, **self._limits(self.num_workers)}
         bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in most.items()})
         facts = charts.table(dict(self.rows()[:-1]))
-        return charts.fragment("what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
+        return charts.fragment(
+            "what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}"
+        )
 
     def _limits(self, num_workers: int) -> dict[str, float]:
         kind = "processes" if num_workers else "threads"
@@ -146,7 +180,12 @@ class Bench:
         decode = float(np.interp(decoders, known, [rates[count] for count in known]))
         each = rates[known[-1]] / known[-1]  # of one processor, while all decode
         together = self.cores / (1 / each + 1 / self.handoff[kind])
-        found = {"storage": self.storage, "decode": decode, "hand-off": self.handoff[kind], "processors": together}
+        found = {
+            "storage": self.storage,
+            "decode": decode,
+            "hand-off": self.handoff[kind],
+            "processors": together,
+        }
         if kind == "threads" and rates[known[-1]] < _LOCKED * known[-1] * rates[1]:
             found["lock"] = 1 / (1 / rates[known[-1]] + 1 / self.handoff[kind])
         return found

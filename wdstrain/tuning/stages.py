@@ -50,15 +50,26 @@ _PATIENCE = 60.0  # seconds in which processes that decode have begun
 Parts = list[tuple[str, bytes]]  # the fields of a sample
 
 
-def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts] | None = None) -> Index:
+def excerpt(
+    index: Index, count: int, path: str, change: Callable[[Parts], Parts] | None = None
+) -> Index:
     """About `count` samples from several places of a set, written as a tar of their own; its index, with the set's labels.
 
     change: makes other parts of those of a sample, such as a smaller picture.
     """
-    count = max(1, min(count, len(index), int(_MOST_BYTES * len(index) / max(1, sum(shard.bytes for shard in index.shards)))))
+    count = max(
+        1,
+        min(
+            count,
+            len(index),
+            int(_MOST_BYTES * len(index) / max(1, sum(shard.bytes for shard in index.shards))),
+        ),
+    )
     run = -(-count // _RUNS)
     starts = np.linspace(0, max(0, len(index) - run), _RUNS).astype(np.int64)
-    ids = np.unique(np.concatenate([np.arange(start, start + run) for start in starts]).clip(0, len(index) - 1))
+    ids = np.unique(
+        np.concatenate([np.arange(start, start + run) for start in starts]).clip(0, len(index) - 1)
+    )
     shards = index.shard_of(ids)
     runs = np.split(ids, np.flatnonzero((np.diff(ids) != 1) | (np.diff(shards) != 0)) + 1)
     with open(path, "wb") as file:
@@ -69,12 +80,19 @@ def excerpt(index: Index, count: int, path: str, change: Callable[[Parts], Parts
                 data = memoryview(bytearray(stop - start))
                 source.read_into([data], start)  # at once: of a server each read is a request
                 for i in some.tolist():
-                    parts = [(field, bytes(data[at - start : at - start + size])) for field, at, size in index.members(i)]
+                    parts = [
+                        (field, bytes(data[at - start : at - start + size]))
+                        for field, at, size in index.members(i)
+                    ]
                     with suppress(SampleError):  # a bad sample stays as it is
                         parts = change(parts) if change is not None else parts
                     for field, kept in parts:
                         # keys of several shards may be the same; these are for nobody to read
-                        file.write(header(f"{i:012d}.{field}", len(kept)) + kept + bytes(padding(len(kept))))
+                        file.write(
+                            header(f"{i:012d}.{field}", len(kept))
+                            + kept
+                            + bytes(padding(len(kept)))
+                        )
         file.write(END)
     return replace(scan([path]), labels=index.labels)
 
@@ -161,12 +179,18 @@ class Bare:
         collate_fn: Collate | None,
     ) -> None:
         self.size = min(batch_size, len(index))
-        examples = {name: field.example for name, field in (fields or {}).items() if field.example is not None}
+        examples = {
+            name: field.example
+            for name, field in (fields or {}).items()
+            if field.example is not None
+        }
         layout = Layout.of(examples, self.size)
         arena, self._slots = Memory(index.shards[0].bytes), Memory(max(1, layout.size * cores()))
         with open_source(index.shards[0].path) as source:
             source.read_into([arena.view], 0)
-        wanted = None if fields is None else {name for field in fields.values() for name in field.names}
+        wanted = (
+            None if fields is None else {name for field in fields.values() for name in field.names}
+        )
         self._tasks = self._of(TaskBuilder(index, wanted, with_keys=transform is not None), index)
         self._decoder = Decoder(
             names=index.fields,
@@ -183,13 +207,20 @@ class Bare:
         )
 
     def _of(self, tasks: TaskBuilder, index: Index) -> list[Task]:
-        rounds = [np.arange(first, first + self.size) for first in range(0, len(index) - self.size + 1, self.size)]
-        return [tasks.make(n, 0, 0, ids, index.table.start[ids], {}) for n, ids in enumerate(rounds)]
+        rounds = [
+            np.arange(first, first + self.size)
+            for first in range(0, len(index) - self.size + 1, self.size)
+        ]
+        return [
+            tasks.make(n, 0, 0, ids, index.table.start[ids], {}) for n, ids in enumerate(rounds)
+        ]
 
     def run(self, number: int, seconds: float) -> Ran:
         """What one decoder does in this time, the `number`th of several that run at a time."""
         desk, done = ProgressCell.unwatched(), 0
-        self._decoder(self._tasks[0]._replace(slot=number), desk)  # the first takes longer: libraries begin, memory is mapped
+        self._decoder(
+            self._tasks[0]._replace(slot=number), desk
+        )  # the first takes longer: libraries begin, memory is mapped
         begun = time.perf_counter()
         while (spent := time.perf_counter() - begun) < seconds or not done:
             task = self._tasks[(number + done) % len(self._tasks)]
@@ -209,7 +240,9 @@ class Bare:
         """Samples a second of so many processes."""
         if count == 1:
             return self.threads(1, seconds)
-        with ProcessPoolExecutor(count, multiprocessing.get_context(context), _begin_alone, (self, Memory(8 * count))) as pool:
+        with ProcessPoolExecutor(
+            count, multiprocessing.get_context(context), _begin_alone, (self, Memory(8 * count))
+        ) as pool:
             try:
                 ran = list(pool.map(_run_alone, range(count), [count] * count, [seconds] * count))
             except BrokenProcessPool:
@@ -222,7 +255,9 @@ class Bare:
 
 def _together(ran: list[Ran]) -> float:
     """Samples a second of decoders of which one may have waited until another was done: for the interpreter's lock."""
-    return sum(one.samples for one in ran) / (max(one.ended for one in ran) - min(one.begun for one in ran))
+    return sum(one.samples for one in ran) / (
+        max(one.ended for one in ran) - min(one.begun for one in ran)
+    )
 
 
 def _begin_alone(bare: Bare, ready: Memory) -> None:
@@ -230,7 +265,9 @@ def _begin_alone(bare: Bare, ready: Memory) -> None:
     _alone.extend((bare, ready))
 
 
-_alone: list[Any] = []  # of a process that decodes by itself: what, and where it says that it is there
+_alone: list[
+    Any
+] = []  # of a process that decodes by itself: what, and where it says that it is there
 
 
 def _run_alone(number: int, count: int, seconds: float) -> Ran:
@@ -238,7 +275,9 @@ def _run_alone(number: int, count: int, seconds: float) -> Ran:
     there = ready.view.cast("q")
     there[number] = 1
     until = time.monotonic() + _PATIENCE
-    while sum(there) < count and time.monotonic() < until:  # all at a time, or they would not be in each other's way
+    while (
+        sum(there) < count and time.monotonic() < until
+    ):  # all at a time, or they would not be in each other's way
         time.sleep(0.002)
     ran: Ran = bare.run(number, seconds)
     return ran
@@ -264,9 +303,15 @@ class Idle:
             for number in range(len(index)):
                 for name, offset, size in index.members(number):
                     if name in field.names:
-                        with suppress(Exception):  # whatever a field of the user raises: the next sample may be better
+                        with suppress(
+                            Exception
+                        ):  # whatever a field of the user raises: the next sample may be better
                             data = memoryview(bytearray(source.read(offset, size)))
-                            return cls(tuple(field.names), None, read_field(field, name, data, None, np.full(64, 0.5)))
+                            return cls(
+                                tuple(field.names),
+                                None,
+                                read_field(field, name, data, None, np.full(64, 0.5)),
+                            )
         return cls(tuple(field.names), None)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:

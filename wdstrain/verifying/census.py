@@ -71,21 +71,40 @@ class Census:
             for kind, count in kinds.items():
                 for name in {plain(one) for one in kind}:
                     counts[name] += count
-        usual = [name for name, count in counts.items() if count >= _NEARLY_ALL * self.samples and count < self.samples]
+        usual = [
+            name
+            for name, count in counts.items()
+            if count >= _NEARLY_ALL * self.samples and count < self.samples
+        ]
         wanted = {one: f"no {one.replace(';', ' or ')}" for one in asked}
-        some = {name: f"no {self._told(name)}, which {counts[name]} of {self.samples} samples have" for name in usual}
+        some = {
+            name: f"no {self._told(name)}, which {counts[name]} of {self.samples} samples have"
+            for name in usual
+        }
         findings: list[Finding] = []
         for shown, kinds, examples in self._kinds:
             for kind in kinds:
                 plain_names = {plain(one) for one in kind}
                 lacks = [why for one, why in wanted.items() if not kind & set(one.split(";"))]
-                lacks += [why for one, why in some.items() if one not in plain_names and one not in wanted]
+                lacks += [
+                    why for one, why in some.items() if one not in plain_names and one not in wanted
+                ]
                 if lacks:
                     reason = f"it has {' and '.join(lacks)}"
-                    findings += [Finding(shown, key, "", start, reason) for key, start in examples[kind]]
+                    findings += [
+                        Finding(shown, key, "", start, reason) for key, start in examples[kind]
+                    ]
                     more = kinds[kind] - EXAMPLES
                     if more > 0:
-                        findings.append(Finding(shown, "", "", 0, f"holds {more} more samples that have {' and '.join(lacks)}"))
+                        findings.append(
+                            Finding(
+                                shown,
+                                "",
+                                "",
+                                0,
+                                f"holds {more} more samples that have {' and '.join(lacks)}",
+                            )
+                        )
         return findings
 
     def twins(self, key_at: KeyAt) -> list[Finding]:
@@ -133,23 +152,34 @@ class Census:
         findings: list[Finding] = []
         for first in range(len(names)):
             for second in range(first + 1, len(names)):
-                ours, theirs = (np.flatnonzero((split == one) & (pictures != 0)) for one in (first, second))
+                ours, theirs = (
+                    np.flatnonzero((split == one) & (pictures != 0)) for one in (first, second)
+                )
                 ours = ours[np.argsort(pictures[ours], kind="stable")]
                 at = np.searchsorted(pictures[ours], pictures[theirs])
                 at[at == len(ours)] = 0
                 if not len(ours):
                     continue
                 a, b = ours[at], theirs
-                same = (pictures[a] == pictures[b]) & ((keys[a] != keys[b]) | (contents[a] != contents[b]))  # not told as twins
+                same = (pictures[a] == pictures[b]) & (
+                    (keys[a] != keys[b]) | (contents[a] != contents[b])
+                )  # not told as twins
                 if not same.any():
                     continue
                 before, after = int(a[same][0]), int(b[same][0])
-                (path, shown), (other, elsewhere) = self._shards[shard[after]], self._shards[shard[before]]
+                (path, shown), (other, elsewhere) = (
+                    self._shards[shard[after]],
+                    self._shards[shard[before]],
+                )
                 count = len(set(pictures[b[same]].tolist()))
-                more = f"; so are {count - 1} more pictures of '{names[second]}'" if count > 1 else ""
+                more = (
+                    f"; so are {count - 1} more pictures of '{names[second]}'" if count > 1 else ""
+                )
                 where = f"also in split '{names[first]}': key {key_at(other, int(starts[before]))!r} in {elsewhere}"
                 reason = f"its picture is {where}{more}"
-                findings.append(Finding(shown, key_at(path, int(starts[after])), "", int(starts[after]), reason))
+                findings.append(
+                    Finding(shown, key_at(path, int(starts[after])), "", int(starts[after]), reason)
+                )
         return findings
 
     def _told(self, name: str) -> str:

@@ -46,12 +46,16 @@ class Verification:
     shards: int = 0
     samples: int = 0
     bytes: int = 0
-    unindexed: int = 0  # shards of which only the structure could be checked, since no index has checksums
+    unindexed: int = (
+        0  # shards of which only the structure could be checked, since no index has checksums
+    )
     findings: list[Finding] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
     not_decoded: dict[str, int] = field(default_factory=dict)
-    ignored: dict[str, int] = field(default_factory=dict)  # members that are no part of a sample, by reason
+    ignored: dict[str, int] = field(
+        default_factory=dict
+    )  # members that are no part of a sample, by reason
     repeated: int = 0
 
     @property
@@ -127,12 +131,19 @@ class _Work:
         self._lock, self._stopping = threading.Lock(), threading.Event()
         self._open: set[Passage] = set()
 
-    def run(self, took: Callable[[Inspection, Index | None], None], told: Callable[[], None]) -> None:
+    def run(
+        self, took: Callable[[Inspection, Index | None], None], told: Callable[[], None]
+    ) -> None:
         """Look at all of them; `took` is given each in order. An interruption ends what is under way."""
-        decoders = ThreadPoolExecutor(self._jobs, "wdstrain-decode") if self._decode else nullcontext()
+        decoders = (
+            ThreadPoolExecutor(self._jobs, "wdstrain-decode") if self._decode else nullcontext()
+        )
         with ThreadPoolExecutor(self._jobs, "wdstrain-verify") as threads, decoders as trying:
             try:
-                futures = [threads.submit(self._one, path, promised, trying) for path, promised in self._todo]
+                futures = [
+                    threads.submit(self._one, path, promised, trying)
+                    for path, promised in self._todo
+                ]
                 waiting: set[Future[Inspection]] = set(futures)
                 place = 0
                 while place < len(futures):
@@ -147,14 +158,18 @@ class _Work:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _one(self, path: str, promised: Index | None, threads: ThreadPoolExecutor | None) -> Inspection:
+    def _one(
+        self, path: str, promised: Index | None, threads: ThreadPoolExecutor | None
+    ) -> Inspection:
         shown = redacted(path) if is_remote(path) else path
         try:
             with Passage(path, self._stopping, self._tick) as passage:
                 with self._lock:
                     self._open.add(passage)
                 try:
-                    return inspect(passage, promised, path, Trials(threads) if threads is not None else None)
+                    return inspect(
+                        passage, promised, path, Trials(threads) if threads is not None else None
+                    )
                 finally:
                     with self._lock:
                         self._open.discard(passage)
@@ -194,7 +209,9 @@ def _listed(urls: Urls, result: Verification) -> list[tuple[str, Index | None]]:
                 listed = {shard.path for shard in index.shards}
                 here = [] if is_remote(path) else tars_of(os.path.dirname(path))
                 reason = "lies beside the index, which does not list it"
-                result.findings += [Finding(tar, "", "", 0, reason) for tar in here if tar not in listed]
+                result.findings += [
+                    Finding(tar, "", "", 0, reason) for tar in here if tar not in listed
+                ]
         except WdstrainError as error:
             found = finding_of(shown, error)
             reasons = [one.reason for one in result.findings]
@@ -212,9 +229,14 @@ def finding_of(shown: str, error: WdstrainError) -> Finding:
 
 def _needed(need: str | Sequence[str]) -> list[str]:
     groups = need.split(",") if isinstance(need, str) else list(need)
-    found = [";".join(name.strip().lower() for name in group.split(";") if name.strip()) for group in groups]
+    found = [
+        ";".join(name.strip().lower() for name in group.split(";") if name.strip())
+        for group in groups
+    ]
     if any(not one for one in found) and need:
-        raise UsageError(f"need={need!r} names no field in one place. Write for example 'jpg;png,cls'.")
+        raise UsageError(
+            f"need={need!r} names no field in one place. Write for example 'jpg;png,cls'."
+        )
     return [one for one in found if one]
 
 
@@ -223,7 +245,11 @@ def sum_of(todo: list[tuple[str, Index | None]]) -> int | None:
     total = 0
     for path, promised in todo:
         try:
-            total += promised.shards[0].bytes if promised is not None and is_remote(path) else os.stat(path).st_size
+            total += (
+                promised.shards[0].bytes
+                if promised is not None and is_remote(path)
+                else os.stat(path).st_size
+            )
         except OSError:
             if is_remote(path):
                 return None
@@ -235,7 +261,10 @@ def _key_at(path: str, offset: int) -> str:
     try:
         with open_source(path) as source:
             read = lambda start, length: source.read(offset + start, length)  # noqa: E731
-            first = next(salvage(read, source.size - offset, lambda key, field, data, size: (0, 0), Walk()), None)
+            first = next(
+                salvage(read, source.size - offset, lambda key, field, data, size: (0, 0), Walk()),
+                None,
+            )
             return "" if first is None or isinstance(first, Damage) else first.key
     except WdstrainError:
         return ""

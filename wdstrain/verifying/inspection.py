@@ -20,7 +20,15 @@ from wdstrain.verifying.trial import NOT_FINITE, Readers, Trials
 
 _MOST = 1000  # findings of one shard that are told one by one
 _EMPTY = "it has 0 bytes"
-_COMPARED = ("start", "stop", "keys", "member_first", "member_field", "member_offset", "member_size")
+_COMPARED = (
+    "start",
+    "stop",
+    "keys",
+    "member_first",
+    "member_field",
+    "member_offset",
+    "member_size",
+)
 
 
 @dataclass
@@ -49,17 +57,25 @@ class Inspection:
             self.left_out = 0
 
 
-def inspect(passage: Passage, promised: Index | None, path: str, trials: Trials | None) -> Inspection:
+def inspect(
+    passage: Passage, promised: Index | None, path: str, trials: Trials | None
+) -> Inspection:
     """Pass over a shard once and compare it. Raises StorageError or ShardError where it cannot be read to its end."""
     done = Inspection(path, passage.shown)
     labels = promised.labels if promised is not None else ()
-    found = done.found = survey(passage, Readers(labels, is_finite=True) if trials is not None else None, trials)
+    found = done.found = survey(
+        passage, Readers(labels, is_finite=True) if trials is not None else None, trials
+    )
     table = found.table()
     done.starts = table.start
     if promised is not None and passage.size != promised.shards[0].bytes:
         done.add("", "", 0, f"has {passage.size} bytes, its index says {promised.shards[0].bytes}")
     for damage in found.damages:
-        nothing = f"; bytes {damage.start} to {damage.stop} hold no sample" if damage.stop > damage.start else ""
+        nothing = (
+            f"; bytes {damage.start} to {damage.stop} hold no sample"
+            if damage.stop > damage.start
+            else ""
+        )
         done.add("", "", damage.start, damage.reason + nothing)
     _grouping(done, found, table)
     _empty(done, found, table, {label.field for label in labels} | {"cls"})
@@ -103,24 +119,33 @@ def returning(found: Survey, table: Table) -> list[tuple[int, int]]:
 
 def _grouping(done: Inspection, found: Survey, table: Table) -> None:
     for place, name, offset in found.twice:
-        done.add(key_of(table, place), name, offset, "it is the second member of this name. Repack the shard")
-    for place, first in returning(found, table):
-        where = (
-            f"its members lie in two places, the first at offset {table.start[first]}; the fields of a sample must be adjacent"
+        done.add(
+            key_of(table, place),
+            name,
+            offset,
+            "it is the second member of this name. Repack the shard",
         )
+    for place, first in returning(found, table):
+        where = f"its members lie in two places, the first at offset {table.start[first]}; the fields of a sample must be adjacent"
         done.add(key_of(table, place), "", int(table.start[place]), where)
 
 
 def _empty(done: Inspection, found: Survey, table: Table, labels: set[str]) -> None:
     """Pictures and labels of 0 bytes."""
     rows = np.flatnonzero(table.member_size == 0)
-    for row, place in zip(rows.tolist(), (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(), strict=True):
+    for row, place in zip(
+        rows.tolist(),
+        (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(),
+        strict=True,
+    ):
         name = found.fields[table.member_field[row]]
         if name in labels or name.rpartition(".")[2] in EXTENSIONS:
             done.add(key_of(table, place), name, int(table.member_offset[row]), _EMPTY)
 
 
-def _compare(done: Inspection, found: Survey, table: Table, promised: Index, passage: Passage) -> None:
+def _compare(
+    done: Inspection, found: Survey, table: Table, promised: Index, passage: Passage
+) -> None:
     """The samples, and the bytes of the shard, then of its members, with those that the index says."""
     mine, theirs = promised.shards[0].sha256, promised.table
     done.compared = bool(mine) or len(theirs.member_crc) > 0
@@ -136,7 +161,11 @@ def _compare(done: Inspection, found: Survey, table: Table, promised: Index, pas
             done.add(promised.key(place), name, offset, why)
     fields = {name: number for number, name in enumerate(promised.fields)}
     numbers = np.array([fields.get(name, -1) for name in found.fields] or [0], np.int64)
-    same = {name: np.array_equal(getattr(table, name), getattr(theirs, name)) for name in _COMPARED if name != "member_field"}
+    same = {
+        name: np.array_equal(getattr(table, name), getattr(theirs, name))
+        for name in _COMPARED
+        if name != "member_field"
+    }
     same["member_field"] = np.array_equal(numbers[table.member_field], theirs.member_field)
     differing = [name for name in _COMPARED if not same[name]]
     if clean and differing:

@@ -44,7 +44,9 @@ class Passage:
 
     def __init__(self, path: str, stopping: threading.Event, tick: Callable[[int], None]) -> None:
         self.shown = redacted(path) if is_remote(path) else path
-        self._source: Source = open_remote(path, stopping=stopping) if is_remote(path) else LocalFile(path)
+        self._source: Source = (
+            open_remote(path, stopping=stopping) if is_remote(path) else LocalFile(path)
+        )
         self._stopping, self._tick = stopping, tick
         self.size = self._source.size
         self._hash = hashlib.sha256()
@@ -52,7 +54,9 @@ class Passage:
 
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes [offset, offset + length), fewer only at the end. `offset` may lie 2 MiB before the last one, not more."""
-        if self._base <= offset and (at := offset - self._base) + length <= len(self._held):  # as nearly always
+        if self._base <= offset and (at := offset - self._base) + length <= len(
+            self._held
+        ):  # as nearly always
             return self._held[at : at + length]
         stop = min(offset + length, self.size)
         while self._base + len(self._held) < stop:
@@ -113,7 +117,9 @@ class Passage:
             raise StorageError(f"{self.shown}: reading was stopped.")
         data = self._source.read(offset, length)
         if not data:
-            raise ShardError(f"{self.shown} ends at offset {offset}: it was cut while it was read. Start again.")
+            raise ShardError(
+                f"{self.shown} ends at offset {offset}: it was cut while it was read. Start again."
+            )
         return data
 
     def __enter__(self) -> Passage:

@@ -68,7 +68,12 @@ Progress = Callable[[int, int | None], None]  # bytes read, and bytes in all if 
 
 
 def repair(
-    urls: Urls, out: str | os.PathLike[str], *, decode: bool = False, overwrite: bool = False, progress: Progress | None = None
+    urls: Urls,
+    out: str | os.PathLike[str],
+    *,
+    decode: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Repair:
     """Copy all samples that are whole out of the shards that `urls` mean into shards of the same names in the folder `out`.
 
@@ -95,7 +100,9 @@ def repair(
         if not parts:
             first = f" The first: {result.findings[0]}" if result.findings else ""
             raise ShardError(f"none of {len(todo)} shards holds a sample that is whole.{first}")
-        index = _with_what_was_known(join(parts), [promised for _, promised in todo if promised is not None], result)
+        index = _with_what_was_known(
+            join(parts), [promised for _, promised in todo if promised is not None], result
+        )
         save_index(index, folder)
         names = [shard.name for shard in index.shards]
         stage.put_in_place(folder, {name: name for name in [*names, BIN_NAME, INDEX_NAME]})
@@ -115,7 +122,12 @@ def repair(
 
 
 def _one(
-    path: str, promised: Index | None, folder: str, result: Repair, decode: bool, tick: Callable[[int], None]
+    path: str,
+    promised: Index | None,
+    folder: str,
+    result: Repair,
+    decode: bool,
+    tick: Callable[[int], None],
 ) -> Index | None:
     """Write one shard anew; None if nothing of it is whole."""
     shown = redacted(path) if is_remote(path) else path
@@ -134,7 +146,9 @@ def _one(
     try:
         with open_source(path) as source:
             entries = _entries(source, saved.whole, readers, lost_here, shown)
-            index = write_samples(os.path.join(folder, name_of(path)), split, entries, lambda samples, size: None)
+            index = write_samples(
+                os.path.join(folder, name_of(path)), split, entries, lambda samples, size: None
+            )
     except OSError as error:
         raise StorageError(
             f"{result.out} cannot be written: {error.strerror}. Free some space, or choose another folder."
@@ -142,7 +156,9 @@ def _one(
     result.lost += len(lost_here)
     result.findings += [*lost_here[:_TOLD], *saved.gaps]
     if len(lost_here) > _TOLD:
-        result.findings.append(Finding(shown, "", "", 0, f"has lost {len(lost_here) - _TOLD} more samples"))
+        result.findings.append(
+            Finding(shown, "", "", 0, f"has lost {len(lost_here) - _TOLD} more samples")
+        )
     if not len(index):
         os.unlink(index.shards[0].path)
         return None
@@ -179,7 +195,11 @@ def _refusal(one: Whole) -> str:
     """Why a sample cannot be a sample; empty if it can."""
     if sum(size for _, _, size, _ in one.members) > _MOST:
         return f"it claims more than {_MOST >> 30} GiB"
-    return "a NUL character is in its name" if any("\0" in name for name in [one.key, *(m[0] for m in one.members)]) else ""
+    return (
+        "a NUL character is in its name"
+        if any("\0" in name for name in [one.key, *(m[0] for m in one.members)])
+        else ""
+    )
 
 
 # --- the set ---------------------------------------------------------------------------------------------------------
@@ -213,20 +233,36 @@ def _listed(urls: Urls, result: Repair) -> list[tuple[str, Index | None]]:
 def _check(out: str, paths: list[str]) -> None:
     """Raise UsageError for a folder that the repaired shards cannot go to."""
     if is_remote(out):
-        raise UsageError(f"{redacted(out)}: repaired shards go to a folder of this machine. Name one.")
+        raise UsageError(
+            f"{redacted(out)}: repaired shards go to a folder of this machine. Name one."
+        )
     if not paths:
         raise UsageError("these addresses mean no shards. Name a folder with .tar files.")
-    inputs = {os.path.realpath(os.path.dirname(path) or ".") for path in paths if not is_remote(path)}
+    inputs = {
+        os.path.realpath(os.path.dirname(path) or ".") for path in paths if not is_remote(path)
+    }
     if os.path.realpath(out) in inputs:
-        raise UsageError(f"{out} is the folder of the shards, which a repair never writes to. Name another one.")
+        raise UsageError(
+            f"{out} is the folder of the shards, which a repair never writes to. Name another one."
+        )
     twice = [name for name, count in Counter(map(name_of, paths)).items() if count > 1]
     if twice:
-        raise UsageError(f"two shards are named {twice[0]}, and one folder holds one. Repair their folders one by one.")
+        raise UsageError(
+            f"two shards are named {twice[0]}, and one folder holds one. Repair their folders one by one."
+        )
 
 
 def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> Index:
     """Labels and making as the old index says; what it counted is not kept where samples are lost."""
-    labels = known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
+    labels = (
+        known[0].labels if known and all(one.labels == known[0].labels for one in known) else ()
+    )
     stale = {"made", "states"} | ({"samples", "listed"} if result.findings else set())
-    former = {name: value for name, value in (known[0].info if known else {}).items() if name not in stale}
-    return replace(index, labels=labels, info={**former, "repaired": {"copied": len(index), "lost": result.lost}})
+    former = {
+        name: value for name, value in (known[0].info if known else {}).items() if name not in stale
+    }
+    return replace(
+        index,
+        labels=labels,
+        info={**former, "repaired": {"copied": len(index), "lost": result.lost}},
+    )

@@ -63,7 +63,11 @@ def _by_checksums(found: Survey, table: Table, promised: Index, passage: Passage
     mine = _places(found, table, {promised.key(i) for i in lost}) if lost else {}
     for i in sorted(lost):
         rows = range(*theirs.member_first[i : i + 2].tolist())
-        there = {name: rest for name, *rest in _members(found, table, mine[key])} if (key := promised.key(i)) in mine else {}
+        there = (
+            {name: rest for name, *rest in _members(found, table, mine[key])}
+            if (key := promised.key(i)) in mine
+            else {}
+        )
         wanted = [[int(theirs.member_size[row]), int(theirs.member_crc[row])] for row in rows]
         names = [name for name, _, _ in promised.members(i)]
         if [there[name][1:] if name in there else None for name in names] == wanted:
@@ -86,12 +90,19 @@ def _by_checksums(found: Survey, table: Table, promised: Index, passage: Passage
                 rows = range(*theirs.member_first[i : i + 2].tolist())
                 names = [promised.fields[theirs.member_field[row]] for row in rows]
                 members = [
-                    (name, int(offsets[row]), int(theirs.member_size[row]), int(theirs.member_crc[row]))
+                    (
+                        name,
+                        int(offsets[row]),
+                        int(theirs.member_size[row]),
+                        int(theirs.member_crc[row]),
+                    )
                     for name, row in zip(names, rows, strict=True)
                 ]
                 yield Whole(promised.key(i), int(theirs.start[i]), members)
 
-    return Rescue(whole(), len(promised) - len(lost), findings, _unlisted(found, table, promised, shown))
+    return Rescue(
+        whole(), len(promised) - len(lost), findings, _unlisted(found, table, promised, shown)
+    )
 
 
 def _by_headers(found: Survey, table: Table, promised: Index | None, shown: str) -> Rescue:
@@ -123,12 +134,25 @@ def _by_headers(found: Survey, table: Table, promised: Index | None, shown: str)
     sound = []
     for one in taken:
         wanted = known.pop(one.key, None)
-        if wanted is not None and sorted((name, size) for name, _, size, _ in one.members) != wanted[1]:
-            result.lost.append(Finding(shown, one.key, "", one.start, "its fields are not those that its index says"))
+        if (
+            wanted is not None
+            and sorted((name, size) for name, _, size, _ in one.members) != wanted[1]
+        ):
+            result.lost.append(
+                Finding(
+                    shown, one.key, "", one.start, "its fields are not those that its index says"
+                )
+            )
         elif wanted is None and one.doubtful and _kind(one) != usual:
             lacks = " and ".join(sorted(usual - _kind(one)))
-            why = f"lacks what the others have: {lacks}" if lacks else "has other fields than the others"
-            result.lost.append(Finding(shown, one.key, "", one.start, f"it lies beside a damage and {why}"))
+            why = (
+                f"lacks what the others have: {lacks}"
+                if lacks
+                else "has other fields than the others"
+            )
+            result.lost.append(
+                Finding(shown, one.key, "", one.start, f"it lies beside a damage and {why}")
+            )
         else:
             sound.append(one)
     unseen = "its headers are damaged, and its index has no checksums to know its bytes by"
@@ -140,7 +164,12 @@ def _by_headers(found: Survey, table: Table, promised: Index | None, shown: str)
                 "",
                 "",
                 one.start,
-                one.reason + (f"; bytes {one.start} to {one.stop} hold no sample" if one.stop > one.start else ""),
+                one.reason
+                + (
+                    f"; bytes {one.start} to {one.stop} hold no sample"
+                    if one.stop > one.start
+                    else ""
+                ),
             )
             for one in found.damages
         ]
@@ -155,7 +184,12 @@ def _members(found: Survey, table: Table, place: int) -> list[tuple[str, int, in
     """(field, offset, size, crc32) of the members that the walk came by."""
     rows = range(*table.member_first[place : place + 2].tolist())
     return [
-        (found.fields[table.member_field[m]], int(table.member_offset[m]), int(table.member_size[m]), int(table.member_crc[m]))
+        (
+            found.fields[table.member_field[m]],
+            int(table.member_offset[m]),
+            int(table.member_size[m]),
+            int(table.member_crc[m]),
+        )
         for m in rows
     ]
 
@@ -172,7 +206,9 @@ def _places(found: Survey, table: Table, keys: set[str]) -> dict[str, int]:
 def _lies(passage: Passage, theirs: Table, row: int, shift: int) -> bool:
     """Whether the bytes of a member lie so far from where an index says that they do."""
     offset, size = int(theirs.member_offset[row]) + shift, int(theirs.member_size[row])
-    return 0 <= offset <= passage.size - size and passage.again(offset, size) == theirs.member_crc[row]
+    return (
+        0 <= offset <= passage.size - size and passage.again(offset, size) == theirs.member_crc[row]
+    )
 
 
 def _lost(promised: Index, crcs: list[int], i: int, shown: str) -> Finding:
@@ -200,12 +236,17 @@ def _unlisted(found: Survey, table: Table, promised: Index, shown: str) -> list[
     return [Finding(shown, "", "", int(table.start[unknown[0]]), reason)]
 
 
-def _known(promised: Index | None, taken: list[Whole]) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+def _known(
+    promised: Index | None, taken: list[Whole]
+) -> dict[str, tuple[int, list[tuple[str, int]]]]:
     """(start, fields with sizes) by key, as an index without checksums says; nothing if it does not know all that is there."""
     if promised is None:
         return {}
     known = {
-        promised.key(i): (int(promised.table.start[i]), sorted((name, size) for name, _, size in promised.members(i)))
+        promised.key(i): (
+            int(promised.table.start[i]),
+            sorted((name, size) for name, _, size in promised.members(i)),
+        )
         for i in range(len(promised))
     }
     return known if all(one.key in known for one in taken) else {}

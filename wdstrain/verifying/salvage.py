@@ -101,7 +101,9 @@ def salvage(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Found | D
                 yield current
             current, named = Found(key, start, doubtful=after), set()
         after = False
-        current.stop = min(size, data + length + padding(length))  # a cut may have taken padding alone
+        current.stop = min(
+            size, data + length + padding(length)
+        )  # a cut may have taken padding alone
         crc, hashed = look(key, field_name, data, length)
         if field_name in named:
             current.twice.append((field_name, data))
@@ -148,7 +150,13 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
             kind, data = block[156:157], offset + BLOCK
             if kind in EXTENSIONS:
                 check_extension("", offset, length, size)
-                extra.read(kind, bytes(read(data, min(length + padding(length), size - data))), length, "", offset)
+                extra.read(
+                    kind,
+                    bytes(read(data, min(length + padding(length), size - data))),
+                    length,
+                    "",
+                    offset,
+                )
                 start, offset = begun, data + length + padding(length)
                 continue
             length = extra.size if extra.size is not None else length
@@ -184,10 +192,16 @@ def _beyond(fault: Damage | None, offset: int, begun: int, size: int) -> Damage:
     if fault is not None:
         return _until(fault, size)
     if begun < offset:
-        return Damage(begun, size, f"ends at byte {size} after an extension header without its member: it was cut")
+        return Damage(
+            begun,
+            size,
+            f"ends at byte {size} after an extension header without its member: it was cut",
+        )
     if offset < size:
         return Damage(offset, size, f"ends at byte {size} inside a header: it was cut")
-    return Damage(size, size, f"ends at byte {size} without the two zero blocks that end a tar: it was cut")
+    return Damage(
+        size, size, f"ends at byte {size} without the two zero blocks that end a tar: it was cut"
+    )
 
 
 def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
@@ -200,13 +214,23 @@ def _end(read: Read, offset: int, begun: int, size: int) -> Damage | None:
     if stop < size:
         stop -= (stop - offset) % BLOCK
         if stop - offset < len(END):
-            return Damage(begun, stop, f"has a zero block at offset {offset} that is not the end: it is damaged")
+            return Damage(
+                begun,
+                stop,
+                f"has a zero block at offset {offset} that is not the end: it is damaged",
+            )
         what = f"ends at offset {offset}, and more follows at offset {stop}: several tars in one, or zeroed in part"
         return Damage(begun, stop, what, is_join=True)
     if begun < offset:
-        return Damage(begun, size, f"ends at offset {offset} after an extension header without its member")
+        return Damage(
+            begun, size, f"ends at offset {offset} after an extension header without its member"
+        )
     if size - offset < len(END):
-        return Damage(offset, size, f"ends at byte {size} within the two zero blocks that end a tar: it was cut")
+        return Damage(
+            offset,
+            size,
+            f"ends at byte {size} within the two zero blocks that end a tar: it was cut",
+        )
     if not padding_fits:
         what = f"ends at offset {offset}, {size - offset} bytes before the file does, more than tar adds: it was zeroed in part"
         return Damage(offset, size, what)

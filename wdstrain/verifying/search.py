@@ -14,7 +14,9 @@ from wdstrain.errors import ShardError
 from wdstrain.shards.tar import BLOCK, EXTENSIONS, Read, size_in
 
 _SEARCHED = 1 << 20  # bytes that are searched at a time
-_KINDS = frozenset(b"0\x007" + EXTENSIONS)  # of headers that a search stops at: regular files, and extensions before them
+_KINDS = frozenset(
+    b"0\x007" + EXTENSIONS
+)  # of headers that a search stops at: regular files, and extensions before them
 
 
 class Search:
@@ -57,12 +59,18 @@ def _headers_in(data: bytes | memoryview) -> npt.NDArray[np.int64]:
     places = np.flatnonzero(hits)
     sums = np.zeros(len(view) + 1, np.uint32)  # of the bytes before each place
     np.cumsum(view, dtype=np.uint32, out=sums[1:])
-    total = (sums[places + BLOCK] - sums[places] - (sums[places + 156] - sums[places + 148])).astype(np.int64) + 8 * ord(" ")
+    total = (
+        sums[places + BLOCK] - sums[places] - (sums[places + 156] - sums[places + 148])
+    ).astype(np.int64) + 8 * ord(" ")
     stored: npt.NDArray[np.int64] = np.zeros(len(places), np.int64)
     for place in range(148, 156):
         digit = view[places + place].astype(np.int64) - ord("0")
         stored = np.where((digit >= 0) & (digit < 8), 8 * stored + digit, stored)
-    sound = [place for place in places[stored == total].tolist() if _is_header(bytes(data[place : place + BLOCK]))]
+    sound = [
+        place
+        for place in places[stored == total].tolist()
+        if _is_header(bytes(data[place : place + BLOCK]))
+    ]
     return np.array(sound, np.int64)
 
 

@@ -67,7 +67,9 @@ class Survey:
         self._keys += raw
         contents.sort()
         picture = [(size, hashed) for name, size, hashed in contents if name in EXTENSIONS and size]
-        self._hashes.extend((hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0))
+        self._hashes.extend(
+            (hash(key), hash(tuple(contents)), hash(tuple(picture)) if picture else 0)
+        )
         kind = frozenset([name for name, _, _ in fields])
         self.kinds[kind] += 1
         some = self.examples.setdefault(kind, [])
@@ -76,7 +78,10 @@ class Survey:
 
     def table(self) -> Table:
         """The samples as an index has them, checksums with them."""
-        samples, members = np.array(self._samples, np.int64).reshape(-1, 4), np.array(self._members, np.int64).reshape(-1, 4)
+        samples, members = (
+            np.array(self._samples, np.int64).reshape(-1, 4),
+            np.array(self._members, np.int64).reshape(-1, 4),
+        )
         return Table(
             start=samples[:, 0].copy(),
             stop=samples[:, 1].copy(),
@@ -103,13 +108,17 @@ class Survey:
 
     def _new(self, name: str) -> int:
         if len(self.fields) == MOST_FIELDS:
-            raise ShardError(f"these samples have more than {MOST_FIELDS} different fields. Are they samples?")
+            raise ShardError(
+                f"these samples have more than {MOST_FIELDS} different fields. Are they samples?"
+            )
         self._numbers[name] = len(self.fields)
         self.fields.append(name)
         return self._numbers[name]
 
 
-def survey(passage: Passage, readers: Readers | None = None, trials: Trials | None = None) -> Survey:
+def survey(
+    passage: Passage, readers: Readers | None = None, trials: Trials | None = None
+) -> Survey:
     """Pass over a shard to its end. With readers, every field that they know is tried.
 
     Raises StorageError where it cannot be read, ShardError where its samples cannot be ones.
@@ -145,8 +154,13 @@ def crcs_at(promised: Table, found: Table, passage: Passage) -> Ints:
     """
     crcs = np.full(len(promised.member_offset), -1, np.int64)
     if len(found.member_offset):
-        at = np.minimum(np.searchsorted(found.member_offset, promised.member_offset), len(found.member_offset) - 1)
-        same = (found.member_offset[at] == promised.member_offset) & (found.member_size[at] == promised.member_size)
+        at = np.minimum(
+            np.searchsorted(found.member_offset, promised.member_offset),
+            len(found.member_offset) - 1,
+        )
+        same = (found.member_offset[at] == promised.member_offset) & (
+            found.member_size[at] == promised.member_size
+        )
         crcs[same] = found.member_crc[at][same]
     else:
         same = np.zeros(len(crcs), bool)

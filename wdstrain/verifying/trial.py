@@ -109,7 +109,11 @@ class Trials:
 
 
 def _try_all(batch: list[_Try]) -> list[Misfit]:
-    return [(one.key, one.field, one.offset, why) for one in batch if (why := misfit(one.read, one.data))]
+    return [
+        (one.key, one.field, one.offset, why)
+        for one in batch
+        if (why := misfit(one.read, one.data))
+    ]
 
 
 def _labelled(one: Label) -> Field:
