@@ -239,6 +239,19 @@ def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_
         assert np.array_equal(getattr(again.table, name), getattr(made.table, name))
 
 
+def test_indexing_again_names_what_a_shard_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [{"__key__": f"k{i}", "txt": f"t{i}", "cls": i % 2} for i in range(4)]
+    wt.pack(samples, str(tmp_path), classes=["a", "b"], shuffle=False)
+    kept = [(f"k{i}", {"cls": b"0", **({} if i == 2 else {"txt": b"t"})}) for i in range(3)]
+    write_tar(tmp_path / "train-000000.tar", kept)
+    assert len(wt.index(tmp_path)) == 3
+    (line,) = [one for one in caplog.messages if "lost fields" in one]
+    assert "train-000000.tar lost fields of 2 samples since its index was made" in line
+    assert "'k2' (txt), 'k3' (" in line
+
+
 def test_an_index_of_two_folders_is_refused(shards: Path, tmp_path: Path) -> None:
     write_shards(tmp_path / "other", [3])
     with pytest.raises(UsageError, match="2 folders"):

@@ -321,6 +321,8 @@ def _with_former(index: Index, index_path: str) -> Index:
             part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
         else:
             new.append(shard.name)
+            if old is not None:
+                _warn_of_losses(old, part)
         parts.append(replace(part, shards=(shard,)))
     merged = replace(join(parts), labels=labels, info=info)
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
@@ -334,6 +336,26 @@ def _with_former(index: Index, index_path: str) -> Index:
                 label.numbering,
             )
     return merged
+
+
+def _warn_of_losses(old: Index, new: Index) -> None:
+    """Log what the former index of one shard lists and the shard no longer holds."""
+    fields: dict[str, set[str]] = {}
+    for i, key in enumerate(new.keys(np.arange(len(new)))):
+        fields.setdefault(key, set()).update(field for field, _, _ in new.members(i))
+    lost = []
+    for i, key in enumerate(old.keys(np.arange(len(old)))):
+        gone = [field for field, _, _ in old.members(i) if field not in fields.get(key, ())]
+        if gone:
+            lost.append(f"'{key}' ({', '.join(gone)})")
+    if lost:
+        _log.warning(
+            "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
+            "out. If that was not intended, restore the shard.",
+            new.shards[0].shown,
+            len(lost),
+            ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else ""),
+        )
 
 
 def _class_counts(index: Index) -> dict[str, dict[str, int]]:
