@@ -20,8 +20,8 @@ import pytest
 
 import wdstrain
 from tests.conftest import ROOT, write_class_folder
+from tests.support.warm import warm
 from tests.test_architecture import PACKAGE, modules
-from tests.warm import warm
 from wdstrain.cli import main
 
 README = ROOT / "README.md"

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import wdstrain as wt
 from tests.oracle.data_set import DataSet, draw_data_set, write
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
-from tests.servers import cut, cut_in_headers, serving, status
+from tests.support.servers import cut, cut_in_headers, serving, status
 
 DEFAULT = 60  # cases of the default suite
 BLOCK, BLOCKS = 100, 15  # cases of the slow part: BLOCKS tests of BLOCK cases each

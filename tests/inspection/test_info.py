@@ -1,0 +1,601 @@
+"""What is in shards: told at once within bounds, or exactly; of anybody's shards, here or on a server."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+
+import wdstrain as wt
+from tests.cli.test_cli import wait_for
+from tests.conftest import Sample, picture, write_class_folder, write_tar
+from tests.support.servers import serving, stall
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.inspecting import glimpses
+from wdstrain.inspecting.contents import Looker
+from wdstrain.inspecting.dimensions import Value
+from wdstrain.serving import Server
+from wdstrain.shards.tar import END
+
+
+def content(name: str, *values: bytes) -> Any:
+    """What is said of a field with these values."""
+    looker = Looker(name)
+    for data in values:
+        looker.add(Value(len(data), data[: 64 << 10], lambda data=data: data))  # type: ignore[misc]
+    return looker.content()
+
+
+def npy(array: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=True)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, number = tmp_path_factory.mktemp("written"), 0
+    bits, pictures = np.random.default_rng(1), [picture(i) for i in range(50)]
+    for shard in range(12):
+        with webdataset.TarWriter(str(folder / f"s-{shard:02d}.tar")) as writer:
+            for _ in range(150):
+                data = pictures[number % 50] + bits.bytes(int(bits.integers(7_000, 11_000)))
+                fields = {
+                    "png": data,
+                    "cls": number % 3,
+                    "json": {"n": number, "even": number % 2 == 0},
+                }
+                writer.write({"__key__": f"k{number:06d}", **fields})
+                number += 1
+    return folder
+
+
+@pytest.fixture
+def foreign(written: Path, tmp_path: Path) -> Path:
+    """Twelve shards as webdataset writes them, 150 samples of about 14 KB each, without an index."""
+    return Path(shutil.copytree(written, tmp_path / "foreign"))
+
+
+# --- with our index --------------------------------------------------------------------------------------------------
+
+
+def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
+    photos = write_class_folder(tmp_path / "photos", {"cat": 30, "dog": 10})
+    wt.pack_folder(
+        str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, shard_samples=10
+    )
+    index = wt.index(tmp_path / "out")
+    found = wt.info(tmp_path / "out")
+    assert found.exact
+    assert found.ok
+    assert (found.samples, found.shards) == (40, len(index.shards))
+    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
+    assert sum(found.splits.values()) == 40
+    assert sum(found.split_shards.values()) == found.shards
+    sizes = [path.stat().st_size for path in photos.rglob("*.png")]
+    png, cls = found.contents
+    assert (png.name, png.samples, png.sizes.total, png.sizes.smallest) == (
+        "png",
+        40,
+        sum(sizes),
+        min(sizes),
+    )
+    assert png.sizes.largest == max(sizes)
+    assert found.overhead == found.bytes - sum(sizes) - 40
+    assert cls.content.what == "whole number, 0 to 1"
+    assert png.content.images.width == (24, 24, 24)  # type: ignore[union-attr]
+    assert png.content.images.height == (20, 20, 20)  # type: ignore[union-attr]
+    (histogram,) = found.histograms
+    assert histogram.classes == {"cat": 30, "dog": 10}
+    assert histogram.exact
+    assert histogram.imbalance == 3
+    assert "from a folder of 2 classes" in found.made[0]
+    assert "split train=0.8,val=0.2" in found.made[0]
+
+
+def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "y.npy", np.array([0, 2, 2, 2]))
+    np.save(tmp_path / "x.npy", np.zeros((4, 5), np.float32))
+    wt.pack_arrays(
+        {"x": str(tmp_path / "x.npy"), "cls": str(tmp_path / "y.npy")},
+        str(tmp_path / "out"),
+        classes=["a", "b", "c"],
+    )
+    found = wt.info(tmp_path / "out")
+    assert found.histograms[0].classes == {"a": 1, "b": 0, "c": 3}
+    assert found.histograms[0].empty == ("b",)
+    assert "array of float32 [5]" in repr(found)
+
+
+def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> None:
+    angles = [json.dumps(float("nan") if i == 0 else i / 4) for i in range(9)]
+    rows = [
+        {
+            "__key__": f"k{i}",
+            "json": f'{{"angle": {angle}, "tags": {json.dumps(["a", "b"][: i % 3])}}}'.encode(),
+        }
+        for i, angle in enumerate(angles)
+    ]
+    labels = [
+        wt.Label("angle", "number", "json", "angle"),
+        wt.Label("tags", "multi", "json", "tags", ("a", "b", "c")),
+    ]
+    wt.pack(rows, str(tmp_path / "out"), labels=labels)
+    angle, tags = wt.info(tmp_path / "out").histograms
+    values = np.arange(1, 9) / 4
+    assert angle.numbers is not None
+    assert angle.numbers.mean == pytest.approx(values.mean())
+    assert angle.numbers.deviation == pytest.approx(values.std())
+    assert (angle.numbers.smallest, angle.numbers.largest, angle.numbers.not_finite) == (
+        0.25,
+        2.0,
+        1,
+    )
+    assert angle.numbers.quartiles == pytest.approx(tuple(np.quantile(values, (0.25, 0.5, 0.75))))
+    assert angle.numbers.commonest[1] == 1 / 8
+    assert tags.classes == {"a": 6, "b": 3, "c": 0}
+    assert tags.per_sample == (0, 1, 2)
+    assert tags.empty == ("c",)
+
+
+# --- without an index ------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_others_are_told_of_at_once_within_the_stated_error(foreign: Path) -> None:
+    before = sorted(path.name for path in foreign.iterdir())
+    found = wt.info(foreign)
+    assert not found.exact
+    assert 0 < found.error < 0.1
+    assert abs(found.samples - 1800) <= found.error * 1800
+    assert found.looked is not None
+    assert found.looked.shards == glimpses.LOOKED_INTO
+    assert found.looked.bytes <= found.bytes / 2
+    assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
+    assert [one.name for one in found.contents] == ["cls", "json", "png"]
+    assert {one.samples for one in found.contents} == {found.samples}
+    assert found.histograms[0].classes.keys() == {"0", "1", "2"}
+    assert sum(found.histograms[0].classes.values()) == pytest.approx(found.samples, abs=2)
+    assert not found.histograms[0].exact
+    assert "about" in repr(found)
+    assert sorted(path.name for path in foreign.iterdir()) == before
+
+
+def test_exact_counts_everything_and_remembers_it(foreign: Path) -> None:
+    told: list[str] = []
+    found = wt.info(foreign, exact=True, note=told.append)
+    assert found.exact
+    assert found.samples == 1800
+    assert found.histograms[0].classes == {"0": 600, "1": 600, "2": 600}
+    assert found.per_shard == (150, 150, 150)
+    assert "1800 samples" in told[0]
+    again = wt.info(foreign)
+    assert again.exact
+    assert again.samples == 1800
+
+
+def test_few_small_shards_of_others_are_exact_at_once(shards: Path) -> None:
+    found = wt.info(shards)
+    assert found.exact
+    assert found.samples == 21
+    assert found.histograms[0].exact
+    assert not (shards / ".wdstrain").exists()
+
+
+def test_a_huge_shard_is_answered_from_its_beginning(tmp_path: Path) -> None:
+    rows: list[Sample] = [(f"k{i:04d}", {"bin": bytes(20_000)}) for i in range(200)]
+    path = write_tar(tmp_path / "s" / "huge.tar", rows)
+    os.truncate(path, path.stat().st_size - len(END))
+    os.truncate(path, 1 << 36)
+    found = wt.info(path)
+    assert found.looked is not None
+    assert found.looked.bytes <= glimpses.FIRST + 2 * (128 << 10) + len(END)
+    assert found.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
+
+
+def test_large_samples_are_found_by_their_headers_within_bounds(tmp_path: Path) -> None:
+    rows: list[Sample] = [
+        (f"k{i:02d}", {"mp4": bytes(4) + b"ftyp" + bytes(3_000_000), "cls": b"1"})
+        for i in range(30)
+    ]
+    path = write_tar(tmp_path / "s" / "films.tar", rows)
+    found = wt.info(path)
+    assert found.looked is not None
+    assert found.looked.bytes <= glimpses.FIRST + glimpses.MORE * (128 << 10) + len(END)
+    assert found.samples == pytest.approx(30, rel=0.05)
+    assert found.contents[0].content.what == "MP4 video"
+    assert found.histograms[0].classes.keys() == {"1"}
+
+
+# --- on a server -----------------------------------------------------------------------------------------------------
+
+
+def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path) -> None:
+    with Server(foreign) as server:
+        found = wt.info(f"{server.url}s-{{00..11}}.tar")
+        asked, sent = server.requests, server.bytes
+    assert not found.exact
+    assert abs(found.samples - 1800) <= found.error * 1800
+    assert found.looked is not None
+    assert found.looked.bytes <= glimpses.LOOKED_INTO * (glimpses.FIRST + len(END))
+    assert sent <= found.looked.bytes + 12  # a byte of each, for its size
+    assert asked == found.looked.requests + 1  # and one for an index beside them
+    assert asked <= 2 * glimpses.LOOKED_INTO + 4 + 1
+    assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
+    assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
+
+
+def test_of_very_many_shards_only_some_are_asked_for(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(glimpses, "LOOKED_INTO", 2)
+    monkeypatch.setattr(glimpses, "_SIZED", 3)
+    with Server(foreign) as server:
+        found = wt.info(f"{server.url}s-{{00..11}}.tar")
+        assert server.requests <= 2 * 2 + 1 + 1
+    assert found.shards == 12
+    assert found.bytes == pytest.approx(
+        sum(path.stat().st_size for path in foreign.glob("*.tar")), rel=0.1
+    )
+    assert found.samples == pytest.approx(1800, rel=0.1)
+
+
+def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -> None:
+    photos = write_class_folder(tmp_path / "photos", {"cat": 120, "dog": 80})
+    wt.pack_folder(str(photos), str(tmp_path / "out"), shard_samples=15)
+    here = wt.info(tmp_path / "out")
+    with Server(tmp_path / "out") as server:
+        there = wt.info(server.url)
+        assert server.requests <= 2 + glimpses.LOOKED_INTO
+    assert there.exact
+    for name in (
+        "samples",
+        "shards",
+        "bytes",
+        "splits",
+        "overhead",
+        "per_shard",
+        "made",
+        "histograms",
+        "keys",
+    ):
+        assert getattr(there, name) == getattr(here, name)
+    assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
+    assert there.contents[0].content.images.formats == {"PNG": there.contents[0].content.looked_at}  # type: ignore[union-attr]
+
+
+def test_exact_is_the_same_from_a_server_as_from_a_disk(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with Server(foreign) as server:
+        there = wt.info(f"{server.url}s-{{00..02}}.tar", exact=True)
+        size = sum((foreign / f"s-{number:02d}.tar").stat().st_size for number in range(3))
+        assert (
+            server.bytes < 4 * size
+        )  # walked over, read for its labels, and what was on its way when a connection ended
+    here = wt.info(f"{foreign}/s-0[0-2].tar", exact=True)
+    assert there.samples == here.samples == 450
+    assert there.histograms == here.histograms
+    assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
+
+
+def test_labels_far_inside_large_samples_are_asked_for(tmp_path: Path) -> None:
+    rows = [{"__key__": f"k{i}", "bin": bytes(1_200_000), "json": {"x": i}} for i in range(5)]
+    wt.pack(
+        rows, str(tmp_path / "out"), labels=[wt.Label("x", "number", "json", "x")], shuffle=False
+    )
+    with Server(tmp_path / "out") as server:
+        found = wt.info(server.url)
+    assert found.histograms[0].numbers is not None
+    assert found.histograms[0].numbers.mean == 2
+
+
+def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path) -> None:
+    released = threading.Event()
+    try:
+        with serving(foreign) as server:
+            server.faults += [stall(1000, released) for _ in range(12)]
+            command = [sys.executable, "-m", "wdstrain", "info", f"{server.url}/s-{{00..11}}.tar"]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ) as process:
+                wait_for(
+                    lambda: any(path.endswith(".tar") for path, _ in list(server.requests)), process
+                )
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=10)  # a stalled read is given up after 20 s
+            released.set()
+    finally:
+        released.set()
+    assert process.returncode == 130
+    assert out == ""
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_damaged_shard_of_many_is_named_and_the_others_are_told_of(
+    shards: Path, exact: bool, capsys: Any
+) -> None:
+    os.truncate(shards / "part-001.tar", 4000)
+    found = wt.info(shards, exact=exact)
+    assert found.samples == 8
+    assert found.shards == 2
+    assert "part-001.tar ends" in found.findings[0]
+    assert main(["info", str(shards), *["--exact"] * exact]) == 1
+    printed = capsys.readouterr()
+    assert "part-001.tar ends" in printed.err
+    assert "samples" in printed.out
+
+
+def test_a_shard_cut_far_behind_what_is_looked_at_is_found_by_its_end(foreign: Path) -> None:
+    size = (foreign / "s-04.tar").stat().st_size
+    os.truncate(foreign / "s-04.tar", size - 20_480)
+    found = wt.info(foreign)
+    assert found.shards == 11
+    assert f"s-04.tar ends at byte {size - 20_480} without the two zero blocks" in found.findings[0]
+    with Server(foreign) as server:
+        far = wt.info(f"{server.url}s-{{04..05}}.tar")
+    assert "s-04.tar ends at byte" in far.findings[0]
+
+
+def test_a_shard_that_is_not_as_indexed_is_left_away(shards: Path) -> None:
+    wt.index(shards)
+    os.truncate(shards / "part-000.tar", 1024)
+    (shards / "part-002.tar").unlink()
+    found = wt.info(shards)
+    assert (found.samples, found.shards) == (13, 1)
+    assert "part-000.tar has 1024 bytes, its index says" in found.findings[0]
+    assert "part-002.tar is in the index but cannot be found" in found.findings[1]
+
+
+def test_compressed_tars_pages_and_empty_folders_are_refused(tmp_path: Path, shards: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UsageError, match="holds no index.json and no .tar file"):
+        wt.info(tmp_path / "none")
+    packed = tmp_path / "packed.tar"
+    packed.write_bytes(gzip.compress((shards / "part-000.tar").read_bytes()))
+    with pytest.raises(ShardError, match="is a gzip file, not a plain tar"):
+        wt.info(packed)
+    page = tmp_path / "page.tar"
+    page.write_bytes(b"<html>" + bytes(2000))
+    with pytest.raises(ShardError, match="no valid tar header at offset 0"):
+        wt.info(page)
+    with Server(shards) as server, pytest.raises(StorageError, match="404"):
+        wt.info(f"{server.url}none.tar")
+    with pytest.raises(ShardError, match="is a gzip file.*None of the other 1 can be read either"):
+        wt.info([packed, page])
+    with pytest.raises(UsageError, match="named twice"):
+        wt.info([shards, shards / "part-000.tar"])
+
+
+def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Path) -> None:
+    wt.index(shards)
+    found = wt.info([shards, foreign])
+    assert not found.exact
+    assert found.shards == 15
+    assert abs(found.samples - 1821) <= found.error * 1821
+    assert [one.samples for one in found.contents if one.name == "txt"] == [21]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "what"),
+    [
+        ("cls", [b"3", b"12\n"], "whole number, 3 to 12"),
+        ("score", [b"0.5", b"-2"], "number, -2 to 0.5"),
+        ("txt", ["größe".encode(), "\ufeffab".encode()], "text (UTF-8), 2 to 5 characters"),
+        ("score", [b"0.5", b"-2", b"7"], "number, -2 to 7"),
+        (
+            "txt",
+            [b"a few", b"1"],
+            "text (UTF-8), 5 to 5 characters (1 of 2); whole number, 1 to 1 (1 of 2)",
+        ),
+        ("txt", [b""], "empty"),
+        (
+            "npy",
+            [npy(np.zeros((2, 3), np.uint8)), npy(np.zeros((4, 3), np.uint8))],
+            "array of uint8, shapes differ: [2-4, 3]",
+        ),
+        ("npy", [npy(np.float32(2)), npy(np.float32(5))], "number in .npy (float32), 2 to 5"),
+        ("npy", [npy(np.array([{}], object))], "array of Python objects (never loaded)"),
+        ("pyd", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
+        ("bin", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
+        ("json", [b"[1, 2.5]"], "JSON: list of number"),
+        ("json", [b'{"a": 1, "b": null}', b'{"a": 2.5}'], "JSON: a (number), b (null, in 50%)"),
+        ("json", [b"{"], "no JSON that can be read"),
+        ("bin", [b"\x00\x01\x02"], "bytes of no known kind"),
+    ],
+)
+def test_a_field_is_told_by_its_bytes(name: str, values: list[bytes], what: str) -> None:
+    assert content(name, *values).what.startswith(what)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    rows: list[Sample] = [
+        (
+            "a",
+            {
+                "pyd": pickle.dumps(Trap()),
+                "npy": npy(np.array([Trap()], object)),
+                "cls": pickle.dumps(Trap()),
+            },
+        )
+    ]
+    path = write_tar(tmp_path / "s" / "a.tar", rows)
+    assert wt.info(path, exact=True).samples == 1
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
+    turned, plain = io.BytesIO(), Image.new("RGB", (40, 30))
+    exif = Image.Exif()
+    exif[274] = 6
+    plain.save(turned, "JPEG", exif=exif)
+    late = io.BytesIO()
+    plain.save(late, "JPEG", icc_profile=bytes(200_000))  # its size stands behind the first 64 KB
+    half = picture(1, size=(600, 400), kind="JPEG")[:2000]  # its pixels are not there
+    grey = io.BytesIO()
+    Image.new("L", (10, 10)).save(grey, "PNG")
+    found = content(
+        "jpg",
+        turned.getvalue(),
+        late.getvalue(),
+        half,
+        grey.getvalue(),
+        b"\xff\xd8\xff\xe0 no picture",
+    ).images
+    assert found.formats == {"JPEG": 3, "PNG": 1}
+    assert found.modes == {"RGB": 3, "L": 1}
+    assert found.width == (10, 40, 600)
+    assert found.turned == 0.25
+    assert found.unreadable == 1
+    assert found.reason
+
+
+def test_pictures_that_break_decoders_are_told_of(data: Any) -> None:
+    files = [
+        path
+        for path in data("difficult").iterdir()
+        if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif")
+    ]
+    found = content("jpg", *(path.read_bytes() for path in files if path.stat().st_size))
+    images = found.images
+    assert images.looked_at == sum(path.stat().st_size > 0 for path in files)
+    assert images.unreadable < images.looked_at / 3
+    assert {"JPEG", "PNG", "GIF", "WEBP", "TIFF"} <= set(images.formats)
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_readable_at_eighty_columns(
+    foreign: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["info", str(foreign)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    for word in (
+        "about",
+        "looked at",
+        "png",
+        "PNG image; 24 x 20; RGB",
+        "█",
+        "median",
+        "99 %",
+        "by another program",
+    ):
+        assert word in text
+
+
+def test_json_has_the_whole_of_it(foreign: Path, capsys: Any) -> None:
+    assert main(["info", str(foreign), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {
+        "samples",
+        "shards",
+        "bytes",
+        "splits",
+        "fields",
+        "labels",
+        "info",
+        "exact",
+        "error",
+        "ok",
+    } <= found.keys()
+    assert found["fields"] == ["cls", "json", "png"]
+    assert found["contents"][0]["sizes"]["total"] == found["samples"]
+    assert found == wt.info(foreign).as_dict()
+
+
+def test_many_classes_are_shown_as_twenty_and_a_rest(tmp_path: Path, capsys: Any) -> None:
+    rows: list[Sample] = [(f"k{i:04d}", {"cls": str(min(i % 40, 29)).encode()}) for i in range(400)]
+    write_tar(tmp_path / "s" / "a.tar", rows)
+    assert main(["info", str(tmp_path / "s")]) == 0
+    text = capsys.readouterr().out
+    assert "10 others" in text
+    assert text.count("█") > 20
+    assert len([line for line in text.splitlines() if line.endswith("%") and "." in line]) == 21
+
+
+def test_a_notebook_shows_escaped_tables(tmp_path: Path) -> None:
+    rows: list[Sample] = [("k<b>", {"cls": b"1", "<i>": b"x"})]
+    path = write_tar(tmp_path / "s" / "a.tar", rows)
+    html = wt.info(path)._repr_html_()
+    assert "<table>" in html
+    assert "k&lt;b&gt;" in html
+    assert "<i>" not in html
+    index = wt.index(tmp_path / "s")._repr_html_()
+    assert "<th>samples</th><td>1</td>" in index
+    assert "&lt;i&gt;" in index
+
+
+def test_a_shard_without_samples_is_told_of(tmp_path: Path, capsys: Any) -> None:
+    path = write_tar(tmp_path / "s" / "a.tar", [])
+    assert main(["info", str(path)]) == 0
+    assert "samples" in capsys.readouterr().out
+    assert (wt.info(path).samples, wt.info(path).exact) == (0, True)
+
+
+def test_what_steers_a_terminal_is_not_printed(tmp_path: Path, capsys: Any) -> None:
+    name = b"k\x1b[31m\xff"
+    rows: list[Sample] = [
+        (name.decode("utf-8", "surrogateescape"), {"json": b'{"\\u001b[2J": 1}', "cls": b"\x1b"})
+    ]
+    path = write_tar(tmp_path / "s" / "a.tar", rows)
+    for words in ([], ["--json"]):
+        assert main(["info", str(path), *words]) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", ["unlabelled", "numbered"])
+def test_a_label_that_differs_between_sets_is_shown_with_what_differs(
+    tmp_path: Path, other: str, capsys: Any
+) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    wt.pack([{"__key__": f"k{n}", "cls": n % 2} for n in range(6)], a, classes=["cat", "dog"])
+    wt.pack(
+        [
+            {"__key__": f"m{n}", **({"txt": "x"} if other == "unlabelled" else {"cls": n % 2})}
+            for n in range(6)
+        ],
+        b,
+    )
+    why = {"unlabelled": "no label", "numbered": "2 classes without names"}[other]
+    for urls in ([a, b], [b, a]):
+        found = wt.info(urls)
+        assert found.ok
+        assert found.labels == ()
+        assert list(found.disagreements) == list(found.as_dict()["disagreements"]) == ["cls"]
+        assert "0 cat, 1 dog" in found.disagreements["cls"]
+        assert why in found.disagreements["cls"]
+        assert f"label cls: {found.disagreements['cls']}" in repr(found)
+        assert main(["info", *urls]) == 0
+        assert "0 cat, 1 dog" in capsys.readouterr().out
+    assert wt.info(a).disagreements == {}

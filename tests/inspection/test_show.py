@@ -1,0 +1,656 @@
+"""Samples are shown as they are: of shards, of a loader, of a batch; what is broken is shown too."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import multiprocessing
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import wdstrain as wt
+from tests.conftest import picture, write_class_folder, write_tar
+from tests.support.servers import serving
+from wdstrain.cli import main
+from wdstrain.decode.fields import image
+from wdstrain.looking.doors import peek_varied
+from wdstrain.looking.picking import Wanted
+
+RED = (200, 65, 43)
+
+
+def npy(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, value, allow_pickle=True)
+    return buffer.getvalue()
+
+
+def opened(file: Any) -> np.ndarray:
+    """The pixels of a picture. uint8[h, w, 3]"""
+    with Image.open(file) as image:
+        return np.array(image)
+
+
+def of_colour(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
+    return int((pixels == colour).all(2).sum())
+
+
+def pixels_of(number: int) -> np.ndarray:
+    return opened(io.BytesIO(picture(number)))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 pictures of three classes, 30, 20 and 10, in four shards."""
+    folder = tmp_path_factory.mktemp("looking")
+    write_class_folder(folder / "photos", {"cat": 30, "dog": 20, "owl": 10})
+    wt.pack_folder(str(folder / "photos"), str(folder / "shards"), shard_samples=16, jobs=1)
+    return folder / "shards"
+
+
+def foreign(folder: Path, count: int = 40, size: tuple[int, int] = (24, 20)) -> Path:
+    """Two shards of somebody else's, without an index."""
+    samples = [
+        (f"s{i:04d}", {"png": picture(i, size=size), "cls": b"%d" % (i % 4)}) for i in range(count)
+    ]
+    write_tar(folder / "a.tar", samples[: count // 2])
+    write_tar(folder / "b.tar", samples[count // 2 :])
+    return folder
+
+
+# --- what lies in shards ---------------------------------------------------------------------------------------------
+
+
+def test_the_first_samples_are_shown_decoded_with_the_names_of_their_classes(packed: Path) -> None:
+    found, index = wt.peek(packed, 5), wt.Loader(packed, batch_size=1).index
+    assert [one.key for one in found] == index.keys(np.arange(5))
+    for one in found:
+        name, _, number = one.key.partition("/")
+        assert one.labels == {"class": name}
+        np.testing.assert_array_equal(one.picture, pixels_of(int(number)))
+        assert (one.shard, one.split, one.error) == (str(packed / "train-000000.tar"), "train", "")
+    assert [one.offset for one in found] == index.table.start[:5].tolist()
+    assert found.title == f"{packed}: the first 5 of 60 samples"
+
+
+def test_the_same_seed_shows_the_same_samples_at_random(packed: Path) -> None:
+    keys = [
+        [one.key for one in wt.peek(packed, 20, order="random", seed=seed)] for seed in (3, 3, 4)
+    ]
+    assert keys[0] == keys[1] != keys[2]
+    assert len(set(keys[0])) == 20
+    assert len({one.shard for one in wt.peek(packed, 20, order="random")}) > 1
+    assert len(wt.peek(packed, 100, order="random")) == 60
+
+
+def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(packed: Path) -> None:
+    evenly = [one.labels["class"] for one in wt.peek(packed, 25, order="classes")]
+    assert [evenly.count(name) for name in ("cat", "dog", "owl")] == [9, 8, 8]
+    assert len(wt.peek(packed, 60, order="classes")) == 60
+    assert [one.labels["class"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == [
+        "owl",
+        "owl",
+        "cat",
+        "cat",
+    ]
+    assert {one.labels["class"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
+    few = wt.peek(packed, 12, classes=["owl"])
+    assert len(few) == 10
+    assert few.notes == ("fewer than 12 were found of owl",)
+
+
+def test_a_class_of_which_there_is_no_sample_is_told(packed: Path) -> None:
+    index = wt.Loader(packed, batch_size=1).index
+    label = dataclasses.replace(index.labels[0], classes=(*index.labels[0].classes, "yak"))
+    found = wt.peek(dataclasses.replace(index, labels=(label,)), 8, order="classes")
+    assert found.notes == ("no sample was found of yak",)
+    assert len(found) == 8
+
+
+def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path) -> None:
+    keys = ["owl/055", "cat/003", "dog/031"]
+    assert [one.key for one in wt.peek(packed, 1, keys=keys)] == keys
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards; near are cat/0"),
+        (
+            {"classes": ["dgo"]},
+            "there is no class 'dgo'; near are dog. The label class has 3: cat, dog, owl.",
+        ),
+        ({"label": "clas"}, "there is no label 'clas'; near are class"),
+        ({"order": "last"}, "order='last' is none of first, random, classes"),
+        ({"n": 0}, "n=0: 1 to 1000"),
+        ({"n": 2000}, "n=2000: 1 to 1000"),
+        ({"keys": "cat/030"}, "is one word"),
+        ({"keys": ["cat/003"], "classes": ["cat"]}, "by key, by class or at random"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_what_is_near(
+    packed: Path, asked: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=re.escape(sentence)):
+        wt.peek(packed, **asked)
+
+
+def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) -> None:
+    good, objects = picture(1), npy(np.array([{"a": 1}], object))
+    samples = [
+        ("a", {"png": good}),
+        ("b", {"png": good[:60]}),
+        ("c", {"png": b"", "cls": b"2"}),
+        ("d", {"npy": objects}),
+    ]
+    found = wt.peek(
+        write_tar(tmp_path / "x.tar", [*samples, ("e", {"json": b"{", "txt": b"\xff"})]), 9
+    )
+    assert [bool(one.error) for one in found] == [False, True, True, True, True]
+    assert found.broken == 4
+    assert found[1].error.startswith("png: ")
+    assert "no image of a known format (0 bytes" in found[2].error
+    assert found[2].labels == {"cls": "2"}
+    assert "Object arrays cannot be loaded" in found[3].error or "Python objects" in found[3].error
+    assert "json: " in found[4].error
+    assert "txt: it is no UTF-8 text" in found[4].error
+
+
+def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> None:
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    offset = next(
+        at for name, at, _ in wt.Loader(packed, batch_size=1).index.members(2) if name == "png"
+    )
+    with open(tmp_path / "train-000000.tar", "r+b") as file:
+        file.seek(offset + 40)
+        file.write(b"\xaa")
+    assert [one.error for one in wt.peek(tmp_path, 4)] == [
+        "",
+        "",
+        "png: its bytes are not those that were packed (crc32)",
+        "",
+    ]
+
+
+def test_texts_documents_numbers_and_arrays_are_shown_as_what_they_are(tmp_path: Path) -> None:
+    rows, columns = np.mgrid[:20, :30]
+    plane, colours = (
+        (rows * columns).astype(np.float32),
+        np.stack([rows, columns, rows]).astype(np.uint8),
+    )
+    sample = {
+        "txt": b"a cat\n on a mat",
+        "json": b'{"angle": 0.25, "kind": {"of": [1, 2]}}',
+        "depth.npy": npy(plane),
+        "planes.npy": npy(colours),
+        "grey.npy": npy(colours[0][:, :, None]),
+        "vector.npy": npy(np.arange(100.0)),
+        "cls": b"7",
+        "bin": bytes(50),
+        "mp4": bytes(5000),
+    }
+    (seen,) = wt.peek(write_tar(tmp_path / "x.tar", [("a", sample)]))
+    assert seen.text == "a cat on a mat"
+    assert seen.labels == {"cls": "7"}
+    assert seen.fields["json"] == "{angle: 0.25, kind: {of: [1, 2]}}"
+    assert (seen.fields["bin"], seen.fields["mp4"]) == ("50 B", "5 KB")
+    assert seen.fields["vector.npy"] == "float64[100], 0 to 99"
+    assert seen.fields["depth.npy"] == "float32[20, 30], 0 to 551"
+    assert list(seen.pictures) == ["depth.npy", "planes.npy", "grey.npy"]
+    np.testing.assert_array_equal(seen.pictures["depth.npy"][:, :, 1], np.rint(plane * (255 / 551)))
+    np.testing.assert_array_equal(seen.pictures["planes.npy"], np.moveaxis(colours, 0, -1))
+    np.testing.assert_array_equal(seen.pictures["grey.npy"][:, :, 2], colours[0])
+
+
+def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
+    write_class_folder(tmp_path, {"cat": 3})
+    (tmp_path / "t.csv").write_text(
+        "f,angle,kind,speed\n" + "".join(f"cat/00{i}.png,{i / 4},k{i % 2},{i}\n" for i in range(3))
+    )
+    wt.pack_table(
+        str(tmp_path / "t.csv"),
+        str(tmp_path / "out"),
+        image="f",
+        label=["angle:number", "kind"],
+        shuffle=False,
+        jobs=1,
+    )
+    found = wt.peek(tmp_path / "out")
+    assert [one.said for one in found] == [
+        "angle 0, kind k0",
+        "angle 0.25, kind k1",
+        "angle 0.5, kind k0",
+    ]
+    assert [one.labels for one in wt.peek(tmp_path / "out", label="kind")] == [
+        {"kind": "k0"},
+        {"kind": "k1"},
+        {"kind": "k0"},
+    ]
+    assert found[1].fields["json"] == "{speed: 1}"
+
+
+# --- how much is read ------------------------------------------------------------------------------------------------
+
+
+def test_of_somebody_elses_shards_on_a_server_only_what_is_shown_is_read(tmp_path: Path) -> None:
+    foreign(tmp_path)
+    with serving(tmp_path) as served:
+        found = wt.peek([f"{served.url}/a.tar?sig=hush", f"{served.url}/b.tar?sig=hush"], 5)
+        asked = [(path.split("?")[0], ranged) for path, ranged in served.requests]
+    assert [one.key for one in found] == [f"s{i:04d}" for i in range(5)]
+    np.testing.assert_array_equal(found[4].picture, pixels_of(4))
+    assert len([path for path, _ in asked if path == "/a.tar"]) == 6  # headers, and each sample
+    assert not [path for path, _ in asked if path == "/b.tar"]
+    assert "hush" not in found.title + found[0].shard + repr(found) + found._repr_html_()
+    assert "no index says of how many" in found.title
+
+
+def test_a_walk_goes_on_into_the_next_shard_as_far_as_needed(tmp_path: Path) -> None:
+    found = wt.peek(foreign(tmp_path), 25)
+    assert [one.key for one in found] == [f"s{i:04d}" for i in range(25)]
+    assert not (tmp_path / ".wdstrain").exists()
+
+
+def test_samples_with_an_index_take_a_request_each_wherever_they_lie(packed: Path) -> None:
+    with serving(packed) as served:
+        found = wt.peek(f"{served.url}/index.json", 7, order="random")
+        asked = [path for path, _ in served.requests]
+    assert len([path for path in asked if path.endswith(".tar")]) == 7
+    assert [one.key for one in found] == [one.key for one in wt.peek(packed, 7, order="random")]
+
+
+def test_what_cannot_be_shown_is_not_read(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "a.tar", [("a", {"cls": b"1", "mp4": bytes(3_000_000), "png": picture(1)})]
+    )
+    wt.index(tmp_path)
+    with serving(tmp_path) as served:
+        (seen,) = wt.peek(f"{served.url}/a.tar")
+        ranges = [
+            ranged.removeprefix("bytes=").split("-") for _, ranged in served.requests if ranged
+        ]
+    assert sum(int(stop) - int(start) + 1 for start, stop in ranges) < 10_000
+    assert (seen.labels, seen.fields["mp4"]) == ({"cls": "1"}, "3 MB")
+    np.testing.assert_array_equal(seen.picture, pixels_of(1))
+
+
+def test_picking_from_shards_without_an_index_says_what_it_cost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = wt.peek(foreign(tmp_path), 8, order="classes")
+    assert "walked over the headers of 40 samples" in caplog.text
+    assert [one.labels["cls"] for one in found] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+
+
+# --- what a loader delivers ------------------------------------------------------------------------------------------
+
+
+def fields(**options: Any) -> dict[str, wt.Field]:
+    return {"image": wt.image(size=24, augment="rrc+flip", **options), "label": wt.label()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_peeking_into_a_loader_shows_the_next_epoch_and_disturbs_no_loop(
+    packed: Path, workers: int
+) -> None:
+    options: Any = {"batch_size": 8, "seed": 5}
+    with_others = [list(wt.Loader(packed, fields(), **options).epoch(epoch)) for epoch in (0, 1)]
+    loader = wt.Loader(packed, fields(), num_workers=workers, **options)
+    given = []
+    for step, batch in enumerate(loader):
+        given.append(batch)
+        if step == 2:
+            before, threads = loader.state_dict(), threading.active_count()
+            found = wt.peek(loader, 12)
+            assert (loader.state_dict(), threading.active_count()) == (before, threads)
+    rows = [(batch, row) for batch in with_others[1] for row in range(8)][:12]
+    assert [one.key for one in found] == [batch["__key__"][row] for batch, row in rows]
+    for one, (batch, row) in zip(found, rows, strict=True):
+        np.testing.assert_array_equal(one.picture, batch["image"][row].permute(1, 2, 0))
+        assert one.labels == {"label": one.key.split("/")[0]}
+        assert Path(one.shard).parent == packed
+    assert all(
+        torch.equal(one["image"], other["image"])
+        for one, other in zip(given, with_others[0], strict=True)
+    )
+    assert found.title == f"{packed}: the first 12 samples of epoch 1 of a Loader"
+    loader.close()
+
+
+def test_peeking_shows_where_a_loaded_state_goes_on(packed: Path) -> None:
+    loader = wt.Loader(packed, fields(), batch_size=8)
+    loader.load_state_dict({**loader.state_dict(), "epoch": 2, "step": 3})
+    found = wt.peek(loader, 3)
+    assert "epoch 2 from step 3 on" in found.title
+    batch = next(iter(loader))
+    assert [one.key for one in found] == batch["__key__"][:3]
+    loader.close()
+
+
+def test_rows_in_which_another_stands_in_for_a_bad_sample_say_so(tmp_path: Path) -> None:
+    samples = [(f"s{i}", {"png": picture(i) if i != 2 else b"no picture"}) for i in range(6)]
+    shard = write_tar(tmp_path / "x.tar", samples)
+    options: Any = {"batch_size": 6, "shuffle": False}
+    found = wt.peek(
+        wt.Loader(shard, {"image": wt.image(size=8)}, on_bad="replace", max_bad=1.0, **options), 6
+    )
+    assert [one.error for one in found] == ["", "", "it stands in for a bad sample", "", "", ""]
+    assert found[2].key == "s1"
+    assert any("'s2', field 'png'" in note for note in found.notes)
+    with pytest.raises(wt.SampleError, match="'s2'"):
+        wt.peek(wt.Loader(shard, {"image": wt.image(size=8)}, **options))
+
+
+def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(
+    packed: Path, tmp_path: Path
+) -> None:
+    plain = wt.peek(wt.Loader(packed, batch_size=4), 3)
+    assert all(
+        one.picture is not None and one.labels == {"class": one.key.split("/")[0]} for one in plain
+    )
+    made = wt.peek(
+        wt.Loader(
+            packed,
+            transform=lambda sample: {"size": len(sample["png"]), "x": torch.ones(3)},
+            batch_size=4,
+        ),
+        2,
+    )
+    assert made[0].fields == {"x": "float32[3] 1 1 1"}
+    assert made[0].labels["size"].isdecimal()
+    mixed = wt.peek(
+        wt.mix({"a": packed, "b": foreign(tmp_path)}, {"image": wt.image(size=20)}, batch_size=10),
+        20,
+    )
+    assert {one.labels["source"] for one in mixed} == {"a", "b"}
+
+
+def size_and_draw(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"size": len(sample["png"]), "draw": float(rng.random())}
+
+
+def test_what_a_transform_makes_in_workers_is_shown_without_starting_one(packed: Path) -> None:
+    loader = wt.Loader(packed, transform=size_and_draw, batch_size=4, num_workers=1, seed=2)
+    iterator = iter(loader.epoch(0))
+    next(iterator)
+    children = multiprocessing.active_children()
+    found = wt.peek(loader, 4)
+    assert multiprocessing.active_children() == children
+    batch = next(iter(loader))
+    assert [one.labels["draw"] for one in found] == [
+        f"{value:.4g}" for value in batch["draw"].tolist()
+    ]
+    assert [one.key for one in found] == batch["__key__"]
+    loader.close()
+
+
+def test_a_normalised_batch_is_brought_back_and_its_mixed_labels_are_shares(packed: Path) -> None:
+    plain = wt.Loader(packed, {"image": wt.image(size=20), "label": wt.label()}, batch_size=16)
+    (given,) = [batch for batch in plain.epoch(0)][:1]
+    normal = wt.Augmentation(normalise="imagenet", dtype=torch.bfloat16)
+    found = wt.peek(next(iter(wt.to_device(plain.epoch(0), "cpu", normal))), 16)
+    for one, pixels in zip(found, given["image"], strict=True):
+        assert one.picture is not None
+        assert np.abs(one.picture.astype(int) - pixels.permute(1, 2, 0).numpy()).max() <= 2
+    assert "ImageNet's mean and deviation" in found.notes[0]
+    mixing = wt.Augmentation(mixup=1.0, classes=3)
+    names = plain.index.labels[0].classes
+    batch = next(iter(wt.to_device(plain.epoch(0), "cpu", mixing)))
+    row = int(batch["label"].max(1).values.argmin())
+    seen = wt.peek(batch, 16, classes=names)[row]
+    largest = batch["label"][row].argmax()
+    assert seen.said.startswith(
+        f"{names[int(largest)]} {float(batch['label'][row][largest]):.0%}, "
+    )
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.0, 1.0, "1 as white"),
+        (0.0, 200.0, "255 as white"),
+        (-1.0, 1.0, "-1 as black"),
+        (-9.0, 7.0, "the least of the batch"),
+    ],
+)
+def test_float_pictures_are_shown_by_what_their_numbers_say(
+    low: float, high: float, said: str
+) -> None:
+    shares = torch.linspace(0, 1, 2 * 3 * 10 * 12).view(2, 3, 10, 12)
+    found = wt.peek({"image": low + shares * (high - low)}, 2)
+    assert said in found.notes[0]
+    white = 200 if high == 200 else 255
+    expected = (shares * white).round().permute(0, 2, 3, 1).numpy()
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.picture is not None
+        assert np.abs(one.picture - wanted).max() <= 1
+    assert [one.key for one in found] == ["row 0", "row 1"]
+
+
+def test_pictures_are_varied_as_a_loader_varies_them(packed: Path) -> None:
+    augment, epochs = "rrc+flip+trivialaugment", (3, 4, 5)
+    found = peek_varied(
+        str(packed), Wanted(6, "random", seed=9), image(size=32, augment=augment), epochs
+    )
+    loader = wt.Loader(packed, {"image": wt.image(size=32, augment=augment)}, batch_size=20, seed=9)
+    for epoch in epochs:
+        delivered = {
+            key: pixels
+            for batch in loader.epoch(epoch)
+            for key, pixels in zip(batch["__key__"], batch["image"], strict=True)
+        }
+        for one in found:
+            np.testing.assert_array_equal(
+                one.pictures[f"epoch {epoch}"], delivered[one.key].permute(1, 2, 0)
+            )
+    loader.close()
+
+
+def test_the_picture_that_is_varied_is_the_one_a_loader_takes(tmp_path: Path) -> None:
+    samples = [
+        ("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}),
+        ("b", {"txt": b"alone"}),
+    ]
+    write_tar(tmp_path / "x.tar", samples)
+    found = peek_varied(str(tmp_path), Wanted(2), image(size=16), [0])
+    loader = wt.Loader(
+        tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_bad="replace", max_bad=1.0
+    )
+    np.testing.assert_array_equal(found[0].picture, next(iter(loader))["image"][0].permute(1, 2, 0))
+    assert [one.error.split(",")[0] for one in found] == ["", "it has none of jpg"]
+    assert found[1].text == "alone"
+    loader.close()
+
+
+def test_what_has_an_order_of_its_own_is_not_picked_from(packed: Path) -> None:
+    loader = wt.Loader(packed, fields(), batch_size=4)
+    with pytest.raises(wt.UsageError, match="a Loader has an order of its own"):
+        wt.peek(loader, order="random")
+    with pytest.raises(wt.UsageError, match="Give one of its batches"):
+        wt.peek(iter(loader))
+    with pytest.raises(wt.UsageError, match="no column with a row for each sample"):
+        wt.peek({"a": 3})
+
+
+# --- sheets and pages ------------------------------------------------------------------------------------------------
+
+ODD = [
+    "<script>alert(1)<",
+    "猫/ねこ",
+    "ä" * 300,
+    "rtl\u202eexe",
+    "bad\udce9name",
+    "tab\there\nnew",
+    "plain",
+]
+
+
+def odd(folder: Path) -> wt.Peek:
+    samples = [
+        (key, {"png": picture(i), "txt": f"<b>{key}</b>".encode("utf-8", "replace")})
+        for i, key in enumerate(ODD)
+    ]
+    return wt.peek(write_tar(folder / "odd.tar", samples), 20)
+
+
+def test_a_page_is_one_file_in_which_keys_stay_text(tmp_path: Path) -> None:
+    found = odd(tmp_path)
+    assert [one.key for one in found] == ODD
+    page = Path(found.save(tmp_path / "sheet.html")).read_text()
+    for text in (page, found._repr_html_()):
+        assert "<script" not in text
+        assert "<b><" not in text
+        assert "&lt;script&gt;alert(1)&lt;" in text
+        assert "\u202e" not in text
+        assert text.count("data:image/png;base64,") == len(ODD)
+        assert not re.search(r"(src|href)=\"?(http|//)", text)
+    assert "the first 7 samples" in page
+    assert "prefers-color-scheme:dark" in page
+
+
+def test_a_sheet_holds_any_names_and_frames_what_is_broken(tmp_path: Path) -> None:
+    found = odd(tmp_path)
+    whole = opened(found.save(tmp_path / "whole.png"))
+    shard = write_tar(tmp_path / "b.tar", [("a", {"png": picture(1)}), ("b", {"png": b"no"})])
+    broken = opened(wt.peek(shard).save(tmp_path / "broken.PNG"))
+    assert of_colour(whole, RED) == 0 < of_colour(broken, RED)
+
+
+def test_tiny_pictures_are_enlarged_with_crisp_pixels(tmp_path: Path) -> None:
+    checks = ((np.indices((8, 8)).sum(0) % 2) * 255).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(checks).save(buffer, "PNG")
+    found = wt.peek(write_tar(tmp_path / "x.tar", [("a", {"png": buffer.getvalue()})]))
+    assert of_colour(opened(found.save(tmp_path / "s.png")), (0, 0, 0)) == 192 * 192 / 2
+
+
+def test_a_sheet_of_many_stays_bounded(tmp_path: Path) -> None:
+    samples = [(f"k{i:05d}", {"png": picture(i), "cls": b"%d" % i}) for i in range(600)]
+    found = wt.peek(write_tar(tmp_path / "x.tar", samples), 600, order="classes")
+    assert len({one.said for one in found}) == 600
+    height, width, _ = opened(found.save(tmp_path / "s.png")).shape
+    assert width <= 4000
+    assert width * height < 50e6
+
+
+def test_other_endings_are_refused_and_a_failed_write_leaves_nothing(
+    packed: Path, tmp_path: Path
+) -> None:
+    found = wt.peek(packed, 2)
+    with pytest.raises(wt.UsageError, match=r"ends in .png or .html"):
+        found.save(tmp_path / "sheet.jpg")
+    with pytest.raises(wt.StorageError, match="cannot be written"):
+        found.save(tmp_path / "absent" / "sheet.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_a_peek_is_a_peek_and_prints_as_a_table(packed: Path) -> None:
+    found = wt.peek(packed, 30)
+    assert isinstance(found[2:4], wt.Peek)
+    assert [one.key for one in found[2:4]] == [found[2].key, found[3].key]
+    lines = repr(found).splitlines()
+    assert lines[0] == found.title
+    assert found[0].key in lines[1]
+    assert lines[-1] == "... and 10 more"
+    assert max(map(len, repr(found).splitlines()[1:])) <= 80
+    assert all(ord(letter) > 31 for letter in repr(odd(packed.parent)).replace("\n", ""))
+
+
+def test_a_loader_shows_itself_as_a_small_table(packed: Path) -> None:
+    loader = wt.Loader(packed, fields(), batch_size=8, seed=3)
+    text = loader._repr_html_()
+    for words in (
+        "60 in 4 shards",
+        "7 of 8 in an epoch, 4 samples left out",
+        "uint8[8, 3, 24, 24]",
+        "int64[8]",
+        "0 of 1",
+        "seed 3",
+    ):
+        assert words in text
+    assert "verdict" not in text
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    assert "epoch 0, step 2 of 7" in loader._repr_html_()
+    assert "verdict" in loader._repr_html_()
+    loader.close()
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------
+
+
+def test_show_writes_a_sheet_or_prints_a_table(packed: Path, tmp_path: Path, capsys: Any) -> None:
+    for name in ("s.png", "s.html"):
+        assert main(["show", str(packed), "-o", str(tmp_path / name), "-n", "6", "--random"]) == 0
+        assert (tmp_path / name).stat().st_size > 1000
+        assert "6 of 60 samples" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert main(["show", str(packed), "-n", "3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert max(map(len, printed[1:])) <= 80
+
+
+def test_show_lists_what_it_showed(packed: Path, tmp_path: Path, capsys: Any) -> None:
+    words = [
+        "show",
+        str(packed),
+        "--json",
+        "--class",
+        "owl",
+        "cat",
+        "-n",
+        "2",
+        "--augment",
+        "rrc",
+        "--image-size",
+        "16",
+        "--copies",
+        "3",
+    ]
+    assert main([*words, "-o", str(tmp_path / "s.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["shown"], found["broken"], found["file"]) == (4, 0, str(tmp_path / "s.png"))
+    assert [one["labels"]["class"] for one in found["samples"]] == ["owl", "owl", "cat", "cat"]
+    assert found["samples"][0]["pictures"] == ["epoch 0", "epoch 1", "epoch 2"]
+    assert found["samples"][0]["shard"].startswith(str(packed))
+
+
+def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, capsys: Any) -> None:
+    shard = write_tar(
+        tmp_path / "x.tar", [("a", {"png": b"no", "cls": b"1"}), ("bad\udce9", {"png": picture(1)})]
+    )
+    assert main(["show", str(shard), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["broken"] == 1
+    assert "'a' at offset 0: png: no image of a known format" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["-o", "sheet.jpg"], "sheet.jpg: a contact sheet is a picture or a page"),
+        (["--key", "cat/999"], "there is no sample 'cat/999'"),
+        (["--class", "yak"], "there is no class 'yak'"),
+        (["--copies", "3"], "--copies is of pictures as a loader delivers them"),
+        (["--augment", "rcr"], "'rcr' is not known"),
+        (["--image-size", "8", "--copies", "99"], "1 to 16 copies"),
+        (["-n", "5000"], "n=5000"),
+    ],
+)
+def test_show_refuses_what_cannot_be_meant(
+    packed: Path, capsys: Any, words: list[str], sentence: str
+) -> None:
+    assert main(["show", str(packed), *words]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.out == ""

@@ -1,0 +1,787 @@
+"""What is damaged is found with its place, and what damage left whole is saved, byte for byte."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import Sample, alike, picture, write_shards, write_tar
+from tests.support.servers import serving
+from wdstrain.cli import main
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.loader.stats import Finding
+from wdstrain.order.rng import bits
+from wdstrain.shards.tar import END, Walk, header, padding
+from wdstrain.shards.tar import samples as strict
+from wdstrain.verifying.salvage import Damage, Found, salvage
+
+
+def member(name: str, data: bytes) -> bytes:
+    return header(name, len(data)) + data + bytes(padding(len(data)))
+
+
+def content(number: int) -> dict[str, bytes]:
+    return {"bin": bytes([number + 1]) * (300 + 97 * number), "cls": str(number % 3).encode()}
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A set of one shard of 12 samples of two fields, with checksums in its index."""
+    wt.pack(
+        [{"__key__": f"k{i:02d}", **content(i)} for i in range(12)],
+        str(tmp_path / "set"),
+        shuffle=False,
+    )
+    return tmp_path / "set"
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """The same of 12 pictures."""
+    wt.pack(
+        [{"__key__": f"k{i:02d}", "png": picture(i), "cls": i % 3} for i in range(12)],
+        str(tmp_path / "photos"),
+        shuffle=False,
+    )
+    return tmp_path / "photos"
+
+
+def shard_of(folder: Path) -> Path:
+    (found,) = folder.glob("*.tar")
+    return found
+
+
+def contents(folder: Path) -> dict[str, dict[str, bytes]]:
+    """What all tars of a folder hold, by Python's tarfile."""
+    found: dict[str, dict[str, bytes]] = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for one in tar:
+                key, _, name = one.name.partition(".")
+                stream = tar.extractfile(one)
+                assert stream is not None
+                found.setdefault(key, {})[name] = stream.read()
+    return found
+
+
+def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
+    damaged = bytearray(data)
+    damaged[at] ^= mask
+    return bytes(damaged)
+
+
+def walked(data: bytes) -> tuple[list[Found], list[Damage]]:
+    found = list(salvage(lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), Walk()))
+    return [one for one in found if isinstance(one, Found)], [
+        one for one in found if isinstance(one, Damage)
+    ]
+
+
+def places(count: int, below: int, *words: str) -> list[int]:
+    """Places all over a range, the same on every machine."""
+    return sorted(
+        set((bits(np.arange(count, dtype=np.uint64), *words) % np.uint64(below)).tolist())
+    )
+
+
+# --- the walk --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_shard_is_walked_as_a_reader_walks_it(packed: Path) -> None:
+    data = shard_of(packed).read_bytes()
+    found, damages = walked(data)
+    assert not damages
+    assert [(f.key, f.start, f.stop, f.fields) for f in found] == list(
+        strict(lambda at, n: data[at : at + n], len(data), "x")
+    )
+    assert not any(one.doubtful for one in found)
+
+
+def test_a_shard_cut_at_any_byte_is_told_as_cut_and_its_whole_samples_are_found(
+    packed: Path,
+) -> None:
+    data = shard_of(packed).read_bytes()
+    whole, _ = walked(data)
+    for size in [
+        *range(0, len(data), 64),
+        *range(1, len(data), 509),
+        len(data) - 1,
+        whole[-1].stop,
+        whole[3].stop + 700,
+    ]:
+        found, damages = walked(data[:size])
+        assert len(damages) == 1
+        assert "was cut" in damages[0].reason or "ends inside" in damages[0].reason, damages[0]
+        assert damages[0].stop == size
+        inside = [one.key for one in whole if one.stop <= size]
+        assert [one.key for one in found][: len(inside)] == inside
+        assert len(found) <= len(inside) + 1
+        assert not found or found[-1].doubtful
+
+
+@pytest.mark.parametrize("gap", [1, 300, 512, 1500, 5000])
+def test_samples_behind_a_gap_are_found_wherever_they_begin(packed: Path, gap: int) -> None:
+    """Bytes were lost in the middle, so what follows does not begin at a multiple of 512."""
+    data = shard_of(packed).read_bytes()
+    whole, _ = walked(data)
+    cut = whole[4].start + 600
+    found, damages = walked(data[:cut] + data[cut + gap :])
+    keys = [one.key for one in found]
+    assert keys[:4] == [f"k{i:02d}" for i in range(4)]
+    behind = [one.key for one in whole if one.start >= cut + gap][1:]
+    assert keys[-len(behind) :] == behind
+    assert damages
+    assert {one.key for one in found if one.doubtful} <= {"k04", *keys[4:7]}
+
+
+def test_several_tars_in_one_are_told_with_the_place_of_the_join(packed: Path) -> None:
+    data = shard_of(packed).read_bytes()
+    found, (damage,) = walked(data + data)
+    assert len(found) == 24
+    assert damage.is_join
+    assert (damage.start, damage.stop) == (len(data) - 1024, len(data))
+    assert "several tars in one" in damage.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda d: d[:-1024], "without the two zero blocks"),
+        (lambda d: d[:-512], "within the two zero blocks"),
+        (lambda d: d + bytes(20_000), "bytes before the file does"),
+        (lambda d: d[:3072] + bytes(512) + d[3584:], "zero block|no valid tar header"),
+        (lambda d: b"\x1f\x8b" + d[2:257] + bytes(6) + d[263:], "is a gzip file"),
+        (lambda d: b"no tar at all" * 99, "no valid tar header at offset 0"),
+        (lambda d: b"", "ends at byte 0"),
+        (
+            lambda d: header("x" * 200 + ".bin", 9)[:1024] + END,
+            "ends at offset 1024 after an extension header",
+        ),
+    ],
+)
+def test_every_damage_is_told_as_what_it_is(packed: Path, make: Any, words: str) -> None:
+    _, damages = walked(make(shard_of(packed).read_bytes()))
+    assert re.search(words, damages[0].reason), damages
+
+
+def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> None:
+    """Headers that all claim what cannot be, and nothing but zeros: each byte is looked at a bounded number of times."""
+    claim = header("a.bin", 1 << 32)
+    looks = 0
+    for data in (
+        claim * 4000,
+        bytes(8 << 20),
+        (claim + b"x") * 4000,
+        b"ustar" * 300_000,
+        header("a.bin", 0) * 4000 + END,
+    ):
+        read = 0
+
+        def counted(at: int, n: int, data: bytes = data) -> bytes:
+            nonlocal read
+            read += n
+            return data[at : at + n]
+
+        found = list(salvage(counted, len(data), lambda *_: (0, 0), Walk()))
+        assert read < 5 * len(data) + (4 << 20)
+        assert sum(isinstance(one, Damage) for one in found) <= 1
+        looks += len(found)
+    assert looks
+
+
+# --- verify: one shard -----------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_byte_and_every_cut_is_found_with_an_index(packed: Path) -> None:
+    path = shard_of(packed)
+    data = path.read_bytes()
+    for at in places(150, len(data), "flip"):
+        path.write_bytes(flipped(data, at))
+        assert not wt.verify(packed).ok, at
+    for size in places(60, len(data), "cut"):
+        path.write_bytes(data[:size])
+        assert not wt.verify(packed).ok, size
+    path.write_bytes(data)
+    assert wt.verify(packed).ok
+
+
+def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path) -> None:
+    wt.index(shards)
+    assert wt.verify(shards).ok
+    found = wt.verify(f"{shards}/part-*.tar")
+    assert (found.ok, found.shards, found.samples) == (True, 3, 21)
+    os.truncate(shards / "part-002.tar", 100)
+    findings = wt.verify(shards).findings
+    assert any("part-002.tar has 100 bytes, its index says" in str(finding) for finding in findings)
+
+
+def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
+    from wdstrain.packing.convert import convert
+    from wdstrain.packing.folder import list_folder
+    from wdstrain.packing.options import Options
+
+    (tmp_path / "in" / "cat").mkdir(parents=True)
+    for i in range(4):
+        (tmp_path / "in" / "cat" / f"{i}.png").write_bytes(picture(i))
+    index = convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options()).index
+    path = tmp_path / "out" / "train-000000.tar"
+    name, offset, _ = index.members(2)[0]
+    data = bytearray(path.read_bytes())
+    data[offset + 60] ^= 1
+    path.write_bytes(data)
+    findings = wt.verify(tmp_path / "out").findings
+    assert len(findings) == 1
+    assert f"'{index.key(2)}', field '{name}' at offset {offset}" in str(findings[0])
+    assert findings[0][:4] == (str(path), index.key(2), name, offset)
+
+
+def test_other_samples_than_indexed_are_found(shards: Path) -> None:
+    wt.index(shards)
+    data = bytearray((shards / "part-000.tar").read_bytes())
+    at = data.find(b"s000003.cls")
+    data[at + 6 : at + 7] = b"9"
+    data[at + 148 : at + 156] = b"%06o\0 " % (
+        sum(data[at : at + 512]) - sum(data[at + 148 : at + 156]) + 256
+    )
+    (shards / "part-000.tar").write_bytes(data)
+    findings = wt.verify(shards).findings
+    assert len(findings) == 1
+    assert "holds other samples than its index says" in str(findings[0])
+
+
+def test_a_tar_beside_the_index_that_does_not_list_it_is_found(shards: Path) -> None:
+    wt.index(shards)
+    write_tar(shards / "stray.tar", [("k", {"txt": b"1"})])
+    assert "stray.tar lies beside the index" in str(wt.verify(shards).findings[0])
+
+
+def test_a_finding_is_a_sentence_and_an_object(packed: Path, capsys: Any) -> None:
+    path = shard_of(packed)
+    path.write_bytes(flipped(path.read_bytes(), 512))
+    (found,) = wt.verify(packed).findings
+    assert isinstance(found, Finding)
+    assert (
+        str(found)
+        == found.sentence
+        == f"{path}: 'k00', field 'bin' at offset 512: the bytes are not those that were packed."
+    )
+    assert main(["verify", str(packed), "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)["findings"]
+    assert told == {**found._asdict(), "sentence": found.sentence}
+
+
+def test_a_shard_is_read_once_also_where_it_is_far_away(packed: Path) -> None:
+    with serving(packed) as server:
+        assert wt.verify(f"{server.url}/index.json").ok
+        asked = [path for path, _ in server.requests if path.endswith(".tar")]
+    assert len(asked) == 1
+
+
+def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", [7, 13, 9, 4])
+    wt.index(folder)
+    for number in (0, 2):
+        path = folder / f"part-{number:03d}.tar"
+        path.write_bytes(flipped(path.read_bytes(), 1024))
+    found = [wt.verify(folder, jobs=jobs) for jobs in (1, 2, 7)]
+    assert [one.shard for one in found[0].findings] == [
+        str(folder / "part-000.tar"),
+        str(folder / "part-002.tar"),
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_shard_of_the_index_that_is_missing_is_found_and_the_others_are_read(
+    shards: Path,
+) -> None:
+    wt.index(shards)
+    (shards / "part-001.tar").unlink()
+    found = wt.verify(shards)
+    assert [str(one) for one in found.findings] == [
+        f"{shards}/part-001.tar cannot be opened: No such file or directory."
+    ]
+    assert (found.shards, found.samples) == (3, 8)
+
+
+def test_shards_without_checksums_are_counted(shards: Path, packed: Path) -> None:
+    assert wt.verify(shards).unindexed == 3
+    wt.index(shards)
+    assert wt.verify(shards).unindexed == 3  # a walk over headers knows none
+    assert wt.verify(packed).unindexed == 0
+
+
+def test_every_key_that_comes_back_and_every_second_member_is_found(tmp_path: Path) -> None:
+    names = ["a.jpg", "b.jpg", "a.cls", "b.cls", "c.jpg", "c.jpg", "c.cls", "a.txt"]
+    data = b"".join(member(name, b"x") for name in names) + END
+    (tmp_path / "x.tar").write_bytes(data)
+    found = wt.verify(tmp_path / "x.tar").findings
+    assert [(one.key, one.field, one.offset) for one in found] == [
+        ("c", "jpg", 5 * 1024 + 512),
+        ("a", "", 2 * 1024),
+        ("b", "", 3 * 1024),
+        ("a", "", 7 * 1024),
+    ]
+
+
+# --- verify: the whole set -------------------------------------------------------------------------------------------
+
+
+def test_a_field_that_nearly_all_have_is_missed_and_one_that_some_have_is_counted(
+    tmp_path: Path,
+) -> None:
+    samples: list[Sample] = [
+        (f"k{i:03d}", {"jpg" if i % 2 else "png": b"p", "cls": b"1"}) for i in range(200)
+    ]
+    for i in range(60):
+        samples[i][1]["txt"] = b"t"
+    del samples[77][1]["cls"]
+    write_tar(tmp_path / "a.tar", samples)
+    found = wt.verify(tmp_path)
+    assert [(one.key, one.reason) for one in found.findings] == [
+        ("k077", "it has no cls, which 199 of 200 samples have")
+    ]
+    assert found.fields == {"cls": 199, "jpg": 100, "png": 100, "txt": 60}
+    needed = wt.verify(tmp_path, need="jpg;png,cls").findings
+    assert [one.key for one in needed] == ["k077"]
+    assert len(wt.verify(tmp_path, need=["txt"]).findings) == 140
+
+
+def test_a_shard_whose_samples_all_lack_a_field_says_so_a_hundred_times_and_then_how_many(
+    tmp_path: Path,
+) -> None:
+    write_tar(tmp_path / "a.tar", [(f"k{i:03d}", {"txt": b"t"}) for i in range(130)])
+    found = wt.verify(tmp_path, need="cls").findings
+    assert len([one for one in found if one.key]) == 100
+    assert str(found[-1]) == f"{tmp_path}/a.tar holds 30 more samples that have no cls."
+
+
+def test_a_label_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    wt.pack(
+        [{"__key__": f"k{i}", "txt": "t", **({"cls": i % 2} if i else {})} for i in range(5)],
+        str(tmp_path / "s"),
+        classes=["a", "b"],
+    )
+    reasons = [one.reason for one in wt.verify(tmp_path / "s").findings]
+    assert reasons == ["it has no cls"]
+
+
+def test_empty_pictures_and_labels_are_found(tmp_path: Path) -> None:
+    write_tar(
+        tmp_path / "a.tar", [("a", {"jpg": b"", "txt": b""}), ("b", {"jpg": b"x", "cls": b""})]
+    )
+    found = wt.verify(tmp_path).findings
+    assert [(one.key, one.field, one.reason) for one in found] == [
+        ("a", "jpg", "it has 0 bytes"),
+        ("b", "cls", "it has 0 bytes"),
+    ]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None:
+    mask = picture(50)
+    names = {"train": [0, 1, 2, 2], "val": [3, 1, 4, 2], "test": [5, 6]}
+    for split, numbers in names.items():
+        samples = [
+            (f"{split}{n}", {"png": picture(one), "mask.png": mask, "cls": b"0"})
+            for n, one in enumerate(numbers)
+        ]
+        write_tar(tmp_path / f"{split}-000000.tar", samples)  # type: ignore[arg-type]
+    if indexed:
+        wt.index(tmp_path)
+    found = wt.verify(tmp_path)
+    (one,) = found.findings
+    assert not found.ok
+    assert (one.shard, one.key) == (f"{tmp_path}/val-000000.tar", "val1")
+    assert one.reason == (
+        f"its picture is also in split 'train': key 'train1' in {tmp_path}/train-000000.tar; so are 1 more pictures of 'val'"
+    )
+    assert wt.verify(tmp_path / "train-000000.tar").ok
+
+
+def test_pictures_of_one_size_and_crc32_are_not_the_same_picture(tmp_path: Path) -> None:
+    mine, other = alike()
+    write_tar(
+        tmp_path / "train-000000.tar",
+        [("a", {"png": mine, "cls": b"0"}), ("b", {"png": other, "cls": b"0"})],
+    )
+    write_tar(tmp_path / "val-000000.tar", [("a", {"png": other, "cls": b"0"})])
+    findings = wt.verify(tmp_path).findings
+    assert [one.key for one in findings] == ["a"]
+    assert "its picture is also in split 'train': key 'b' in" in findings[0].reason
+
+
+def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(
+    tmp_path: Path,
+) -> None:
+    write_tar(
+        tmp_path / "a.tar",
+        [("k0", {"txt": b"a", "cls": b"1"}), ("k1", {"txt": b"b"}), ("k2", {"txt": b"c"})],
+    )
+    write_tar(tmp_path / "b.tar", [("k1", {"txt": b"other"}), ("k0", {"cls": b"1", "txt": b"a"})])
+    found = wt.verify(tmp_path)
+    (twin,) = found.findings
+    assert (twin.shard, twin.key, twin.offset) == (str(tmp_path / "b.tar"), "k0", 1024)
+    assert f"is in {tmp_path / 'a.tar'} at offset 0" in twin.reason
+    assert found.repeated == 1
+
+
+def test_decoding_finds_what_is_whole_and_yet_no_picture(tmp_path: Path) -> None:
+    good = picture(1)
+    arrays = io.BytesIO()
+    np.save(arrays, np.array([{"code": 1}], dtype=object), allow_pickle=True)
+    samples: list[Sample] = [
+        ("a", {"png": good, "json": b"{}", "txt": b"t", "cls": b"1", "bin": b"?"}),
+        (
+            "b",
+            {
+                "png": good[:-40],
+                "json": b"{",
+                "txt": b"\xff",
+                "cls": b" ",
+                "npy": arrays.getvalue(),
+            },
+        ),
+    ]
+    write_tar(tmp_path / "a.tar", samples)
+    assert wt.verify(tmp_path).ok
+    found = wt.verify(tmp_path, decode=True)
+    assert {one.field for one in found.findings} == {"png", "json", "txt", "cls", "npy"}
+    assert {one.key for one in found.findings} == {"b"}
+    assert any("allow_pickle=False" in one.reason for one in found.findings)
+    assert found.not_decoded == {"bin": 1}
+    assert found.decoded["png"] == 2
+
+
+def test_a_label_that_is_no_class_of_the_index_is_found_when_decoding(photos: Path) -> None:
+    document = json.loads((photos / "index.json").read_text())
+    document["wdstrain"]["labels"] = [
+        {"name": "class", "kind": "class", "field": "cls", "column": None, "classes": ["a", "b"]}
+    ]
+    (photos / "index.json").write_text(json.dumps(document))
+    found = wt.verify(photos, decode=True).findings
+    assert [one.key for one in found] == ["k02", "k05", "k08", "k11"]
+    assert "not a class" in found[0].reason
+
+
+def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsys: Any) -> None:
+    write_tar(
+        tmp_path / "a.tar", [(f"k{i}", {"png": b"no picture", "json": b"{"}) for i in range(30)]
+    )
+    assert main(["verify", str(tmp_path), "--decode"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 3
+    assert "30 x " in printed.err
+    assert "60 findings are listed, of 2 kinds" in printed.err
+    assert main(["verify", str(tmp_path), "--decode", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["findings"]) == 60
+
+
+def test_wrong_wishes_are_wrong_usage(shards: Path, capsys: Any) -> None:
+    assert main(["verify", str(shards), "--jobs", "0"]) == 2
+    assert main(["verify", str(shards), "--need", "jpg,,cls"]) == 2
+    assert main(["repair", str(shards), "-o", str(shards)]) == 2
+    assert "is the folder of the shards" in capsys.readouterr().err
+
+
+def test_progress_is_told_in_bytes(packed: Path) -> None:
+    told: list[tuple[int, int | None]] = []
+    wt.verify(packed, progress=lambda so_far, total: told.append((so_far.bytes, total)))
+    size = shard_of(packed).stat().st_size
+    assert told[-1] == (size, size)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_an_interruption_ends_what_is_under_way(tmp_path: Path, decode: bool) -> None:
+    """A shard that would take many seconds, of holes that take no room on the disk."""
+    size = (1 << 35) + 2048
+    with open(tmp_path / "a.tar", "wb") as file:
+        file.write(header("big.bin", 1 << 35))
+        file.truncate(size)
+    read = 0
+
+    def interrupt(so_far: wt.Verification, total: int | None) -> None:
+        nonlocal read
+        assert total == size
+        read = so_far.bytes
+        if read:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wt.verify(tmp_path, jobs=3, decode=decode, progress=interrupt)
+    assert 0 < read < size
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("wdstrain")]
+
+
+# --- repair ----------------------------------------------------------------------------------------------------------
+
+
+def test_with_an_index_all_that_damage_did_not_touch_is_saved(packed: Path, tmp_path: Path) -> None:
+    path = shard_of(packed)
+    data, whole = path.read_bytes(), contents(packed)
+    found, _ = walked(data)
+    spans = {one.key: [(at, at + size) for _, at, size in one.fields] for one in found}
+    out = tmp_path / "out"
+    for at in places(50, len(data), "flip"):
+        path.write_bytes(flipped(data, at))
+        check(
+            packed,
+            out,
+            whole,
+            {key for key, of in spans.items() if any(a <= at < b for a, b in of)},
+        )
+    for size in places(25, len(data), "cut"):
+        path.write_bytes(data[:size])
+        check(
+            packed, out, whole, {key for key, of in spans.items() if any(b > size for _, b in of)}
+        )
+    for at in places(10, len(data) - 4000, "gap"):
+        path.write_bytes(data[:at] + data[at + 777 :])
+        touched = {key for key, of in spans.items() if any(a < at + 777 and b > at for a, b in of)}
+        check(packed, out, whole, touched)
+
+
+def check(folder: Path, out: Path, whole: dict[str, dict[str, bytes]], touched: set[str]) -> None:
+    """All but what was touched is saved byte for byte, what was is named, and the new set is sound."""
+    if touched == set(whole):
+        with pytest.raises(wt.ShardError, match="none of 1 shards holds a sample that is whole"):
+            wt.repair(folder, out, overwrite=True)
+        return
+    done = wt.repair(folder, out, overwrite=True)
+    saved = contents(out)
+    assert saved == {key: fields for key, fields in whole.items() if key not in touched}
+    assert {one.key for one in done.findings} == touched
+    assert (done.samples, done.lost, done.ok) == (
+        len(whole) - len(touched),
+        len(touched),
+        not touched,
+    )
+    assert wt.verify(out).ok
+
+
+def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(
+    packed: Path, tmp_path: Path
+) -> None:
+    whole, data = contents(packed), shard_of(packed).read_bytes()
+    found, _ = walked(data)
+    keys = [one.key for one in found]
+    heads = [at - 512 for one in found for _, at, _ in one.fields]
+    path, out = tmp_path / "foreign" / "x.tar", tmp_path / "out"
+    path.parent.mkdir()
+    damaged = [
+        (flipped(data, at + place % 148), at, at + 512)
+        for at in heads
+        for place in places(2, 512, "head", at)
+    ]
+    damaged += [
+        (data[:size], size, len(data)) for size in places(25, len(data), "cut") if size > 3000
+    ]
+    for bad, start, stop in damaged:
+        path.write_bytes(bad)
+        done = wt.repair(path, out, overwrite=True)
+        saved = contents(out)
+        assert all(whole[key] == fields for key, fields in saved.items())
+        hit = [i for i, one in enumerate(found) if one.start < stop and one.stop > start]
+        near = {keys[i] for h in hit for i in (h - 1, h, h + 1) if 0 <= i < len(keys)}
+        assert set(keys) - set(saved) <= near
+        assert not done.ok
+        assert any("hold no sample" in str(one) or "was cut" in str(one) for one in done.findings)
+        assert wt.verify(out).ok
+
+
+def test_a_repaired_set_has_labels_and_splits_and_trains(photos: Path, tmp_path: Path) -> None:
+    index = wt.pack_tars(
+        str(photos), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}, shard_samples=3
+    )
+    for path in (tmp_path / "set").glob("*.tar"):
+        path.write_bytes(flipped(path.read_bytes(), 600))
+    done = wt.repair(tmp_path / "set", tmp_path / "out")
+    assert done.samples + done.lost == len(index)
+    assert done.lost == len(index.shards)
+    before, after = (
+        json.loads((tmp_path / name / "index.json").read_text()) for name in ("set", "out")
+    )
+    assert after["wdstrain"]["labels"] == before["wdstrain"]["labels"]
+    assert {row["split"] for row in after["shardlist"]} == {"train", "val"}
+    loader = wt.Loader(
+        str(tmp_path / "out" / "train-*.tar"),
+        {"image": wt.image("png", size=8)},
+        batch_size=2,
+        tail="keep",
+    )
+    keys = [key for batch in loader for key in batch["__key__"]]
+    loader.close()
+    assert len(keys) == len(set(keys)) > 0
+
+
+def test_members_of_a_sample_that_lie_apart_come_together(tmp_path: Path) -> None:
+    names = ["a.jpg", "b.jpg", "a.cls", "b.cls", "a.jpg"]
+    (tmp_path / "x.tar").write_bytes(b"".join(member(name, name.encode()) for name in names) + END)
+    done = wt.repair(tmp_path / "x.tar", tmp_path / "out")
+    assert contents(tmp_path / "out") == {
+        key: {"jpg": f"{key}.jpg".encode(), "cls": f"{key}.cls".encode()} for key in "ab"
+    }
+    assert [str(one) for one in done.findings] == [
+        f"{tmp_path}/x.tar: 'a', the sample at offset 4096: its key came before, at offset 0."
+    ]
+
+
+def test_repair_leaves_out_what_cannot_be_decoded_when_asked(tmp_path: Path) -> None:
+    write_tar(tmp_path / "x.tar", [("a", {"png": picture(1)}), ("b", {"png": picture(2)[:-40]})])
+    assert wt.repair(tmp_path / "x.tar", tmp_path / "all").samples == 2
+    done = wt.repair(tmp_path / "x.tar", tmp_path / "decoded", decode=True)
+    assert (done.samples, done.lost) == (1, 1)
+    assert (done.findings[0].key, done.findings[0].field) == ("b", "png")
+    assert wt.verify(tmp_path / "decoded", decode=True).ok
+
+
+def test_an_index_without_checksums_names_what_is_lost(shards: Path, tmp_path: Path) -> None:
+    wt.index(shards)
+    path = shards / "part-001.tar"
+    path.write_bytes(flipped(path.read_bytes(), 4 * 2048 + 5))
+    done = wt.repair(shards, tmp_path / "out")
+    assert [one.key for one in done.findings] == ["s000011"]
+    assert (done.samples, done.lost) == (20, 1)
+
+
+def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(
+    shards: Path, tmp_path: Path
+) -> None:
+    wt.index(shards)
+    (shards / "part-001.tar").unlink()
+    done = wt.repair(shards, tmp_path / "out")
+    assert (done.samples, done.lost, done.shards) == (8, 13, 2)
+    assert "its 13 samples are lost" in str(done.findings[0])
+
+
+def test_a_damaged_index_does_not_stop_a_repair(packed: Path, tmp_path: Path) -> None:
+    whole = contents(packed)
+    os.truncate(packed / "index.bin", 100)
+    done = wt.repair(packed, tmp_path / "out")
+    assert contents(tmp_path / "out") == whole
+    assert "repaired without an index" in done.notes[0]
+
+
+def test_shards_of_a_server_are_repaired_here(packed: Path, tmp_path: Path) -> None:
+    path = shard_of(packed)
+    path.write_bytes(flipped(path.read_bytes(), 600))
+    with serving(packed) as server:
+        done = wt.repair(f"{server.url}/index.json", tmp_path / "out")
+    assert (done.samples, done.lost) == (11, 1)
+    assert wt.verify(tmp_path / "out").ok
+
+
+def test_repair_tells_by_shard_what_was_lost_and_its_status(
+    packed: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out, path = tmp_path / "out", shard_of(packed)
+    assert main(["repair", str(packed), "-o", str(out)]) == 0
+    assert main(["repair", str(packed), "-o", str(out)]) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    path.write_bytes(flipped(path.read_bytes(), 600))
+    assert main(["repair", str(packed), "-o", str(out), "--overwrite"]) == 1
+    err = capsys.readouterr().err
+    assert (
+        f"{path}: 1 sample lost: 'k00' (field bin at offset 512: the bytes are not those that were packed)."
+        in err
+    )
+    assert main(["repair", str(packed), "-o", str(out), "--overwrite", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["lost"] == 1
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """A file beyond 8 KB is refused, as on a full disk."""
+    limits, old = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, old)
+
+
+def test_a_full_disk_leaves_nothing(packed: Path, tmp_path: Path, small_disk: None) -> None:
+    with pytest.raises(StorageError, match="cannot be written: File too large"):
+        wt.repair(packed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_shards_of_one_name_are_not_repaired_into_one_folder(
+    shards: Path, tmp_path: Path
+) -> None:
+    write_shards(tmp_path / "other", [3])
+    with pytest.raises(UsageError, match=r"two shards are named part-000.tar"):
+        wt.repair([shards, tmp_path / "other"], tmp_path / "out")
+
+
+def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pread = os.pread
+
+    def failing(fd: int, length: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".tar"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(shard_of(packed), bare)
+    said = "cannot be read at offset [0-9]+: Input/output error"
+    for urls in (packed, bare):
+        with pytest.raises(wt.WdstrainError, match=said):
+            wt.pack_tars(str(urls), str(tmp_path / "again"))
+        with pytest.raises(wt.WdstrainError, match=said):
+            wt.repair(urls, tmp_path / "repaired")
+        (finding,) = wt.verify(urls).findings
+        assert re.search(said, finding.sentence)
+    with pytest.raises(StorageError, match=said):
+        wt.Loader(bare, batch_size=4)
+
+
+def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Path) -> None:
+    """Each label is told by its first sample and a count; a loader delivers such numbers, so a repair keeps them."""
+    texts = ["1.5", "nan", "inf", "2", "-inf", "NaN"]
+    samples = [
+        {"__key__": f"k{n}", "y": texts[n % 6], "json": b'{"z": NaN}' if n == 3 else b'{"z": 1}'}
+        for n in range(12)
+    ]
+    labels = [wt.Label("y", "number", "y"), wt.Label("z", "number", "json", "z")]
+    wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, shard_samples=6)
+    assert wt.verify(tmp_path / "set").ok
+    found = wt.verify(tmp_path / "set", decode=True)
+    assert [
+        (os.path.basename(one.shard), one.key, one.field, one.reason) for one in found.findings
+    ] == [
+        (
+            "train-000000.tar",
+            "k1",
+            "y",
+            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+        ),
+        ("train-000000.tar", "k3", "json", "its z is NaN or infinite, and cannot be learnt"),
+        (
+            "train-000001.tar",
+            "k7",
+            "y",
+            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+        ),
+    ]
+    assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0

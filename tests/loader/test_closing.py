@@ -1,0 +1,318 @@
+"""A loader may be closed at any moment, from any thread, and one that cannot go on says so: nobody waits for ever."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_shards
+from tests.support.servers import Handler, serving, stall
+from wdstrain.decode import workers
+from wdstrain.errors import WdstrainError
+from wdstrain.reader import read_blocks, slot_sink
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.verifier import VerifiedRing
+from wdstrain.storage import prefetch
+
+RANGE = 64 << 10  # bytes: some 32 samples
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request brings few samples."""
+    monkeypatch.setattr(prefetch, "RANGE", RANGE)
+    monkeypatch.setattr(read_blocks, "_REMOTE", RANGE)
+
+
+def checked(batch: dict[str, Any]) -> int:
+    """How many samples a batch has; each is what its key says."""
+    assert [int(bytes(data)) for data in batch["cls"]] == [int(key[1:]) for key in batch["__key__"]]
+    return len(batch["__key__"])
+
+
+def drained(batches: Iterable[dict[str, Any]]) -> int:
+    return sum(map(checked, batches))
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wdstrain-")]
+
+
+def fetching() -> int:
+    return sum(name.startswith("wdstrain-fetch-") for name in threads())
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+@pytest.mark.parametrize(
+    ("where", "workers", "closers"),
+    [("disk", 0, 1), ("disk", 0, 3), ("disk", 2, 1), ("server", 0, 1)],
+)
+def test_other_threads_may_close_a_loader_at_any_moment(
+    tmp_path: Path, where: str, workers: int, closers: int
+) -> None:
+    """A pass gives what it should, or ends in an error that says why; afterwards no thread is left."""
+    write_shards(tmp_path, [50] * 4)
+    wt.index(tmp_path)
+    done, ends, wrong = threading.Event(), list[str](), list[Exception]()
+    before = threads()
+    with serving(tmp_path) as server, switching_often():
+        loader = wt.Loader(
+            server.url if where == "server" else tmp_path,
+            batch_size=4,
+            shuffle_buffer=10,
+            num_workers=workers,
+        )
+
+        def close() -> None:
+            while not done.wait(0.003):
+                try:
+                    loader.close()
+                except Exception as error:
+                    wrong.append(error)
+
+        closing = [threading.Thread(target=close) for _ in range(closers)]
+        for closer in closing:
+            closer.start()
+        for epoch in range(150):
+            count = 0
+            try:
+                for batch in loader.epoch(epoch):
+                    count += checked(batch)
+            except WdstrainError as error:
+                ends.append(str(error))
+            else:
+                assert count == 200
+        done.set()
+        for closer in closing:
+            closer.join()
+        loader.close()
+    assert threads() == before
+    assert not wrong
+    assert ends
+    assert all("closed" in end or "stopped" in end for end in ends)
+
+
+def test_passes_in_several_threads_take_nothing_from_each_other(tmp_path: Path) -> None:
+    """Each gives its own batches, until another takes its place; the one that began last gives all of them."""
+    write_shards(tmp_path, [40, 20])
+    loader = wt.Loader(tmp_path, transform=lambda sample: {"cls": int(sample["cls"])}, batch_size=1)
+    expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
+    passes: list[tuple[int, int, list[list[str]], str]] = []
+
+    def run(number: int) -> None:
+        for start in (0, 7, 0, 3, 0, 30):
+            keys: list[list[str]] = []
+            end = ""
+            try:
+                for batch in loader.epoch(number, start=start):
+                    keys.append(batch["__key__"])
+            except WdstrainError as error:
+                end = str(error)
+            passes.append((number, start, keys, end))
+
+    with switching_often():
+        loops = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for loop in loops:
+            loop.start()
+        for loop in loops:
+            loop.join()
+    loader.close()
+    assert not passes[-1][3]
+    for number, start, keys, end in passes:
+        assert not end or "another loop over the same loader" in end
+        assert keys == expected[number][start:][: len(keys) if end else None]
+
+
+@pytest.mark.usefixtures("small")
+def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request has brought its bytes, one a part, the others wait for an answer."""
+    monkeypatch.setattr(prefetch, "_PARTING", 0.5)
+    write_shards(tmp_path, [400])
+    wt.index(tmp_path)
+    released = threading.Event()
+
+    def answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        if start < RANGE:
+            return False
+        if start < 2 * RANGE:
+            return stall(1000, released)(handler, path, start, stop)
+        return not released.wait(20)
+
+    with serving(tmp_path, faults=[answer] * 100) as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle=False)
+        batches = loader.epoch(0)
+        checked(next(batches))
+        begun = fetching()
+        closer = threading.Thread(target=loader.close)
+        closer.start()
+        end = time.monotonic() + 20
+        while fetching() == begun and time.monotonic() < end:  # until the request is broken off
+            time.sleep(0.001)
+        with pytest.raises(WdstrainError, match=r"stopped|closed"):
+            drained(batches)
+        closer.join()
+        left = [
+            thread for thread in threading.enumerate() if thread.name.startswith("wdstrain-fetch-")
+        ]
+        released.set()
+        for (
+            thread
+        ) in left:  # who waits for the first byte of an answer is not waited for, and ends with it
+            thread.join(20)
+        assert not fetching()
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_in_a_thread_that_fetches_reaches_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no memory just when it says what it brought."""
+    samples = ({"__key__": f"s{i:06d}", "cls": b"%d" % i} for i in range(400))
+    wt.pack(samples, str(tmp_path / "set"), shuffle=False)
+    times = iter([False, True])
+    original = VerifiedRing.settle
+
+    def settle(self: VerifiedRing, place: int, count: int) -> None:
+        if next(times, False):
+            raise MemoryError("none is left")
+        original(self, place, count)
+
+    monkeypatch.setattr(VerifiedRing, "settle", settle)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle=False)
+        with pytest.raises(WdstrainError, match="none is left"):
+            drained(loader)
+        assert drained(loader) == 400
+        loader.close()
+
+
+@pytest.mark.parametrize("which", ["wdstrain-reader", "wdstrain-fetch-0", "wdstrain-fetch-3"])
+def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == which:
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    with serving(tmp_path) as server:
+        loader = wt.Loader(server.url, batch_size=4)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises((RuntimeError, WdstrainError), match="can't start new thread"):
+                drained(loader)
+            loader.close()
+        assert drained(loader) == 40
+        loader.close()
+
+
+@pytest.mark.parametrize(("how", "turns"), [("close", ()), ("abandon", (1,))])
+def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, turns: tuple[int, ...]
+) -> None:
+    """Which may never come, from a server that does not answer."""
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    original, closers = Reader.start, list[threading.Thread]()
+
+    def start(self: Reader, *words: Any) -> None:
+        if not closers:
+            closers.append(threading.Thread(target=getattr(loader._pipeline, how), args=turns))
+            closers[0].start()
+            end = time.monotonic() + 20
+            while not (self._ended or self._halted) and time.monotonic() < end:
+                time.sleep(0.001)
+        original(self, *words)
+
+    monkeypatch.setattr(Reader, "start", start)
+    released = threading.Event()
+    with serving(tmp_path, faults=[lambda *_: not released.wait(20)] * 10) as server:
+        loader = wt.Loader(server.url, batch_size=4)
+        with pytest.raises(WdstrainError, match="stopped"):
+            next(iter(loader))
+        closers[0].join(20)
+        assert not closers[0].is_alive()
+        released.set()
+        server.faults.clear()
+        assert drained(loader) == 40
+        loader.close()
+
+
+def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = (
+        {"__key__": f"s{i:03d}", "x.npy": np.full((48, 48, 4), i, np.uint8)} for i in range(32)
+    )
+    wt.pack(arrays, str(tmp_path / "set"), shuffle=False)
+    index = wt.index(tmp_path / "set")
+    _, offset, size = next(iter(index.members(5)))
+    with open(index.shards[0].path, "r+b") as file:
+        file.seek(offset + size - 1)
+        file.write(b"\xff")
+    loader = wt.Loader(
+        tmp_path / "set",
+        {"x": wt.array("x.npy", shape=(48, 48, 4), dtype="uint8")},
+        batch_size=8,
+        shuffle=False,
+    )
+
+    def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
+        slot = dict.get(self, batch_number, default)
+        assert loader._pipeline is not None
+        closer = threading.Thread(target=loader._pipeline._reader.end)
+        closer.start()
+        closer.join(20)
+        return slot
+
+    monkeypatch.setattr(slot_sink._SlotByBatch, "get", get, raising=False)
+    with pytest.raises(WdstrainError, match="stopped"):
+        next(iter(loader))
+    loader.close()
+
+
+def test_what_ctrl_c_left_open_is_closed_when_the_loader_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, [40])
+    wt.index(tmp_path)
+    before = threads()
+    loader = wt.Loader(tmp_path, {"label": wt.label("cls")}, batch_size=4, patience=60)
+    for _ in range(3):
+        next(iter(loader))
+        with monkeypatch.context() as patched:
+
+            def close(self: workers.DecoderThreads) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr(workers.DecoderThreads, "close", close)
+            with pytest.raises(KeyboardInterrupt):
+                loader.close()
+        assert sum(len(batch["__key__"]) for batch in loader) == 40
+        assert threads().count("wdstrain-watch") == 1
+    loader.close()
+    assert threads() == before

@@ -1,0 +1,279 @@
+"""Memory is bounded and stays flat, reads of a resume do not grow with the step, and mixing is what the buffer allows."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import Sample, write_tar
+from tests.support.servers import cut, cut_in_headers, serving, status
+from wdstrain.storage.local import LocalFile
+
+
+def blobs(folder: Path, *, shards: int, samples: int, size: int) -> Path:
+    """Shards of samples of about `size` bytes; every shard is a class of its own."""
+    rng = np.random.default_rng(0)
+    for shard in range(shards):
+        made: list[Sample] = []
+        for i in range(samples):
+            data = bytes(int(rng.integers(size // 2, size * 3 // 2)))
+            made.append((f"s{shard:03d}{i:05d}", {"bin": data, "cls": b"%d" % shard}))
+        write_tar(folder / f"b-{shard:03d}.tar", made)
+    return folder
+
+
+def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
+    folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
+    loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
+    mean = sum(shard.bytes for shard in loader.index.shards) / 8000
+    held = []
+    for _ in loader:
+        assert loader._pipeline is not None
+        held.append(loader._pipeline._reader._arena.held)
+    ahead = 64 << 20
+    read = 16 << 20  # begun as long as there is room at all
+    slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
+    assert max(held) < 0.55 * 4000 * mean + ahead + read + slabs
+    loader.close()
+
+
+def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path: Path) -> None:
+    made: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
+    write_tar(tmp_path / "a.tar", made)
+    loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
+    next(iter(loader))
+    assert loader._pipeline is not None
+    reader, end = loader._pipeline._reader, time.monotonic() + 20
+    while not reader._paused and time.monotonic() < end:  # until it has read all that it may
+        time.sleep(0.001)
+    # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch that was given
+    assert 40_000_000 < reader.read_bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
+    loader.close()
+
+
+MEMORY = """
+import json, os, sys
+import wdstrain as wt
+
+def tree():
+    # proportional set size: what is shared is counted once over the processes of the tree; without the pages of files
+    # (libraries), whose share changes when anything else on this machine ends
+    pids, total = [os.getpid()], 0
+    for pid in pids:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            pids += [int(word) for word in open(f"/proc/{pid}/task/{task}/children").read().split()]
+        for line in open(f"/proc/{pid}/smaps_rollup"):
+            total += int(line.split()[1]) * 1024 if line.startswith(("Pss_Anon:", "Pss_Shmem:")) else 0
+    return total
+
+fields = {"label": wt.label()}
+loader = wt.Loader(sys.argv[1], fields, batch_size=32, num_workers=int(sys.argv[2]), shuffle_buffer=1000)
+extents = int((loader.index.table.stop - loader.index.table.start).sum())
+sizes = []
+for epoch in range(10):
+    for batch in loader:
+        # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
+        reader = loader._pipeline._reader
+        while epoch == 0 and not reader._paused and reader.read_bytes < 2 * extents and reader._error is None:
+            os.sched_yield()
+    sizes.append(tree())
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_of_the_process_tree_is_flat_from_the_second_epoch_to_the_tenth(
+    tmp_path: Path, workers: int
+) -> None:
+    folder = blobs(tmp_path, shards=4, samples=600, size=6000)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(folder), str(workers)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sizes = json.loads(done.stdout)
+    assert max(sizes[1:]) <= 1.05 * min(sizes[1:]), sizes
+
+
+def mapped() -> int:
+    """Pieces of shared memory that this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder itself
+            found += "memfd:wdstrain" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["plain", "break", "server", "failing server"])
+def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector(
+    tmp_path: Path, workers: int, way: str
+) -> None:
+    folder = blobs(tmp_path, shards=2, samples=100, size=1000)
+    gc.collect()
+    gc.disable()
+    try:
+        before = mapped()
+        with serving(folder) as served:
+            urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
+            loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
+            served.faults += [cut_in_headers(), cut(5), status(503)] * (way == "failing server")
+            for step, _ in enumerate(loader):
+                assert mapped() > before
+                if way == "break" and step == 3:
+                    break
+            del _
+            loader.close()
+        assert mapped() == before
+        assert not served.faults
+    finally:
+        gc.enable()
+
+
+def unshared(pid: int) -> int:
+    """Bytes of a process that are not shared with another."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) * 1024
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="no /proc here says what is shared"
+)
+def test_a_worker_process_shares_what_its_parent_had_also_after_a_collection(
+    tmp_path: Path,
+) -> None:
+    folder = blobs(tmp_path, shards=1, samples=20, size=100)
+
+    def collecting(sample: dict[str, Any]) -> dict[str, int]:
+        before = unshared(os.getpid())
+        gc.collect()
+        return {"more": unshared(os.getpid()) - before}
+
+    loader = wt.Loader(
+        folder, None, collecting, batch_size=20, num_workers=1, multiprocessing_context="fork"
+    )
+    grown = int(sum(batch["more"].sum() for batch in loader))
+    loader.close()
+    assert grown < 4_000_000  # 30 MB and more otherwise: what torch and the others brought
+
+
+def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = wt.index(blobs(tmp_path, shards=4, samples=1000, size=4000))
+    reads: list[int] = []
+    original = LocalFile.read_into
+
+    def counted(self: LocalFile, pieces: Any, offset: int) -> None:
+        reads.append(sum(len(piece) for piece in pieces))
+        original(self, pieces, offset)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 0)
+    total = []
+    for step in (0, 1, 30, 60, 110, 124):
+        loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)
+        reads.clear()
+        next(loader.epoch(0, start=step))
+        loader.close()
+        total.append(sum(reads))
+    window = 200 * int((index.table.stop - index.table.start).max())
+    assert max(total) <= window + (9 << 20)  # and two reads; the whole set has 20 MB
+
+
+def test_sorted_shards_give_mixed_batches_where_the_buffer_allows(tmp_path: Path) -> None:
+    folder = blobs(tmp_path, shards=10, samples=200, size=200)
+    classes = [[int(label) for label in batch["cls"]] for batch in wt.Loader(folder, batch_size=64)]
+    # 64 draws from 10 equal classes: chi-squared with 9 degrees of freedom, 9 on average, above 28 in one of 1 000
+    squares = [sum((one.count(c) - 6.4) ** 2 / 6.4 for c in range(10)) for one in classes[4:]]
+    assert np.mean(squares) < 12
+    assert min(len(set(one)) for one in classes[4:]) >= 7
+    # and a loader that may hold little mixes little
+    narrow = wt.Loader(folder, batch_size=64, shuffle_buffer=1)
+    assert max(len({int(label) for label in batch["cls"]}) for batch in narrow) <= 2
+
+
+def test_nothing_is_named_in_shared_memory(shards: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=2, num_workers=2)
+    for _ in loader:
+        assert {
+            name
+            for name in set(os.listdir("/dev/shm")) - before
+            if "wdstrain" in name or "torch" in name
+        } == set()
+    loader.close()
+
+
+@pytest.mark.slow
+def test_a_container_with_64_mb_of_dev_shm_is_enough(
+    tmp_path: Path, in_small_shm: Callable[..., str]
+) -> None:
+    folder = tmp_path / "pictures"
+    rng = np.random.default_rng(0)
+    made: list[Sample] = []
+    for i in range(64):
+        made.append(
+            (
+                f"s{i:03d}",
+                {"npy": b"", "cls": b"1", "bin": bytes(rng.integers(0, 255, 1000, dtype=np.uint8))},
+            )
+        )
+    write_tar(folder / "a.tar", made)
+    code = """
+import sys, wdstrain as wt
+class Big:
+    names = ("bin",)
+    example = wt.Example((3, 512, 512), "uint8")
+    def read(self, name, data, out, draws):
+        out[:] = 7
+loader = wt.Loader(sys.argv[1], {"big": Big()}, batch_size=32, num_workers=2)  # 25 MB a batch
+kept = [batch for _ in range(3) for batch in loader]
+print(sum(int(batch["big"].float().mean()) for batch in kept))
+loader.close()
+"""
+    assert in_small_shm(code, str(folder)) == "42\n"
+
+
+@pytest.fixture
+def in_small_shm() -> Callable[..., str]:
+    """Runs Python in a mount namespace whose /dev/shm has 64 MB."""
+
+    def run(code: str, *words: str) -> str:
+        inner = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+        command = [
+            "unshare",
+            "--mount",
+            "sh",
+            "-c",
+            inner,
+            "sh",
+            sys.executable,
+            "-c",
+            code,
+            *words,
+        ]
+        probe = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", inner, "sh", "true"], capture_output=True, text=True
+        )
+        if probe.returncode:
+            pytest.skip(f"a mount namespace cannot be made here: {probe.stderr.strip()}")
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

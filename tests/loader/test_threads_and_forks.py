@@ -1,0 +1,476 @@
+"""One loader, stream or cache that several threads use, or a parent process and its forked children."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset as wds
+
+import wdstrain as wt
+from tests.conftest import write_shards
+from tests.loader.test_device import _Copies
+from tests.support.servers import serving
+from wdstrain.loader.device import ahead
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+COUNT = 240
+SIDE = 40  # of the arrays: large enough to be read straight into their batch
+
+
+def packed(folder: Path) -> Path:
+    def rows() -> Any:
+        for number in range(COUNT):
+            array = io.BytesIO()
+            np.save(array, np.full((SIDE, SIDE), number, np.int32))
+            yield {
+                "__key__": f"k{number:06d}",
+                "x.npy": array.getvalue(),
+                "bin": bytes([number]) * 3000,
+                "cls": number % 7,
+            }
+
+    wt.pack(rows(), str(folder), shard_samples=50)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples whose every byte tells their number."""
+    return packed(tmp_path_factory.mktemp("numbered") / "s")
+
+
+FIELDS: dict[str, dict[str, Any] | None] = {
+    "bytes": None,
+    "landing": {"x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32")},
+    "decoded": {
+        "label": wt.label(),
+        "x": wt.array("x.npy", shape=(SIDE, SIDE), dtype="int32"),
+        "text": wt.text("cls"),
+    },
+}
+
+
+def check(batch: dict[str, Any]) -> list[str]:
+    """The keys of a batch, each sample of which has its own bytes."""
+    keys: list[str] = batch["__key__"]
+    for row, number in enumerate(int(key[1:]) for key in keys):
+        if isinstance(batch.get("bin"), list) and isinstance(batch["bin"][row], bytes):
+            assert batch["bin"][row] == bytes([number]) * 3000
+        if not isinstance(batch.get("x", []), list):
+            assert (batch["x"][row].numpy() == number).all()
+    return keys
+
+
+class Child:
+    """A forked child that runs a function; `result` is what it returned or raised, as text."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._answer, theirs = context.Pipe(False)
+        self._process = context.Process(target=self._run, args=(function, theirs))
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python warns of a fork beside threads
+            self._process.start()
+        theirs.close()
+
+    def _run(self, function: Callable[[], Any], answer: Any) -> None:
+        try:
+            answer.send(function())
+        except BaseException as error:
+            answer.send(f"{type(error).__name__}: {error}")
+
+    def result(self) -> Any:
+        try:
+            return self._answer.recv() if self._answer.poll(30) else "nothing came"
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(FIELDS))
+def test_a_forked_child_begins_its_own_pass_and_its_parent_goes_on(
+    numbered: Path, kind: str, num_workers: int
+) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 12,
+        "shuffle_buffer": 60,
+        "seed": 3,
+        "num_workers": num_workers,
+    }
+    plain = wt.Loader(numbered, FIELDS[kind], **options)
+    wanted = [[check(batch) for batch in plain.epoch(number)] for number in (0, 1)]
+    plain.close()
+    loader = wt.Loader(numbered, FIELDS[kind], **options)
+    batches = iter(loader)
+    first = next(batches)
+
+    def epochs() -> list[list[list[str]]]:
+        found = [[check(batch) for batch in loader.epoch(number)] for number in (1, 0)]
+        loader.close()
+        return found
+
+    child = Child(epochs)
+    assert [check(first)] + [check(batch) for batch in batches] == wanted[0]
+    assert child.result() == [wanted[1], wanted[0]]
+    assert [check(batch) for batch in loader] == wanted[1]
+    check(first)
+    loader.close()
+
+
+def test_a_process_can_be_forked_while_a_thread_plans(numbered: Path) -> None:
+    """What a thread holds at that moment, the child inherits as held."""
+    loader, stopping = wt.Loader(numbered, batch_size=20), threading.Event()
+
+    def plan() -> None:
+        for epoch in itertools.count():
+            plan = loader.plan(epoch)
+            plan.ids(0, plan.order(0, 0, 20))
+            if stopping.is_set():
+                return
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    try:
+        assert [Child(lambda: len(list(loader))).result() for _ in range(12)] == [COUNT // 20] * 12
+    finally:
+        stopping.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("through", ["plain", "device"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_pass_of_the_parent_is_refused_in_a_child(
+    numbered: Path, num_workers: int, through: str
+) -> None:
+    loader = wt.Loader(numbered, FIELDS["decoded"], batch_size=20, num_workers=num_workers)
+    begun = loader.epoch(0)
+    batches = begun if through == "plain" else ahead(begun, _Copies())
+    found = [check(next(batches))]
+
+    def take() -> list[Any]:
+        mine = loader.epoch(0)
+        keys = [check(next(mine))]
+        with pytest.raises(wt.WdstrainError) as refused:
+            next(batches)
+        keys += [check(batch) for batch in mine]
+        loader.close()
+        return [str(refused.value), keys]
+
+    said, keys = Child(take).result()
+    assert said == (
+        f"this pass over the loader began in process {os.getpid()}, and its batches go on there; a forked child cannot take from "
+        f"it. Begin a pass in this process: for batch in loader."
+    )
+    assert found + [check(batch) for batch in batches] == keys
+    loader.close()
+
+
+LEAVING = """
+    import os, sys
+    import wdstrain as wt
+
+    loader = wt.Loader(sys.argv[1], {"x": wt.label()}, batch_size=20, num_workers=2, multiprocessing_context="fork")
+    batches = iter(loader)
+    for way in ("ends", "drops", "closes", "uses"):
+        print(way, len(next(batches)["__key__"]), flush=True)
+        child = os.fork()
+        if not child:
+            if way == "drops":
+                del loader, batches
+            if way == "closes":
+                loader.close()
+            if way == "uses":
+                print(sum(len(batch["__key__"]) for batch in loader), flush=True)
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    print("rest", sum(len(batch["__key__"]) for batch in batches))
+"""
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_workers_alone(numbered: Path) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEAVING), str(numbered)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == (
+        f"ends 20\ndrops 20\ncloses 20\nuses 20\n{COUNT}\nrest {COUNT - 80}\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_threads_that_share_a_pass_have_each_batch_once(
+    tmp_path: Path, num_workers: int, begun: bool
+) -> None:
+    fields = {"text": wt.text("txt")} if num_workers else None
+    folder = write_shards(tmp_path / "s", [70, 30, 100])
+    loader = wt.Loader(folder, fields, batch_size=2, num_workers=num_workers)
+    for number in range(3):
+        batches, found = loader.epoch(number), list[str]()
+        if begun:
+            found += next(batches)["__key__"]
+        ended = list[bool]()
+
+        def take(
+            batches: Any = batches, found: list[str] = found, ended: list[bool] = ended
+        ) -> None:
+            for batch in batches:
+                found.extend(batch["__key__"])
+            ended.append(True)
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(ended) == 4
+        assert sorted(found) == [f"s{i:06d}" for i in range(200)]
+        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (number + 1, 0)
+        assert loader.report()["samples"] == 200
+    loader.close()
+
+
+class Dying:
+    """A field whose worker process is killed at a sample of the middle."""
+
+    names, example = ("cls",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        if bytes(data) == b"10":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return bytes(data)
+
+
+@pytest.mark.parametrize("through", ["plain", "cpu", "device"])
+def test_a_worker_that_dies_is_an_error_in_words_however_batches_are_taken(
+    shards: Path, through: str
+) -> None:
+    loader = wt.Loader(shards, {"label": Dying()}, batch_size=1, num_workers=1)
+    batches = {
+        "plain": lambda: iter(loader),
+        "cpu": lambda: wt.to_device(loader, "cpu"),
+        "device": lambda: ahead(iter(loader), _Copies()),
+    }[through]()
+    with pytest.raises(wt.WdstrainError, match="a worker process of the loader died"):
+        list(batches)
+    loader.close()
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def workers_of(dataset: Any, count: int, context: str = "fork", **options: Any) -> Any:
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=count,
+        collate_fn=as_it_is,
+        multiprocessing_context=context,
+        **options,
+    )
+
+
+def epoch_of(samples: Any) -> int:
+    """The epoch of these samples, which are all of the set with their own bytes, each once."""
+    found = [(sample["__key__"], sample["__epoch__"], sample["bin"]) for sample in samples]
+    assert sorted(key for key, _, _ in found) == [f"k{number:06d}" for number in range(COUNT)]
+    assert all(data == bytes([int(key[1:])]) * 3000 for key, _, data in found)
+    (epoch,) = {epoch for _, epoch, _ in found}
+    return int(epoch)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(
+    numbered: Path, alike: bool, piped: bool
+) -> None:
+    """alike: the program seeds torch with the same number before each pass. piped: the stream begins when its first sample is due."""
+    stream = wt.stream(numbered, shuffle_buffer=60)
+    data = wds.DataPipeline(stream) if piped else stream
+    lasting = workers_of(data, 2, persistent_workers=True)
+
+    def passed(samples: Callable[[], Any], whole: bool = True) -> int:
+        if alike:
+            torch.manual_seed(5)
+        return epoch_of(samples()) if whole else int(next(iter(samples()))["__epoch__"])
+
+    assert passed(lambda: data, whole=False) == 0
+    for expected, workers, whole in (
+        (1, 2, True),
+        (2, 3, True),
+        (3, 1, True),
+        (4, 3, False),
+        (5, 3, True),
+        (6, 2, True),
+    ):
+        assert passed(lambda workers=workers: workers_of(data, workers), whole) == expected
+    assert [passed(lambda: lasting) for _ in range(2)] == [7, 8]
+    assert passed(lambda: data) == 9
+    assert passed(lambda: lasting, whole=False) == 10
+    assert passed(lambda: workers_of(data, 2)) == 11
+    assert [passed(lambda: lasting) for _ in range(2)] == [12, 13]
+    stream.set_epoch(3)
+    assert passed(lambda: lasting) == 3
+    assert passed(lambda: workers_of(data, 3)) == 4
+
+
+def test_two_data_loaders_over_one_stream_take_epochs_in_turn(numbered: Path) -> None:
+    stream = wt.stream(numbered)
+    found: list[list[Any]] = [[], []]
+    for pair in zip(workers_of(stream, 2), workers_of(stream, 2), strict=True):
+        for samples, sample in zip(found, pair, strict=True):
+            samples.append(sample)
+    assert sorted(map(epoch_of, found)) == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_workers_that_inherit_no_memory_count_epochs_too(numbered: Path, context: str) -> None:
+    stream = wt.stream(numbered)
+    next(iter(stream))
+    assert [epoch_of(workers_of(stream, count, context)) for count in (2, 1, 2)] == [1, 2, 3]
+
+
+def test_a_child_and_its_parent_share_a_stream(numbered: Path) -> None:
+    stream = wt.stream(numbered)
+    samples = iter(stream)
+    first = next(samples)
+    child = Child(lambda: epoch_of(stream))
+    assert epoch_of([first, *samples]) == 0
+    assert child.result() == 1
+    assert epoch_of(stream) == 2
+
+
+def shards_of(folder: Path, name: str, size: int) -> Path:
+    """Shards of four samples each."""
+    rows = (
+        {"__key__": f"{name}{number:06d}", "bin": bytes([number]) * size}
+        for number in range(COUNT // 2)
+    )
+    wt.pack(rows, str(folder / name), shard_samples=4)
+    return folder / name
+
+
+def waits() -> None:
+    threading.Event().wait()
+
+
+def test_a_forked_child_keeps_no_shard_in_a_cache_from_going(tmp_path: Path) -> None:
+    """While it lives, its parent is done with the shards that it read when it forked, and others take their place."""
+    for name in ("old", "new"):
+        shards_of(tmp_path / "far", name, 5000)
+    sizes = [path.stat().st_size for path in (tmp_path / "far" / "old").glob("*.tar")]
+    limit = sum(sizes) + 4 * max(sizes)
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "shuffle": False,
+        "cache_dir": tmp_path / "cache",
+        "cache_limit": limit,
+    }
+    with serving(tmp_path / "far") as server:
+        loader = wt.Loader(f"{server.url}/old/index.json", **options)
+        batches = iter(loader)
+        next(batches)
+        child = Child(waits)
+        list(batches)
+        loader.close()
+        other = wt.Loader(f"{server.url}/new/index.json", **options)
+        list(other)
+        list(other)
+        assert other.report()["fetched"] == 0
+        other.close()
+        child.end()
+
+
+def test_children_that_are_forked_while_a_cache_is_filled_stop_nobody(tmp_path: Path) -> None:
+    folder = shards_of(tmp_path / "far", "s", 3000)
+    children, found = list[Child](), list[int]()
+    with serving(folder) as server:
+        loader = wt.Loader(
+            server.url, batch_size=4, shuffle_buffer=20, cache_dir=tmp_path / "cache"
+        )
+
+        def take() -> None:
+            found.extend(sum(len(batch["__key__"]) for batch in loader) for _ in range(3))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        while thread.is_alive() and len(children) < 40:
+            children.append(Child(waits))
+        thread.join(30)
+        done = not thread.is_alive()
+        for child in children:
+            child.end()
+        thread.join()
+        loader.close()
+    assert (done, found) == (True, [COUNT // 2] * 3)
+
+
+def test_a_file_on_a_server_is_read_on_by_a_child_and_by_its_parent(tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(12 << 20)
+    (tmp_path / "file.tar").write_bytes(data)
+    with serving(tmp_path) as server:
+        file = wt.gopen(f"{server.url}/file.tar")
+        begin = file.read(100)
+        child = Child(lambda: sha256(begin + file.read()).hexdigest())
+        mine = sha256(begin + file.read()).hexdigest()
+        assert (mine, child.result()) == (sha256(data).hexdigest(),) * 2
+        file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is mapped anew by calls of Linux")
+@pytest.mark.parametrize("kind", ["landing", "decoded"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_parent_and_child_hold_is_each_ones_own(
+    numbered: Path, kind: str, num_workers: int
+) -> None:
+    fields = {name: field for name, field in (FIELDS[kind] or {}).items() if name != "text"}
+    loader = wt.Loader(numbered, fields, batch_size=12, shuffle_buffer=60, num_workers=num_workers)
+    batches = iter(loader)
+    held = [next(batches), next(batches)]
+    gone, written = (
+        multiprocessing.get_context("fork").Event(),
+        multiprocessing.get_context("fork").Event(),
+    )
+
+    def use() -> list[Any]:
+        held[1]["x"].numpy()[:] = -1
+        written.set()
+        assert gone.wait(30)
+        return [check(held[0]), bool((held[1]["x"].numpy() == -1).all())]
+
+    child = Child(use)
+    assert written.wait(30)
+    keys, _ = map(check, held)
+    held.clear()
+    for _ in range(2):
+        for other in batches:
+            check(other)
+        batches = iter(loader)
+    gone.set()
+    assert child.result() == [keys, True]
+    loader.close()

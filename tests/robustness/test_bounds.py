@@ -1,0 +1,577 @@
+"""What claims to be huge, or becomes huge when it is unpacked, ends in a sentence, and memory stays within what is stated.
+
+The bounds: walking over a shard holds 2 bytes for each byte of its headers. Decoding holds, for each sample that is decoded at the
+time (one for each core or worker), 12 bytes for each pixel of a picture (20 of WebP and AVIF), of which none has more than 178 956 970, and 12 for each byte
+of any other value, 48 where it is JSON (Python's objects). The bytes of samples that wait, those of the next epoch among them, and 16 MB
+for whatever else is done come on top.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.server
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import wdstrain as wt
+from tests.conftest import write_shards, write_tar
+from wdstrain.decode.codecs import decode_image
+from wdstrain.errors import (
+    SampleError,
+    ShardError,
+    SourceError,
+    StorageError,
+    UsageError,
+    WdstrainError,
+)
+from wdstrain.shards.tar import END, header
+
+BESIDE = 16 << 20  # bytes for what is done beside
+PER_HEADER_BYTE, PER_PIXEL, PER_VALUE_BYTE, PER_JSON_BYTE = 2, 12, 12, 48
+
+PROBE = """
+import json, os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one sample at a time is decoded
+import wdstrain as wt
+from wdstrain.errors import WdstrainError
+
+def line(name):
+    return next(int(one.split()[1]) * 1024 for one in open("/proc/self/status") if one.startswith(name))
+
+fields = {"image": wt.image("img", size=32), "json": wt.json("doc"), "deep": wt.label("doc", column="k"), "label": wt.label("txt"),
+          "number": wt.number("txt"), "text": wt.text("txt"), "array": wt.array("npy")}
+found = {}
+cases = json.load(sys.stdin)
+for path, name in cases[:1] + cases:  # the first twice: what is imported for it is no part of it
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = line("VmRSS")
+    said = ""
+    try:
+        index = wt.info(path, exact=True) if not name else None
+        if name:
+            list(wt.Loader(path, {"x": fields[name]}, batch_size=1))
+    except WdstrainError as error:
+        said = f"{type(error).__name__}: {error}"
+    found[f"{path} {name}"] = (line("VmHWM") - before, said)
+print(json.dumps(found))
+"""
+
+
+def probed(cases: list[tuple[Path, str]]) -> dict[tuple[str, str], tuple[int, str]]:
+    """(bytes at the peak, what was said) for each shard that is walked over, or, with the name of a field, read; by name of its file."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("this system does not tell the peak of a process's memory")
+    words = json.dumps([(str(path), name) for path, name in cases])
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], input=words, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {(path.name, name): tuple(found[f"{path} {name}"]) for path, name in cases}
+
+
+def sealed(block: bytes) -> bytes:
+    """A header block with the checksum it should have."""
+    blank = block[:148] + b" " * 8 + block[156:]
+    return blank[:148] + b"%06o\0 " % sum(blank) + blank[156:]
+
+
+def head(name: str = "a.txt", size: bytes = b"00000000000\0", kind: bytes = b"0") -> bytes:
+    block = header(name, 0)
+    return sealed(block[:124] + size.ljust(12, b"\0") + block[136:156] + kind + block[157:])
+
+
+def pax(records: bytes, claimed: int | None = None) -> bytes:
+    padded = records + bytes(-len(records) % 512)
+    return (
+        head("././@PaxHeader", b"%011o\0" % (len(records) if claimed is None else claimed), b"x")
+        + padded
+    )
+
+
+def octal(number: int) -> bytes:
+    return b"%011o\0" % number
+
+
+def base256(number: int) -> bytes:
+    return b"\x80" + number.to_bytes(11, "big")
+
+
+@pytest.mark.parametrize(
+    ("begin", "words"),
+    [
+        (head(size=b"7" * 12), "ends inside 'a.txt': 68719476735 bytes promised at offset 512"),
+        (head(size=base256(1 << 60)), "ends inside 'a.txt': 1152921504606846976 bytes promised"),
+        (head(size=b"\x80" + b"\xff" * 11), "claims an impossible size at offset 0"),
+        (head(size=b"\xff" * 12), "claims an impossible size at offset 0"),
+        (head(size=b"-0000000001\0"), "must be an octal number"),
+        (head(size=b"0x7fffffff\0"), "must be an octal number"),
+        (head(size=b"99999999999\0"), "must be an octal number"),
+        (pax(b"30 size=99999999999999999999\n") + head(), "claims a size|malformed PAX"),
+        (
+            pax(b"29 size=18446744073709551615\n") + head(),
+            "ends inside 'a.txt': 18446744073709551615 bytes",
+        ),
+        (pax(b"11 size=-1\n") + head(), "claims a size of b'-1' at offset 0"),
+        (pax(b"99999999999 path=x\n") + head(), "malformed PAX header at offset 0"),
+        (pax(b"0 path=x\n") + head(), "malformed PAX header"),
+        (pax(b"-5 path=x\n") + head(), "malformed PAX header"),
+        (pax(b"x" * 512) + head(), "malformed PAX header"),
+        (
+            pax(b"", 1 << 30) + head(),
+            "claims an extension header of 1073741824 bytes at offset 0; 1 MiB is the limit",
+        ),
+        (head(kind=b"S"), "holds the sparse file 'a.txt' at offset 0"),
+        (pax(b"22 GNU.sparse.major=1\n") + head(), "holds the sparse file|malformed PAX"),
+    ],
+    ids=range(17),
+)
+def test_headers_that_cannot_be_are_refused_with_their_offset(
+    tmp_path: Path, begin: bytes, words: str
+) -> None:
+    (tmp_path / "a.tar").write_bytes(begin + bytes(512) + END)
+    with pytest.raises(ShardError, match=words):
+        wt.Loader(tmp_path / "a.tar")
+
+
+def test_links_devices_and_folders_are_passed_over_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(
+        b"".join(head(f"{i}.txt", kind=b"%d" % i) for i in range(1, 7)) + head("k.txt") + END
+    )
+    index = wt.Loader(tmp_path / "a.tar", batch_size=1).index
+    assert [index.key(i) for i in range(len(index))] == ["k"]
+    assert sum(index.info["ignored"].values()) == 6
+
+
+def test_a_tar_in_a_tar_is_bytes(tmp_path: Path) -> None:
+    inner = (write_shards(tmp_path / "in", [3]) / "part-000.tar").read_bytes()
+    write_tar(tmp_path / "a.tar", [("k", {"tar": inner})])
+    ((batch),) = wt.Loader(tmp_path / "a.tar", batch_size=1)
+    assert batch["tar"] == [inner]
+
+
+@pytest.mark.parametrize("kind", ["tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"])
+def test_compressed_tars_are_refused_with_a_sentence(tmp_path: Path, kind: str) -> None:
+    begins = {
+        "gz": b"\x1f\x8b\x08",
+        "bz2": b"BZh91AY&SY",
+        "xz": b"\xfd7zXZ\0",
+        "zst": b"\x28\xb5\x2f\xfd",
+        "lz4": b"\x04\x22\x4d\x18",
+    }
+    data = (
+        gzip.compress(bytes(10_000))
+        if kind[-2:] == "gz"
+        else begins[kind.rpartition(".")[2]].ljust(4096, b"x")
+    )
+    (tmp_path / f"a.{kind}").write_bytes(data)
+    with pytest.raises(
+        ShardError, match=f"a.{kind} is a .* file, not a plain tar; .* Unpack it first"
+    ):
+        wt.Loader(tmp_path / f"a.{kind}")
+    with pytest.raises(
+        UsageError,
+        match=f"a.{kind} is compressed, and offsets need plain tars. Unpack it first, to .tar",
+    ):
+        wt.Loader(tmp_path)
+    (tmp_path / "b.tar").write_bytes(data)  # whatever it is called
+    with pytest.raises(ShardError, match="b.tar is a .* file, not a plain tar"):
+        wt.Loader(tmp_path / "b.tar")
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 43])
+def test_a_sample_larger_than_memory_is_refused_before_memory_is_filled(
+    tmp_path: Path, size: int
+) -> None:
+    path = tmp_path / "a.tar"
+    with open(path, "wb") as file:  # a file with holes: some KB of disk
+        file.write(head("k.bin", base256(size)))
+        file.seek(512 + size)
+        file.write(END)
+    with pytest.raises(
+        ShardError,
+        match=f"a.tar: 'k' at offset 0 has {size + 512} bytes, and a sample is held as a whole",
+    ):
+        next(iter(wt.Loader(path, batch_size=1)))
+
+
+def test_batches_larger_than_memory_are_refused_in_words(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("k", {"png": b"x"})])
+    with pytest.raises(
+        WdstrainError,
+        match="bytes of memory cannot be reserved .* Lower shuffle_buffer or batch_size",
+    ):
+        next(iter(wt.Loader(tmp_path, {"image": wt.image(size=50_000_000)}, batch_size=1)))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tar")
+    (tmp_path / "folder.tar").mkdir()
+    for name in ("pipe.tar", "folder.tar"):
+        with pytest.raises(WdstrainError, match=f"{name}"):
+            wt.Loader(tmp_path / name)
+    with pytest.raises(StorageError, match="is no file but a folder, a pipe or a device"):
+        wt.Loader(tmp_path)
+
+
+def test_names_that_are_no_text_come_back_as_they_were(tmp_path: Path) -> None:
+    write_tar(tmp_path / "\udcfe.tar", [("k\udcff", {"a\udcfe": b"x", "b": b"y"})])
+    for _ in range(2):  # walked over, and remembered
+        (batch,) = wt.Loader(tmp_path, batch_size=1)
+        assert batch == {"__key__": ["k\udcff"], "a\udcfe": [b"x"], "b": [b"y"]}
+    wt.index(tmp_path)
+    assert json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))["wdstrain"][
+        "fields"
+    ] == ["a\udcfe", "b"]
+    (batch,) = wt.Loader(tmp_path, batch_size=1, num_workers=1)
+    assert batch["a\udcfe"] == [b"x"]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def bombs(folder: Path, members: int) -> list[tuple[Path, str]]:
+    """Shards whose headers are all that is in them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "keys.tar").write_bytes(
+        b"".join(header(f"{i:07d}.a", 0) for i in range(members)) + END
+    )
+    (folder / "fields.tar").write_bytes(
+        b"".join(header(f"k.{i % 60_000:07d}", 0) for i in range(min(members, 60_000))) + END
+    )
+    (folder / "links.tar").write_bytes(head(kind=b"2") * members + header("k.a", 0) + END)
+    (folder / "headers.tar").write_bytes(
+        pax(b"20 comment=aaaaaaaa\n") * (members // 2) + header("k.a", 0) + END
+    )
+    name = b"1048576 path=" + b"a/" * 524_280 + b"k.a"
+    long = pax(b"%b\n" % name.ljust(1_048_575, b"a"))
+    (folder / "names.tar").write_bytes((long + head()) * (members // 10_000) + END)
+    return [(path, "") for path in sorted(folder.glob("*.tar"))]
+
+
+def check_walks(cases: list[tuple[Path, str]]) -> None:
+    for (name, _), (peak, said) in probed(cases).items():
+        size = next(path for path, _ in cases if path.name == name).stat().st_size
+        assert peak < PER_HEADER_BYTE * size + BESIDE, (name, peak, size, said)
+
+
+@pytest.mark.slow
+def test_a_walk_over_headers_holds_no_more_than_they_are(tmp_path: Path) -> None:
+    check_walks(bombs(tmp_path / "bombs", 60_000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_walk_over_a_million_members_holds_no_more_than_they_are(tmp_path: Path) -> None:
+    check_walks(bombs(tmp_path / "bombs", 1_000_000))
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        )
+
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    ihdr, idat = (
+        chunk(b"IHDR", size + b"\x08\x02\0\0\0"),
+        chunk(b"IDAT", zlib.compress(bytes(1000))),
+    )
+    return b"\x89PNG\r\n\x1a\n" + ihdr + idat + chunk(b"IEND", b"")
+
+
+SIDE = 2500
+
+
+@pytest.mark.slow
+def test_a_picture_holds_a_dozen_bytes_a_pixel_at_most(tmp_path: Path) -> None:
+    """Of some KB each, most of them; a hundredth of what the largest allowed may take."""
+    cases = []
+    exif = Image.Exif()
+    exif[274] = 6
+    made: dict[str, Callable[[], bytes]] = {
+        f"png-{mode.replace(';', '')}": lambda mode=mode: encoded(
+            Image.new(mode, (SIDE, SIDE)), "PNG"
+        )  # type: ignore[misc]
+        for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+    }
+    rgb = Image.new("RGB", (SIDE, SIDE))
+    made |= {
+        "jpeg": lambda: encoded(rgb, "JPEG"),
+        "jpeg-progressive": lambda: encoded(rgb, "JPEG", progressive=True),
+        "jpeg-progressive-444": lambda: encoded(
+            rgb, "JPEG", progressive=True, subsampling=0, exif=exif
+        ),
+        "jpeg-progressive-cmyk": lambda: encoded(
+            Image.new("CMYK", (SIDE, SIDE)), "JPEG", progressive=True, subsampling=0
+        ),
+        "tiff-deep": lambda: encoded(
+            Image.new("I;16", (SIDE, SIDE)), "TIFF", compression="tiff_adobe_deflate"
+        ),
+        "jpeg-turned": lambda: encoded(rgb, "JPEG", exif=exif),
+        "jpeg-cmyk": lambda: encoded(Image.new("CMYK", (SIDE, SIDE)), "JPEG"),
+        "gif": lambda: encoded(rgb, "GIF"),
+        "gif-many": lambda: encoded(
+            rgb,
+            "GIF",
+            save_all=True,
+            append_images=[Image.new("RGB", (SIDE, SIDE), i) for i in range(3)],
+        ),
+        "bmp": lambda: encoded(rgb, "BMP"),
+        "tiff": lambda: encoded(rgb, "TIFF", compression="tiff_lzw"),
+        "webp": lambda: encoded(rgb, "WEBP"),
+    }
+    if "AVIF" in Image.SAVE:
+        made["avif"] = lambda: encoded(rgb, "AVIF", speed=10)
+    for name, make in made.items():
+        cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {"img": make()})]), "image"))
+    for (name, _), (peak, said) in probed(cases).items():
+        data = (tmp_path / name).stat().st_size
+        assert said == "", (name, said)
+        each = PER_PIXEL * (5 / 3 if name.startswith(("webp", "avif")) else 1)
+        assert peak < each * SIDE * SIDE + 6 * data + BESIDE, (name, peak)
+
+
+def test_what_claims_to_be_a_huge_picture_takes_no_memory(
+    tmp_path: Path, data: Callable[[str], Path]
+) -> None:
+    claims = {
+        "png": png_claiming(65535, 65535),
+        "png-max": png_claiming((1 << 31) - 1, (1 << 31) - 1),
+        "ppm": b"P6 65535 65535 255\n" + bytes(1000),
+        "bmp": encoded(Image.new("RGB", (8, 8)), "BMP")[:18]
+        + (65535).to_bytes(4, "little") * 2
+        + bytes(1000),
+        "tiff": encoded(Image.new("L", (60000, 8)), "TIFF").replace(
+            (8).to_bytes(2, "little"), (65535).to_bytes(2, "little")
+        ),
+    }
+    for name in ("max_size.jpg", "decompression_bomb.gif", "png_decompression_dos.png"):
+        claims[name] = (data("difficult") / name).read_bytes()
+    cases = [
+        (write_tar(tmp_path / f"{name}.tar", [("k", {"img": raw})]), "image")
+        for name, raw in claims.items()
+    ]
+    for (name, _), (peak, said) in probed(cases).items():
+        assert said.startswith("SampleError: "), (name, said)
+        assert f"{name}: 'k', field 'img' at offset 512: " in said
+        assert peak < 6 * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
+
+
+def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_path: Path) -> None:
+    """Each scan of a progressive JPEG goes over all pixels, and takes a dozen bytes: 90 KB are a minute of work."""
+    whole = encoded(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
+    last = whole.rfind(b"\xff\xda")
+    data = whole[:last] + whole[last:-2] * 1000 + whole[-2:]
+    assert len(data) < 100_000
+    write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
+    with pytest.raises(
+        SampleError,
+        match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels: more work than",
+    ):
+        list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
+    with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
+        wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
+    assert decode_image(whole).shape == (4000, 4000, 3)
+
+
+def test_scans_are_those_of_the_picture_and_not_of_what_lies_behind_it() -> None:
+    """A phone's picture has a film behind it."""
+    data = encoded(Image.new("RGB", (5000, 5000)), "JPEG")
+    assert decode_image(data + b"\xff\xda\0\x08" * 100_000).shape == (5000, 5000, 3)
+
+
+def test_tiles_larger_than_their_picture_are_refused() -> None:
+    """A picture of 16 x 16 pixels may have a tile of 2 GB, which libtiff decodes as a whole."""
+
+    def tiled(width: int, height: int) -> bytes:
+        tile = zlib.compress(bytes(width * height))
+        entries = {
+            256: 16,
+            257: 16,
+            258: 8,
+            259: 8,
+            262: 1,
+            277: 1,
+            322: width,
+            323: height,
+            324: 8,
+            325: len(tile),
+        }
+        rows = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries.items())
+        return (
+            b"II*\0"
+            + struct.pack("<I", 8 + len(tile))
+            + tile
+            + struct.pack("<H", len(entries))
+            + rows
+            + bytes(4)
+        )
+
+    assert decode_image(tiled(16, 16)).shape == decode_image(tiled(256, 256)).shape == (16, 16, 3)
+    with pytest.raises(SampleError, match="tiles of 4096 x 2048 pixels for a picture of 16 x 16"):
+        decode_image(tiled(4096, 2048))
+
+
+def npy(head_: str, version: bytes = b"\x01\x00") -> bytes:
+    text = head_.encode().ljust(117) + b"\n"
+    return (
+        b"\x93NUMPY"
+        + version
+        + len(text).to_bytes(2 if version[0] == 1 else 4, "little")
+        + text
+        + bytes(64)
+    )
+
+
+@pytest.mark.slow
+def test_values_that_unfold_stay_within_a_multiple_of_their_size(tmp_path: Path) -> None:
+    size = 10 << 20
+    shape = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s,), }"
+    values: list[tuple[str, str, bytes]] = [
+        ("depth", "json", b"[" * size),
+        ("depth-of-objects", "json", b'{"k":' * (size // 5)),
+        ("depth-in-a-column", "deep", b"[" * size),
+        ("names", "deep", json.dumps({f"k{i}": 0 for i in range(size // 16)}).encode()),
+        ("lists", "deep", b"[" + b"{}," * (size // 3) + b"{}]"),
+        ("dicts", "deep", b"[" + (b'{"":' * 60 + b"0" + b"}" * 60 + b",") * (size // 302) + b"0]"),
+        ("digits", "label", b"9" * size),
+        ("no-number", "number", b"x" * size),
+        ("long-number", "json", b"1" * size),
+        ("encoding", "text", b"x" * size + b"\xff"),
+        ("utf-16", "text", "x".encode("utf-16") * 100),
+        ("npy", "array", npy(shape % (1 << 60))),
+        ("npy2", "array", npy(shape % (1 << 40), b"\x02\x00")),
+        ("npy-negative", "array", npy(shape % -1)),
+        ("npy-nested", "array", npy("(" * 100)),
+    ]
+    cases = []
+    for name, field, raw in values:
+        tar = {"json": "doc", "deep": "doc", "array": "npy"}.get(field, "txt")
+        cases.append((write_tar(tmp_path / f"{name}.tar", [("k", {tar: raw})]), field))
+    for (name, field), (peak, said) in probed(cases).items():
+        assert said.startswith("SampleError: "), (name, said)
+        assert f"{name}: 'k', field '" in said
+        assert len(said) < 1500, name
+        most = PER_JSON_BYTE if field in ("json", "deep") else PER_VALUE_BYTE
+        assert peak < most * (tmp_path / name).stat().st_size + BESIDE, (name, peak)
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[http.server.BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # who asked has heard enough
+                answer(self)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing is said."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _without_end(handler: http.server.BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(1 << 14):  # 16 GB, if nobody hangs up
+        handler.wfile.write(bytes(1 << 20))
+
+
+def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
+    data = gzip.compress(bytes(200 << 20), 1)  # 200 KB nearly
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+@pytest.mark.parametrize("answer", [_without_end, _unfolding])
+def test_an_index_without_an_end_is_refused(
+    answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a machine of 256 MB, so that the test is quick."""
+    monkeypatch.setattr("wdstrain.storage.http.memory", lambda: 256 << 20)
+    with (
+        answering(answer) as address,
+        pytest.raises(StorageError, match="has more than 67108864 bytes, too many to hold at once"),
+    ):
+        wt.Loader(f"{address}/index.json")
+
+
+def test_an_index_is_taken_apart_only_if_memory_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_shards(tmp_path / "set", [8])
+    wt.index(folder)
+    monkeypatch.setattr("wdstrain.shards.index_io.memory", lambda: 128 * 200)
+    with pytest.raises(ShardError, match="bytes of JSON; 200 is the limit"):
+        wt.Loader(folder)
+
+
+def test_an_index_may_not_claim_a_shard_that_no_disk_holds(tmp_path: Path) -> None:
+    """With a cache: a place for such a shard would be set aside in it."""
+    from tests.support.servers import serving
+
+    folder = write_shards(tmp_path / "set", [8])
+    wt.index(folder)
+    document = json.loads((folder / "index.json").read_text())
+    document["shardlist"][0] |= {"filesize": (1 << 62) - 1, "sha256": "0" * 64}
+    (folder / "index.json").write_text(json.dumps(document))
+    with serving(folder) as server:
+        loader = wt.Loader(server.url, batch_size=4, cache_dir=tmp_path / "cache")
+        with pytest.raises(
+            ShardError, match=r"its index says 4611686018427387903: it was cut or changed"
+        ):
+            next(iter(loader))
+        loader.close()
+    assert not list((tmp_path / "cache").rglob("*.tar*"))
+
+
+def test_reasons_are_short_whatever_a_transform_says(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "set", [4])
+
+    def verbose(sample: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("no" * 1_000_000)
+
+    with pytest.raises(SampleError, match="transform raised ValueError: no") as raised:
+        list(wt.Loader(folder, transform=verbose, batch_size=2))
+    assert len(str(raised.value)) < 1500
+
+
+def test_the_largest_picture_is_the_same_for_every_decoder() -> None:
+    from wdstrain.decode.image_formats import MAX_PIXELS
+
+    assert Image.MAX_IMAGE_PIXELS is not None
+    assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    assert PER_PIXEL * MAX_PIXELS < 2.2e9  # as the guide says

@@ -1,0 +1,484 @@
+"""Somebody is stuck: who it is, where, and in which line is told; and what each stage of an epoch cost."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture, write_shards, write_tar
+from tests.support.servers import Handler, serving
+from wdstrain.loader.stats import EpochStats, Finding
+
+STUCK = "s000009"  # of the sample at which somebody is stuck
+
+
+class Listener(logging.Handler):
+    """Collects what the logger says; `then` is called at the first warning that it gives."""
+
+    def __init__(self, then: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self.said: list[str] = []
+        self.lines: list[str] = []
+        self._then = then
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING and text.startswith("no batch"):
+            self.said.append(text)
+            self._then(text)
+        elif record.levelno == logging.INFO:
+            self.lines.append(text)
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Listener]]:
+    logger, listeners, level = (
+        logging.getLogger("wdstrain"),
+        list[Listener](),
+        logging.getLogger("wdstrain").level,
+    )
+    logger.setLevel(logging.INFO)
+
+    def begin(then: Callable[[str], None] = lambda _: None) -> Listener:
+        listeners.append(Listener(then))
+        logger.addHandler(listeners[-1])
+        return listeners[-1]
+
+    yield begin
+    logger.setLevel(level)
+    for one in listeners:
+        logger.removeHandler(one)
+
+
+class WaitsForGate:
+    """A transform that waits at one sample until a file is there; it is that sample's own line that waits."""
+
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["__key__"] == STUCK:
+            self.wait_at_the_gate()
+        return {"length": len(sample["txt"])}
+
+    def wait_at_the_gate(self) -> None:
+        until = time.monotonic() + 60
+        while not self.gate.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("workers", "context"), [(0, None), (2, "fork"), (2, "spawn"), (1, "forkserver")]
+)
+def test_who_is_stuck_is_told_with_stage_shard_key_and_stack(
+    shards: Path, tmp_path: Path, listen: Callable[..., Listener], workers: int, context: Any
+) -> None:
+    gate = tmp_path / "gate"
+
+    def stack_is_there(text: str) -> None:
+        if waits(
+            text
+        ):  # before, processes may only be beginning, and between the looks at a desk and at a stack one may have begun
+            gate.touch()
+
+    def waits(text: str) -> bool:
+        return "Stage decode" in text and "wait_at_the_gate" in text
+
+    heard = listen(stack_is_there)
+    loader = wt.Loader(
+        shards,
+        transform=WaitsForGate(gate),
+        batch_size=3,
+        num_workers=workers,
+        multiprocessing_context=context,
+        patience=0.3,
+    )
+    assert sum(len(batch["__key__"]) for batch in loader) == 21  # what was slow is not lost
+    loader.close()
+    told, *_ = [
+        text for text in heard.said if waits(text)
+    ]  # again after twice the time, where a machine is that slow
+    assert f"part-001.tar: '{STUCK}' at offset 4096" in told
+    assert ("worker process" if workers else "decoder thread") in told
+    assert "test_watching.py" in told
+
+
+def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_stack(
+    shards: Path, listen: Callable[..., Listener]
+) -> None:
+    reading, writing = os.pipe()
+    heard = listen(
+        lambda _: os.write(writing, b"xx")
+    )  # the next epoch is being decoded before this one ends
+
+    def transform(sample: dict[str, Any]) -> dict[str, int]:
+        if sample["__key__"] == STUCK:
+            byte = ctypes.create_string_buffer(1)
+            while (
+                ctypes.PyDLL(None).read(reading, byte, 1) != 1
+            ):  # PyDLL keeps the lock; a signal may cut the call short
+                pass
+        return {"length": len(sample["txt"])}
+
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
+    assert sum(len(batch["__key__"]) for batch in loader) == 21
+    loader.close()
+    os.close(reading)
+    os.close(writing)
+    (told,) = [text for text in heard.said if " in transform" in text][:1]
+    assert STUCK in told
+
+
+def test_a_worker_that_was_stopped_is_told_to_be(
+    shards: Path, tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
+    def go_on(text: str) -> None:
+        if "stopped" in text:
+            os.kill(int(text.partition("pid ")[2].partition(")")[0]), signal.SIGCONT)
+
+    def transform(sample: dict[str, Any]) -> dict[str, int]:
+        if sample["__key__"] == STUCK and not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return {"length": len(sample["txt"])}
+
+    heard = listen(go_on)
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
+    assert sum(len(batch["__key__"]) for batch in loader) == 21
+    loader.close()
+    (told,) = [text for text in heard.said if "no answer from the process: stopped" in text]
+    assert STUCK in told
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_for_ever_does_not_outlive_its_loader(
+    shards: Path, listen: Callable[..., Listener]
+) -> None:
+    taken = shards / "taken"  # the first batch, which a worker that is stopped could not hand over
+
+    def transform(sample: dict[str, Any]) -> dict[str, int]:
+        if sample["__key__"] == STUCK:
+            while not taken.exists():
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return {"length": len(sample["txt"])}
+
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        shuffle=False,
+    )
+    next(iter(loader))
+    (worker,) = multiprocessing.active_children()
+    taken.touch()
+    end = time.monotonic() + 30
+    while (
+        Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+        and time.monotonic() < end
+    ):
+        time.sleep(0.005)
+    loader.close()  # torch waits for 5 s, asks the worker to end, and leaves it; the fixture looks for what is left
+
+
+def test_storage_that_is_silent_is_told_with_its_shard_and_offset(
+    tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
+    write_shards(tmp_path / "far", [7, 13])
+    wt.index(tmp_path / "far")
+    gate = threading.Event()
+    heard = listen(lambda _: gate.set())
+
+    def silent(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        gate.wait(60)
+        return False
+
+    with serving(tmp_path / "far") as served:
+        served.faults += [silent]
+        loader = wt.Loader(f"{served.url}/index.json", batch_size=5, patience=0.3)
+        assert sum(len(batch["__key__"]) for batch in loader) == 20
+        loader.close()
+    (told,) = [text for text in heard.said if "Stage read" in text][:1]
+    assert ".tar is being read at offset 0" in told
+    assert "reader.py" in told or "forward.py" in told
+
+
+def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(
+    shards: Path, listen: Callable[..., Listener]
+) -> None:
+    heard, busy = listen(), threading.Event()
+    for batch in wt.Loader(shards, batch_size=5, patience=0.05):
+        busy.wait(0.2)  # four times the patience, of the loop's own
+        del batch
+    silent = wt.Loader(shards, batch_size=5, patience=0)
+    next(iter(silent))
+    assert "wdstrain-watch" not in [thread.name for thread in threading.enumerate()]
+    silent.close()
+    assert heard.said == []
+    with pytest.raises(wt.UsageError, match="patience=-1: must be a number of seconds >= 0"):
+        wt.Loader(shards, patience=-1)
+
+
+# --- what an epoch cost ----------------------------------------------------------------------------------------------
+
+
+class SlowField:
+    """A field of the user's that takes its time; asleep, so that decoders do not take it from each other."""
+
+    names, example = ("txt",), None
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> str:
+        time.sleep(0.004)
+        return bytes(data).decode()
+
+
+class SlowToStack:
+    """What a transform gives, which takes its time to become a batch."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"part": SlowPart({"length": len(sample["txt"])})}
+
+
+class SlowPart(dict[str, int]):
+    def __getitem__(self, name: str) -> int:
+        time.sleep(0.004)
+        return super().__getitem__(name)
+
+
+@pytest.mark.alone
+def test_seconds_go_to_the_stage_that_took_them(tmp_path: Path) -> None:
+    """20 samples at 4 ms each are 80 ms of the stage, and the other stages are far below."""
+    shards = write_shards(tmp_path / "shards", [20])
+    wt.index(shards)
+
+    def seconds(loader: wt.Loader, pause: float = 0) -> dict[str, float]:
+        for batch in loader:
+            time.sleep(pause)
+            del batch
+        loader.close()
+        report = loader.report()
+        assert (
+            report["wait_seconds"] + 0.005
+            > report["parse_seconds"] + report["shuffle_seconds"] + report["handoff_seconds"]
+        )
+        return {
+            name: value
+            for name, value in report.items()
+            if name.endswith("_seconds") and name != "wait_seconds"
+        }
+
+    for workers in (0, 1):
+        found = {
+            "decode_seconds": seconds(
+                wt.Loader(shards, {"txt": SlowField()}, batch_size=5, num_workers=workers)
+            ),
+            "collate_seconds": seconds(
+                wt.Loader(shards, transform=SlowToStack(), batch_size=5, num_workers=workers)
+            ),
+            "loop_seconds": seconds(wt.Loader(shards, batch_size=5, num_workers=workers), 0.03),
+        }
+        for stage, took in found.items():
+            assert took[stage] >= 0.08, (workers, stage, took)
+            others = {
+                "read_seconds",
+                "decode_seconds",
+                "collate_seconds",
+                "copy_seconds",
+                "loop_seconds",
+            } - {stage}
+            assert max(took[name] for name in others) < took[stage] / 2, (workers, stage, took)
+
+    with serving(shards) as served:
+        served.delay = 0.1
+        took = seconds(wt.Loader(f"{served.url}/index.json", batch_size=5))
+    assert min(took["read_seconds"], took["shuffle_seconds"]) >= 0.08
+    assert took["decode_seconds"] + took["collate_seconds"] + took["handoff_seconds"] < 0.08
+
+
+def test_an_epoch_is_one_line_of_the_log(shards: Path, listen: Callable[..., Listener]) -> None:
+    heard = listen()
+    loader = wt.Loader(shards, batch_size=5)
+    for _ in range(2):
+        for _batch in loader:
+            pass
+    for _batch in wt.to_device(loader, "cpu"):
+        pass
+    for _batch in loader:
+        break  # an epoch that was left is none
+    loader.close()
+    assert [line.partition(",")[0] for line in heard.lines] == [
+        f"epoch {i}: 20 samples" for i in range(3)
+    ]
+    for line in heard.lines:
+        assert "\n" not in line
+        assert len(line) <= 120
+        for word in ("MB", "samples/s", "waited", "bound"):
+            assert word in line
+
+
+def test_the_line_and_the_report_name_what_went_wrong(
+    tmp_path: Path, listen: Callable[..., Listener]
+) -> None:
+    bad = {"<b>k03</b>": b"no picture"}
+    samples = [(f"k{i:02d}", {"png": picture(i), "cls": b"0"}) for i in range(20)]
+    samples[3] = ("<b>k03</b>", {"png": bad["<b>k03</b>"], "cls": b"0"})
+    write_tar(tmp_path / "shards" / "a.tar", samples)
+    heard = listen()
+    loader = wt.Loader(
+        tmp_path / "shards",
+        {"image": wt.image(size=8)},
+        batch_size=5,
+        on_bad="replace",
+        max_bad=0.5,
+    )
+    for _batch in loader:
+        pass
+    loader.close()
+    report = loader.report()
+    line, bad_line = heard.lines
+    assert ", 1 bad; " in line
+    assert bad_line == "epoch 0: bad samples: 1 x png: no image of a known format"
+    assert report["bad_samples"][0]["key"] == "<b>k03</b>"
+    assert json.loads(json.dumps(report)) == report
+    shown = report._repr_html_()
+    assert "bad: png: no image of a known format" in shown
+    assert "<b>k03</b>" not in shown
+
+
+def test_decoding_that_waits_is_told_from_decoding_that_computes(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [40])
+    loader = wt.Loader(tmp_path / "shards", {"txt": SlowField()}, batch_size=10)
+    for _batch in loader:
+        pass
+    loader.close()
+    report = loader.report()
+    assert report["compute_seconds"] < 0.4 * report["decode_seconds"]
+    assert "Decoding waits: it computes in" in report["verdict"]
+    assert "A field or transform that waits for less would help" in report["verdict"]
+    assert "cores" not in report["verdict"]
+
+
+def test_reasons_that_quote_what_they_found_are_counted_together() -> None:
+    meter = EpochStats()
+    meter.add_bad(
+        [
+            Finding("a.tar", f"k{i}", "cls", i, f"'label {i}' is not a whole number")
+            for i in range(500)
+        ]
+    )
+    assert meter.bad_reasons == {"cls: is not a whole number": 500}
+    meter.add_bad([Finding("a.tar", f"k{i}", "jpg", i, "x" * (i + 1)) for i in range(500)])
+    assert len(meter.bad_reasons) <= 21
+    assert sum(meter.bad_reasons.values()) == 1000
+    meter.epoch, meter.samples, meter.batches, meter.bytes, meter.retries = (
+        10**6,
+        10**12,
+        10**10,
+        10**18,
+        10**6,
+    )
+    meter.wait_seconds = meter.decode_seconds = 1e7
+    assert len(meter.line) <= 120
+    assert len(meter.bad_line) <= 120
+
+
+def test_descriptors_are_given_back_with_the_loader(shards: Path) -> None:
+    def count() -> int:
+        for _ in range(3):
+            loader = wt.Loader(
+                shards,
+                batch_size=3,
+                num_workers=1,
+                transform=Short(),
+                multiprocessing_context="fork",
+            )
+            next(iter(loader))
+            loader.close()
+            del loader
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("this system does not list descriptors")
+    assert count() == count()
+
+
+class Short:
+    def __call__(self, sample: dict[str, Any]) -> dict[str, int]:
+        return {"length": len(sample["txt"])}
+
+
+def test_a_worker_whose_signal_is_in_other_hands_is_not_ended_by_the_question(
+    shards: Path, listen: Callable[..., Listener], tmp_path: Path
+) -> None:
+    gate = WaitsForGate(tmp_path / "gate")
+    heard = listen(
+        lambda text: (
+            gate.gate.touch()
+            if "other code in this worker took the signal SIGUSR2" in text
+            else None
+        )
+    )
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        return gate(sample)
+
+    loader = wt.Loader(
+        shards,
+        transform=transform,
+        batch_size=3,
+        num_workers=1,
+        multiprocessing_context="fork",
+        patience=0.3,
+    )
+    assert sum(len(batch["__key__"]) for batch in loader) == 21
+    loader.close()
+    assert any("other code in this worker took the signal SIGUSR2" in text for text in heard.said)
+
+
+def test_a_hand_off_that_takes_most_of_the_time_is_the_verdict() -> None:
+    meter = EpochStats(
+        samples=100,
+        batches=100,
+        handoff_seconds=3.0,
+        parse_seconds=1.0,
+        wait_seconds=5.0,
+        loop_seconds=1.0,
+    )
+    assert meter.verdict.startswith(
+        "input bound: hand-off 67%; the loop waited for data 83.3% of the time. Larger batches"
+    )
+    meter.bad_samples.append(Finding("a.tar", "k", "png", 0, "bad"))
+    assert meter.report()["bad_samples"] == [
+        {"shard": "a.tar", "key": "k", "field": "png", "offset": 0, "reason": "bad"}
+    ]

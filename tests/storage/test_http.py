@@ -1,0 +1,922 @@
+"""Shards on a server are read as if they were on the disk, whatever the network does."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset as wds
+
+import wdstrain as wt
+from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
+from tests.support.servers import (
+    Fault,
+    Served,
+    change,
+    cut,
+    cut_in_headers,
+    end_in_headers,
+    fine,
+    in_chunks,
+    lead_to,
+    serving,
+    small_and_quick,
+    stall,
+    status,
+)
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.storage import http, prefetch
+from wdstrain.storage.addresses import expand
+from wdstrain.storage.http import HttpFile, redacted
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed shards of some 300 KB, with an index."""
+    folder = tmp_path_factory.mktemp("made")
+    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(400))
+    wt.pack(rows, str(folder / "shards"), shard_bytes=300_000, split={"train": 0.8, "val": 0.2})
+    return folder / "shards"
+
+
+@pytest.fixture
+def served(made: Path) -> Iterator[Served]:
+    with serving(made) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_and_quick(monkeypatch, 64 << 10)
+
+
+def epoch(urls: Any, **options: Any) -> list[Any]:
+    loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100, **options)
+    found = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
+    loader.close()
+    return found
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def test_every_address_of_a_server_gives_what_the_disk_gives(made: Path, served: Served) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    names = sorted(path.name for path in made.glob("train-*.tar"))
+    braces = f"{served.url}/train-{{000000..{len(names) - 1:06d}}}.tar"
+    assert len(names) > 2
+    for urls in (
+        braces,
+        [f"{served.url}/{name}" for name in names],
+        [f"{served.url}/{names[0]}", *map(str, sorted(made.glob("train-*.tar"))[1:])],
+    ):
+        assert epoch(urls) == wanted
+    everything = wt.pack_tars(
+        f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True
+    )
+    assert len(everything) == 400
+    for urls in (served.url, f"{served.url}/", f"{served.url}/index.json"):
+        with pytest.raises(
+            UsageError,
+            match=r"holds several splits: train, val. Name one of: http.*/train-\{000000\.\.0",
+        ):
+            wt.Loader(urls)
+
+
+def test_commands_take_addresses(served: Served, capsys: Any) -> None:
+    assert main(["info", f"{served.url}/index.json", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 400
+    assert main(["verify", served.url]) == 0
+    assert main(["info", f"{served.url}/gone"]) == 1
+    assert "gone/index.json is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("/train-*.tar", "a server cannot be asked what matches"),
+        ("/train-{0..1.tar", "its braces do not pair up"),
+    ],
+)
+def test_patterns_that_a_server_cannot_answer_are_refused_at_once(
+    served: Served, address: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        wt.Loader(served.url + address)
+    assert served.requests == []
+
+
+def test_windows_paths_are_paths() -> None:
+    with pytest.raises(UsageError, match="no such file or folder"):
+        expand("C:\\data\\train-000000.tar")
+
+
+def test_a_page_where_a_shard_should_be_is_said_at_once(made: Path) -> None:
+    with (
+        serving(made, pages=True) as server,
+        pytest.raises(StorageError, match="gave a page .text/html. where a shard should be"),
+    ):
+        wt.Loader(f"{server.url}/elsewhere/train-000000.tar")
+
+
+def test_what_is_not_there_is_an_error_with_its_status(served: Served) -> None:
+    with pytest.raises(StorageError, match=r"/none.tar: the server answered 404 Not Found"):
+        wt.Loader(f"{served.url}/none.tar")
+
+
+def test_shards_without_an_index_are_walked_over_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_shards(tmp_path / "s", [7, 13, 1])
+    wanted = sorted(
+        key for batch in wt.Loader(str(tmp_path / "s"), batch_size=1) for key in batch["__key__"]
+    )
+    shutil.rmtree(tmp_path / "s" / ".wdstrain")
+    caplog.clear()
+    with serving(tmp_path / "s") as server:
+        for _ in range(2):
+            loader = wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
+            assert sorted(key for batch in loader for key in batch["__key__"]) == wanted
+            loader.close()
+    assert (
+        sum("walked over the headers of 21 samples" in record.message for record in caplog.records)
+        == 1
+    )
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS: dict[str, list[Fault]] = {
+    "cut at once": [cut(0)],
+    "cut at byte 1": [cut(1), cut(1)],
+    "cut in the middle": [fine(), cut(30_000), cut(511), fine(), cut(60_000)],
+    "reset in the middle": [cut(10_000, reset=True), fine(), cut(0, reset=True)],
+    "reset in the headers": [cut_in_headers(), fine(), cut_in_headers()],
+    "ended in the headers": [
+        fault for after in range(5, 130, 8) for fault in (fine(), end_in_headers(after))
+    ],
+    "busy": [
+        status(500),
+        status(502),
+        status(503),
+        status(429, Retry_After="0"),
+        status(503, Retry_After="Thu, 01 Jan 1970 00:00:00 GMT"),
+    ],
+    "in chunks": [in_chunks(10_000), in_chunks(1 << 20), cut(5)],
+    "many": [fault for n in range(12) for fault in (cut(997 * n), status(503), fine())],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("ranges", [True, False])
+def test_faults_cost_nothing(made: Path, name: str, ranges: bool) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    with serving(made, ranges=ranges, faults=list(FAULTS[name])) as server:
+        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
+        assert not server.faults or not ranges  # one request brings the rest of a shard
+
+
+def test_over_tls_it_is_the_same(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a certificate that the environment tells to trust; a server without a trusted one is refused."""
+    subject = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    subprocess.run(
+        [*new, "-keyout", "key.pem", "-out", "cert.pem", *subject],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    faults = [fine(), cut(70_001), status(503), cut(5, reset=True), fine(), cut(30_000)]
+    with serving(made, tls=context, faults=faults) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        http._pool_of.cache_clear()
+        with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
+            epoch(address)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+        http._pool_of.cache_clear()
+        assert epoch(address) == wanted
+        assert not server.faults
+    http._pool_of.cache_clear()
+
+
+def test_connections_are_used_again(made: Path, served: Served) -> None:
+    names: set[str] = set()
+
+    def note(handler: Any, path: Path, start: int, stop: int) -> bool:
+        names.add(str(handler.client_address))
+        return False
+
+    served.faults += [note] * 1000
+    epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
+    assert 1 <= len(names) <= prefetch._FETCHERS + 1
+    assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
+
+
+def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one each time there is room for it. What is read ahead is no more than it was, and three quarters at least."""
+    wt.pack(
+        ({"__key__": f"k{n:04d}", "bin": bytes(1000)} for n in range(2000)),
+        str(tmp_path / "set"),
+        shuffle=False,
+    )
+    monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
+    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 128 << 10)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
+        begun, held = [0], []
+        for step, _ in enumerate(loader):
+            reader = loader._pipeline._reader  # type: ignore[union-attr]
+            with reader._lock:
+                assert reader._changed.wait_for(
+                    lambda r=reader: r._paused or len(r._runs) != 1, timeout=30
+                )  # type: ignore[misc]
+                if len(reader._runs) != 1:  # at the end the next epoch is begun
+                    break
+                begun.append(reader._runs[0][0].begun)
+                held.append(begun[-1] - 4 * (step + 1))
+        loader.close()
+    ranges = np.diff(begun[1:]) // 10  # of ten samples
+    assert len(held) > 400
+    assert sorted(set(ranges.tolist())) == [0, 3], ranges
+    assert min(held) >= 3 * 85 // 4, min(held)
+    assert max(held) <= 4 + 85 + 10, max(held)
+
+
+def spans(server: Served, name: str) -> list[tuple[int, int]]:
+    """The ranges of a file that were asked for, and are forgotten with that."""
+    with server.lock:
+        asked = [ranged for path, ranged in server.requests if path == f"/{name}"]
+        server.requests.clear()
+    return sorted(
+        (int(start), int(stop) + 1)
+        for start, stop in (one.removeprefix("bytes=").split("-") for one in asked if one)
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
+    tmp_path: Path, num_workers: int
+) -> None:
+    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(1000 + n)} for n in range(200))
+    index = wt.pack(rows, str(tmp_path / "set"))
+    size, tar = index.shards[0].bytes, index.shards[0].name
+    options: dict[str, Any] = {
+        "batch_size": 32,
+        "tail": "keep",
+        "shuffle_buffer": 50,
+        "num_workers": num_workers,
+    }
+    here = wt.Loader(str(tmp_path / "set"), **options)
+    with serving(tmp_path / "set") as server:
+        loader = wt.Loader(server.url, **options)
+        for number in (0, 0, 1, 3, 0):
+            found = [batch["__key__"] for batch in loader.epoch(number, until=number + 1)]
+            assert found == [batch["__key__"] for batch in here.epoch(number)]
+            asked = spans(server, tar)
+            assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(asked)), (
+                "a byte was asked for twice"
+            )
+            assert sum(stop - start for start, stop in asked) <= size
+        for number in (0, 1, 2):  # one after another, until the last
+            found = [batch["__key__"] for batch in loader.epoch(number, until=3)]
+            assert found == [batch["__key__"] for batch in here.epoch(number)]
+        assert sum(stop - start for start, stop in spans(server, tar)) <= 3 * size
+        for _ in range(4):  # the same epoch again and again, though nobody says that it will be
+            for _ in loader.epoch(0):
+                pass
+        assert sum(stop - start for start, stop in spans(server, tar)) <= 5 * size
+        with pytest.raises(UsageError, match="until=2: must be above the epoch, 2"):
+            loader.epoch(2, until=2)
+        loader.close()
+    here.close()
+
+
+def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "pictures", {"a": 60, "b": 60})
+    index = wt.pack_folder(
+        str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}
+    )
+    sizes = {shard.name: shard.bytes for shard in index.shards}
+    options: dict[str, Any] = {"epochs": 3, "batch_size": 8, "image_size": 8}
+    with serving(tmp_path / "set") as server:
+        urls = {split: f"{server.url}/{split}-000000.tar" for split in ("train", "val")}
+        wt.train(urls["train"], str(tmp_path / "run"), val=urls["val"], **options)
+        requests = list(server.requests)
+        for name, size in sizes.items():
+            server.requests[:] = requests
+            assert sum(stop - start for start, stop in spans(server, name)) <= 3 * size
+        server.requests.clear()
+        wt.evaluate(str(tmp_path / "run" / "checkpoints" / "last.pt"), urls["val"])
+        assert (
+            sum(stop - start for start, stop in spans(server, "val-000000.tar"))
+            <= sizes["val-000000.tar"]
+        )
+
+
+def test_a_server_that_stalls_is_asked_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "WDSTRAIN_NETWORK_TIMEOUT", "4"
+    )  # a quarter of it without a byte ends a request
+    released = threading.Event()
+    wanted = epoch(f"{made}/train-000000.tar")
+    with serving(made, faults=[stall(5000, released), fine(), stall(0, released)]) as server:
+        assert epoch(f"{server.url}/train-000000.tar") == wanted
+        released.set()
+
+
+def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> None:
+    size = (made / "train-000000.tar").stat().st_size
+    with (
+        serving(made, faults=[cut(70_001)]) as server,
+        HttpFile(f"{server.url}/train-000000.tar", size) as file,
+    ):
+        found = bytearray(size)
+        file.read_into([memoryview(found)], 0)
+        assert found == (made / "train-000000.tar").read_bytes()
+        assert [asked for _, asked in server.requests] == [
+            f"bytes=0-{size - 1}",
+            f"bytes=70001-{size - 1}",
+        ]
+        assert file.retries == 1
+
+
+def test_what_cannot_be_healed_names_address_status_byte_and_attempts(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    with serving(made, faults=[fine(), *[status(503)] * 10_000]) as server:
+        loader = wt.Loader(f"{server.url}/train-{{000000..000001}}.tar", batch_size=4)
+        with pytest.raises(
+            StorageError,
+            match=r"/train-00000\d.tar gave no byte \d+ in \d+ attempts over \d s, the last: .*status 503.*WDSTRAIN_NETWORK_TIMEOUT",
+        ):
+            list(loader)
+    with pytest.raises(StorageError, match=r"index.json gave no byte 0 in \d+ attempts.*refused"):
+        wt.Loader("http://127.0.0.1:9/shards")
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of servers."""
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.name == "wdstrain" and "answer" in one.getMessage()
+    ]
+
+
+def until(moment: float) -> Callable[[Any, Path, int, int], bool]:
+    """The server answers 503 until a moment of the monotonic clock."""
+
+    def fault(handler: Any, path: Path, start: int, stop: int) -> bool:
+        return time.monotonic() < moment and status(503)(handler, path, start, stop)
+
+    return fault
+
+
+def test_the_log_says_when_waiting_for_a_server_begins_and_ends(
+    made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    with serving(made) as server:
+        server.faults += [fine(), fine(), *[until(time.monotonic() + 3)] * 10_000]
+        assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
+    begins, ends = lines_of(caplog)[:2]
+    assert begins.startswith(
+        f"{server.url} does not answer (_Busy: status 503): waiting for it for up to 120 s (WDSTRAIN_NETW"
+    )
+    assert ends.startswith(f"{server.url} answers again after ")
+
+
+def test_a_server_that_refuses_connections_is_waited_for_until_it_is_there(made: Path) -> None:
+    """It is started when the log says that it is waited for."""
+    wanted = epoch(f"{made}/train-000000.tar")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        lines: list[str] = []
+
+        class Starts(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                lines.append(record.getMessage())
+                if "does not answer" in lines[-1]:
+                    stack.enter_context(serving(made, port=port))
+
+        handler = Starts(logging.WARNING)
+        logging.getLogger("wdstrain").addHandler(handler)
+        stack.callback(logging.getLogger("wdstrain").removeHandler, handler)
+        assert epoch(f"http://127.0.0.1:{port}/train-000000.tar") == wanted
+    begins, ends = (line for line in lines if "answer" in line)
+    assert begins.startswith(f"http://127.0.0.1:{port} does not answer (NewConnectionError: ")
+    assert ends.startswith(f"http://127.0.0.1:{port} answers again after ")
+
+
+def test_short_faults_are_not_logged(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(made, faults=[cut(70_001), status(503), fine(), cut(10)]) as server:
+        epoch(f"{server.url}/train-000000.tar")
+        assert not server.faults
+    assert not lines_of(caplog)
+
+
+def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
+    made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
+    released = threading.Event()
+    with serving(made) as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
+        server.faults += [stall(100, released), *[stall(0, released)] * 100]
+        with pytest.raises(
+            StorageError,
+            match=r"gave no byte 100 in [3-9] attempts over [2-9] s, the last: .*WDSTRAIN_NETWORK",
+        ):
+            list(loader)
+        released.set()
+    (line,) = lines_of(caplog)
+    assert line.startswith(f"{server.url} does not answer (")
+    assert "for up to 2 s" in line
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "nan", "inf"])
+def test_a_network_timeout_that_is_no_number_of_seconds_is_refused(
+    made: Path, served: Served, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", value)
+    with pytest.raises(
+        UsageError, match=f"WDSTRAIN_NETWORK_TIMEOUT='{value}': must be a number of seconds >= 0"
+    ):
+        wt.Loader(f"{served.url}/train-000000.tar", batch_size=4)
+
+
+def test_an_object_that_changes_while_it_is_read_is_an_error(tmp_path: Path, made: Path) -> None:
+    shutil.copytree(made, tmp_path / "s")
+    with serving(tmp_path / "s", faults=[fine(), fine(), change(b"other bytes")]) as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
+        with pytest.raises(
+            ShardError,
+            match=r"train-000000.tar (changed while it was read|has 11 bytes, its index says)",
+        ):
+            list(loader)
+    shutil.rmtree(tmp_path / "s")
+    shutil.copytree(made, tmp_path / "s")
+    with serving(tmp_path / "s") as server:
+        loader = wt.Loader(f"{server.url}/train-000000.tar", batch_size=4)
+        os.truncate(tmp_path / "s" / "train-000000.tar", 10_240)
+        with pytest.raises(
+            ShardError, match=r"train-000000.tar has 10240 bytes, its index says \d+"
+        ):
+            list(loader)
+
+
+def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made: Path) -> None:
+    shutil.copytree(made, tmp_path / "s")
+    offset = next(at for name, at, _ in wt.index(str(tmp_path / "s")).members(3) if name == "bin")
+    with open(tmp_path / "s" / "train-000000.tar", "r+b") as file:
+        file.seek(offset)
+        file.write(bytes(16))
+    with serving(tmp_path / "s") as server:
+        loader = wt.Loader(
+            f"{server.url}/train-000000.tar",
+            batch_size=4,
+            tail="keep",
+            on_bad="replace",
+            max_bad=0.1,
+        )
+        list(loader)
+        assert loader.report()["bad"] == 1
+        loader.close()
+        assert main(["verify", f"{server.url}/train-000000.tar"]) == 1
+
+
+@pytest.mark.parametrize("after", range(1, 110))
+def test_a_head_that_ends_early_is_a_fault_wherever_it_ends(made: Path, after: int) -> None:
+    """Also where nothing is known yet that what it says could be compared with."""
+    data = (made / "train-000000.tar").read_bytes()
+    with serving(made, faults=[end_in_headers(after)]) as server:
+        with HttpFile(f"{server.url}/train-000000.tar") as file:
+            assert (file.size, file.read(0, 1000), file.retries) == (len(data), data[:1000], 1)
+        assert not server.faults
+
+
+def test_an_index_whose_answer_ends_early_is_asked_for_again(made: Path) -> None:
+    whole = (made / "index.json").read_bytes()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(whole)}\r\n\r\n".encode()
+    for after in (1, 15, 16, 20, 60, len(head) - 3, len(head), len(head) + 9):
+        asked = []
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def answer(
+            after: int = after, asked: list[int] = asked, listener: socket.socket = listener
+        ) -> None:
+            while len(asked) < 2:
+                with listener.accept()[0] as connection:
+                    connection.recv(65536)
+                    asked.append(after)
+                    connection.sendall((head + whole)[: after if len(asked) == 1 else None])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert http.read_small(f"http://127.0.0.1:{listener.getsockname()[1]}/index.json") == whole
+        thread.join(10)
+        listener.close()
+        assert len(asked) == 2
+
+
+def test_redirects_are_followed_without_telling_others_our_secrets(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header")
+    wanted = epoch(f"{made}/train-000000.tar")
+    with serving(made) as there, serving(made) as here:
+        here.faults += [lead_to(there.url.replace("127.0.0.1", "localhost"))] * 1000
+        assert epoch(f"{here.url.replace('://', '://me:hush-word@')}/train-000000.tar") == wanted
+        assert there.requests
+        assert not any({"X-Token", "Authorization"} & set(sent) for sent in there.headers)
+        there.faults += [status(404)] * 9
+        with pytest.raises(StorageError, match="404") as caught:
+            epoch(f"{here.url}/train-000000.tar")
+        assert "hush" not in str(caught.value)
+
+
+def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = epoch(f"{made}/train-000000.tar")
+    with serving(made) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert epoch("http://data.invalid/train-000000.tar") == wanted
+        asked = len(proxy.requests)
+        assert asked
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with serving(made) as server:
+            assert epoch(f"{server.url}/train-000000.tar") == wanted
+        assert len(proxy.requests) == asked
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://h:99999/x.tar",
+        "http://host:abc/x.tar",
+        "http:///x.tar",
+        "http://[::1/x.tar",
+        f"http://{'a' * 64}.org/x.tar",
+    ],
+)
+def test_an_address_of_which_no_request_can_be_made_is_refused_at_once(address: str) -> None:
+    with pytest.raises(UsageError, match="is no address"):
+        wt.Loader(address)
+
+
+def test_a_remembered_shard_that_is_gone_is_no_concern_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_shards(tmp_path / "s", [7, 13, 4])
+    with serving(tmp_path / "s") as server:
+        wt.Loader(f"{server.url}/part-{{000..002}}.tar", batch_size=1)
+        (tmp_path / "s" / "part-002.tar").unlink()
+        server.requests.clear()
+        assert len(wt.Loader(f"{server.url}/part-000.tar", batch_size=1)) == 7
+        assert {path for path, _ in server.requests} == {"/index.json", "/part-000.tar"}
+        with pytest.raises(StorageError, match="404"):
+            wt.Loader(f"{server.url}/part-{{000..002}}.tar")
+
+
+# --- many, and their end ---------------------------------------------------------------------------------------------
+
+
+def test_several_loaders_and_workers_read_one_server_at_once(made: Path) -> None:
+    wanted = epoch(f"{made}/train-*.tar")
+    count = len(list(made.glob("train-*.tar")))
+    faults = [fault for n in range(20) for fault in (fine(), fine(), cut(1009 * n))]
+    found: list[Any] = []
+    with serving(made, faults=faults) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        threads = [threading.Thread(target=lambda: found.append(epoch(address))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == [wanted] * 4
+
+
+def test_a_resume_asks_for_no_byte_before_its_window(made: Path) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    with serving(made) as server:
+        address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
+        loader = wt.Loader(address, batch_size=4, shuffle=False)
+        whole = [batch["__key__"] for batch in loader]
+        loader.close()
+        server.requests.clear()
+        loader = wt.Loader(address, batch_size=4, shuffle=False)
+        assert [batch["__key__"] for batch in loader.epoch(0, start=len(whole) - 3)] == whole[-3:]
+        loader.close()
+        assert {path for path, _ in server.requests if path.endswith(".tar")} <= {
+            f"/train-{n:06d}.tar" for n in (count - 1, 0, 1)
+        }
+
+
+def test_breaking_off_leaves_no_thread_behind(served: Served, made: Path) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    for _ in range(10):
+        loader = wt.Loader(f"{served.url}/train-{{000000..{count - 1:06d}}}.tar", batch_size=4)
+        next(iter(loader))
+        loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wdstrain")]
+
+
+def test_worker_processes_and_interrupts_do_not_mind_a_server(served: Served, made: Path) -> None:
+    fields = {"label": wt.label()}
+    wanted = [
+        batch["label"].tolist()
+        for batch in wt.Loader(str(made / "train-000000.tar"), fields, batch_size=8)
+    ]
+    loader = wt.Loader(f"{served.url}/train-000000.tar", fields, batch_size=8, num_workers=2)
+    assert [batch["label"].tolist() for batch in loader] == wanted
+    loader.close()
+
+
+# --- under webdataset ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opener() -> Iterator[None]:
+    before = dict(wds.gopen_schemes)
+    wds.gopen_schemes.update(dict.fromkeys(("http", "https", "s3"), wt.gopen))
+    yield
+    wds.gopen_schemes.update(before)
+    del wds.gopen_schemes["s3"]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_webdataset_reads_through_our_http(
+    made: Path, opener: None, ranges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
+
+    def samples(urls: list[str]) -> list[tuple[str, bytes]]:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # webdataset leaves its files to the collector
+            found = [
+                (one["__key__"], one["bin"]) for one in wds.WebDataset(urls, shardshuffle=False)
+            ]
+            gc.collect()
+        return found
+
+    names = sorted(path.name for path in made.glob("train-*.tar"))
+    wanted = samples([str(made / name) for name in names])
+    faults = [cut(0), cut(70_001), fine(), cut(99, reset=True), status(503), cut_in_headers()]
+    with serving(made, ranges=ranges, faults=faults) as server:
+        assert samples([f"{server.url}/{name}" for name in names]) == wanted
+        assert not server.faults
+    with (
+        serving(made, faults=[fine(), *[cut(100)] + [status(500)] * 10_000]) as server,
+        pytest.raises(StorageError, match=r"gave no byte 100 in \d+ attempts .*status 500"),
+    ):
+        samples([f"{server.url}/{name}" for name in names[:2]])
+
+
+def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served) -> None:
+    data = (made / "train-000000.tar").read_bytes()
+    with wt.gopen(f"{served.url}/train-000000.tar") as file:
+        assert (file.read(10), file.tell()) == (data[:10], 10)
+        file.seek(-5, os.SEEK_END)
+        assert (file.read(), file.read()) == (data[-5:], b"")
+        file.seek(0)
+        assert file.read() == data
+    with pytest.raises(UsageError, match="opens for reading"):
+        wt.gopen(f"{served.url}/x.tar", "wb")
+    with pytest.raises(UsageError, match="is no address of a server"):
+        wt.gopen("x.tar")
+
+
+# --- secrets ---------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_sent_and_never_shown(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+) -> None:
+    monkeypatch.setenv("WDSTRAIN_HTTP_HEADERS", "X-Token: hush-header\nX-Other: 1")
+    with serving(made) as server:
+        host = server.url.removeprefix("http://")
+        address = f"http://me:hush-word@{host}/train-000000.tar?sig=hush-query"
+        loader = wt.Loader(address, batch_size=4)
+        keys = [key for batch in loader for key in batch["__key__"]]
+        texts = [
+            str(loader),
+            str(loader.index),
+            json.dumps(loader.report()),
+            json.dumps(loader.state_dict()),
+        ]
+        loader.close()
+        assert len(keys) > 50
+        for sent in server.headers:
+            assert sent["Authorization"] == "Basic bWU6aHVzaC13b3Jk"
+            assert sent["X-Token"] == "hush-header"
+        assert all("sig=hush-query" in path for path, _ in server.requests)
+        index = wt.pack_tars(address, str(tmp_path / "copy"))
+        texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [
+            json.dumps(index.info)
+        ]
+        train = ["train", address, "--out", str(tmp_path / "run"), "--epochs", "1"]
+        write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
+        wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "photos"))
+        with serving(tmp_path / "photos") as photos:
+            pictures = (
+                photos.url.replace("://", "://me:hush-word@") + "/train-000000.tar?sig=hush-query"
+            )
+            caplog.set_level(logging.DEBUG)
+            assert (
+                main(
+                    [
+                        "train",
+                        pictures,
+                        "--out",
+                        str(tmp_path / "run"),
+                        "--epochs",
+                        "1",
+                        "--batch-size",
+                        "8",
+                    ]
+                )
+                == 0
+            )
+        texts += [
+            path.read_text("latin1") for path in (tmp_path / "run").rglob("*") if path.is_file()
+        ]
+        server.faults += [
+            end_in_headers(60),
+            fine(),
+            end_in_headers(100),
+            status(403),
+            *[status(503)] * 99,
+        ]
+        for words in (
+            ["info", address.replace("000000", "999999")],
+            ["info", address, address],
+            ["index", address],
+            ["info", address.replace("http", "ftp")],
+            train,
+            ["verify", address],
+            ["verify", address],
+        ):
+            main(words)
+        texts += [record.getMessage() for record in caplog.records]
+        assert any("?..." in text or "/train-000000.tar" in text for text in texts)
+        shown = capsys.readouterr()
+        texts += [shown.out, shown.err]
+    assert not [text for text in texts if "hush" in text]
+    assert redacted("https://a:b@h:1/p/x.tar?q=1#f") == "https://h:1/p/x.tar"
+
+
+# --- a server of the world -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nginx(made: Path, tmp_path: Path) -> Iterator[str]:
+    """nginx from Debian's packages, serving the shards."""
+    places = [
+        str(ROOT / ".venv" / "nginx" / "usr" / "sbin" / "nginx"),
+        shutil.which("nginx") or "/usr/sbin/nginx",
+    ]
+    program = next((place for place in places if os.path.exists(place)), None)
+    if program is None:
+        pytest.skip(
+            "nginx is not here: scripts/test.sh unpacks Debian's package where it can; else apt install nginx"
+        )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = tmp_path / "nginx.conf"
+    user = "user root;" if os.geteuid() == 0 else ""
+    config.write_text(
+        f"{user} daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {tmp_path}/a; proxy_temp_path {tmp_path}/b; fastcgi_temp_path {tmp_path}/c;\n"
+        f"uwsgi_temp_path {tmp_path}/d; scgi_temp_path {tmp_path}/e;\n"
+        f"server {{ listen 127.0.0.1:{port}; root {made}; }} }}\n"
+    )
+    with subprocess.Popen(
+        [program, "-e", f"{tmp_path}/error.log", "-c", str(config), "-p", str(tmp_path)],
+        stderr=subprocess.PIPE,
+    ) as process:
+        end = time.monotonic() + 10
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, process.stderr
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+        process.terminate()
+        process.wait(10)
+
+
+def test_nginx_serves_what_the_disk_holds(made: Path, nginx: str) -> None:
+    count = len(list(made.glob("train-*.tar")))
+    assert epoch(f"{nginx}/train-{{000000..{count - 1:06d}}}.tar") == epoch(f"{made}/train-*.tar")
+    assert main(["verify", nginx]) == 0
+    with pytest.raises(StorageError, match="404"):
+        wt.Loader(f"{nginx}/none.tar")
+
+
+def test_latency_is_hidden_by_asking_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pause before each answer, a pass takes little longer than the pauses of one fetcher's share."""
+    for number in range(8):
+        write_tar(
+            tmp_path / f"s-{number}.tar",
+            [(f"k{number}-{i}", {"bin": bytes(4000)}) for i in range(60)],
+        )
+    wt.index(str(tmp_path))
+    with serving(tmp_path, delay=0.05) as server:
+        loader = wt.Loader(f"{server.url}/s-{{0..7}}.tar", batch_size=8, shuffle=False)
+        keys = [key for batch in loader for key in batch["__key__"]]
+        asked = [path for path, _ in server.requests if path.endswith(".tar")]
+        loader.close()
+    assert len(keys) == 480
+    # the requests of several shards were under way before the first one was consumed
+    assert len(set(asked[:6])) >= 2
+
+
+def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
+    released = threading.Event()
+
+    def stalled(handler: Any, path: Path, start: int, stop: int) -> bool:
+        return path.name != "train-000000.tar" and stall(100, released)(handler, path, start, stop)
+
+    with serving(made, faults=[stalled] * 50) as server:
+        code = (
+            "import logging; logging.disable(logging.WARNING)  # without a compiler there is one\n"
+            f"import wdstrain as wt; urls = ['{server.url}/train-%06d.tar' % n for n in range(3)]\n"
+            "loader = wt.Loader(urls, batch_size=4, shuffle=False)\n"
+            "print(next(iter(loader))['__key__'][0])"
+        )
+        begun = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+        seconds = time.monotonic() - begun
+        released.set()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert seconds < 15  # less than a stall: nothing was waited for
+
+
+def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
+    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "s"), split={"train": 0.7, "val": 0.3})
+    common = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
+    with serving(tmp_path / "s") as server:
+        assert main(["train", server.url, "--out", str(tmp_path / "far"), *common]) == 0
+        cached = ["--cache-dir", str(tmp_path / "cache"), "--cache-limit", "1GB"]
+        assert main(["train", server.url, "--out", str(tmp_path / "kept"), *common, *cached]) == 0
+        asked = len([path for path, _ in server.requests if path.endswith(".tar")])
+        best = str(tmp_path / "kept" / "checkpoints" / "best.pt")
+        assert main(["evaluate", best, f"{server.url}/val-000000.tar", *cached]) == 0
+        assert len([path for path, _ in server.requests if path.endswith(".tar")]) == asked
+    assert main(["train", str(tmp_path / "s"), "--out", str(tmp_path / "near"), *common]) == 0
+    runs = [
+        (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        for run in ("far", "kept", "near")
+    ]
+    assert len({json.loads(lines[-1])["loss"] for lines in runs}) == 1

@@ -1,0 +1,172 @@
+"""A foreign shard that is replaced on its server is never given the keys of the one before it, whatever the server says of it."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import wdstrain as wt
+from tests.support.servers import Handler, Served, serving
+from wdstrain.errors import ShardError
+
+SAYS = ("strong", "weak", "modified", "nothing")
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def content(number: int, size: int) -> bytes:
+    return (f"<{number}>" * size).encode()[:size]
+
+
+def put(
+    folder: Path,
+    first: int,
+    sizes: list[int],
+    *,
+    at: int,
+    kind: str = "ustar",
+    long: str = "",
+    keys: int | None = None,
+) -> None:
+    """A tar in which sample k<n> holds its number over and over; all of these tars have one size.
+
+    at: when it was written. keys: what they count from, if not from `first`.
+    """
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / "new", "w", format=FORMATS[kind]) as tar:
+        for number, size in enumerate(sizes, first):
+            key = f"{long}k{number if keys is None else number - first + keys}"
+            for name in (f"{key}.txt", f"{key}.name"):
+                member = tarfile.TarInfo(name)
+                member.size = size
+                (folder / "data").write_bytes(content(number, size))
+                with open(folder / "data", "rb") as data:
+                    tar.addfile(member, data)
+    os.utime(folder / "new", (at, at))
+    os.replace(folder / "new", folder / "a.tar")
+
+
+def given(loader: wt.Loader) -> dict[str, bytes]:
+    with closing(loader):
+        return {
+            key: text
+            for batch in loader
+            for key, text in zip(batch["__key__"], batch["txt"], strict=True)
+        }
+
+
+@pytest.fixture
+def www(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    return tmp_path / "www"
+
+
+@pytest.fixture(params=SAYS)
+def server(request: pytest.FixtureRequest, www: Path) -> Iterator[Served]:
+    with serving(www, says=request.param) as served:
+        yield served
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_is_remembered_of_a_shard_is_not_believed_of_another(
+    server: Served, www: Path, cached: bool
+) -> None:
+    options = {"cache_dir": www.parent / "cache"} if cached else {}
+    for at, first, sizes in (
+        (1, 0, [100, 200, 300]),
+        (2, 50, [300, 100, 200]),
+        (2, 50, [300, 100, 200]),
+    ):
+        put(www, first, sizes, at=at)
+        found = given(wt.Loader(f"{server.url}/a.tar", batch_size=3, **options))
+        assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
+@pytest.mark.parametrize("sizes", [[300, 100, 200], [100, 200, 300]])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_shard_that_is_replaced_after_it_was_opened_is_an_error(
+    server: Served, www: Path, cached: bool, sizes: list[int]
+) -> None:
+    put(www, 0, [100, 200, 300], at=1)
+    loader = wt.Loader(
+        f"{server.url}/a.tar",
+        batch_size=3,
+        **({"cache_dir": www.parent / "cache"} if cached else {}),
+    )
+    put(www, 50, sizes, at=2)
+    with pytest.raises(
+        ShardError,
+        match=r"a.tar (changed while it was read|was replaced since it was opened).*Start again",
+    ):
+        given(loader)
+
+
+@pytest.mark.parametrize("says", ["strong", "weak", "modified"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_one_that_differs_in_its_data_alone_is_an_error_in_the_next_epoch(
+    www: Path, says: str, closed: bool
+) -> None:
+    """Of a set with an index that has no checksums."""
+    put(www, 0, [100, 200, 300], at=1)
+    wt.index(www)
+    with serving(www, says=says) as served:
+        loader = wt.Loader(served.url, batch_size=3)
+        batches = loader.epoch(0, until=1)
+        assert next(batches)["txt"]
+        if closed:
+            loader.close()
+        put(www, 50, [100, 200, 300], at=2, keys=0)
+        with closing(loader), pytest.raises(ShardError, match="changed while it was read"):
+            next(loader.epoch(1))
+        again = given(wt.Loader(served.url, batch_size=3))
+        assert sorted(again.values()) == [content(50, 100), content(51, 200), content(52, 300)]
+
+
+@pytest.mark.parametrize("long", ["", "folder/" * 20])
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, long: str) -> None:
+    put(www, 7, [0, 1, 511, 512, 513, 70_000, 200_000], at=1, kind=kind, long=long)
+    with serving(www, says="nothing") as served:
+        found = given(wt.Loader(f"{served.url}/a.tar", batch_size=2, tail="keep"))
+    assert found == {
+        f"{long}k{n}": content(n, size)
+        for n, size in enumerate([0, 1, 511, 512, 513, 70_000, 200_000], 7)
+    }
+
+
+def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
+    """A server tells times in seconds: what was written a moment ago may be written again in the same second."""
+    with serving(www, says="modified") as served:
+        for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):
+            put(www, first, sizes, at=4_000_000_000)  # never older than the answer
+            found = given(
+                wt.Loader(f"{served.url}/a.tar", batch_size=3, cache_dir=www.parent / "cache")
+            )
+            assert found == {f"k{n}": content(n, size) for n, size in enumerate(sizes, first)}
+
+
+def test_shards_that_only_a_query_tells_apart_are_two_in_a_cache(www: Path) -> None:
+    """A server may name versions by time and size, which two files can have in common."""
+    sizes = [100, 200, 300]
+    for folder, first in ((www, 0), (www / "x", 0), (www / "y", 50)):
+        put(folder, first, sizes, at=1, keys=0)
+
+    def answer(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        data = (www / handler.path[-1] / "a.tar").read_bytes()
+        ranged = handler.headers.get("Range") is not None
+        span = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"} if ranged else {}
+        handler.answer(206 if ranged else 200, data[start:stop], {"ETag": 'W/"1"', **span})
+        return True
+
+    with serving(www, faults=[answer] * 100) as served:
+        for name, first in (("x", 0), ("y", 50)):
+            found = given(
+                wt.Loader(
+                    f"{served.url}/a.tar?set={name}", batch_size=3, cache_dir=www.parent / "cache"
+                )
+            )
+            assert found == {f"k{n}": content(n + first, size) for n, size in enumerate(sizes)}

@@ -1,0 +1,527 @@
+"""A run that is killed at any moment goes on, and comes to the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import flags, picture, write_class_folder
+from tests.support.servers import fine, serving, small_and_quick, status
+from wdstrain.cli import main
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.training import checkpoints
+from wdstrain.training.checkpoints import read_checkpoint, read_last
+from wdstrain.training.doors import Outcome, train
+
+# everything that has a state of its own: dropout, momentum, an average, mixed pictures, accumulated gradients, batch norms
+OPTIONS: dict[str, Any] = {
+    "model": "tests.training.test_resuming:dropping",
+    "epochs": 2,
+    "batch_size": 8,
+    "accumulate": 2,
+    "image_size": 16,
+    "augment": "rrc+flip+trivialaugment",
+    "optimiser": "sgd",
+    "lr": 0.05,
+    "schedule": "cosine",
+    "warmup": 0.5,
+    "ema": 0.9,
+    "mixup": 0.2,
+    "clip": 1.0,
+    "deterministic": True,
+    "checkpoint_every": 2,
+}
+RESUME = ("--resume", "--model", str(OPTIONS["model"]))  # a function is called only if it is named
+
+
+def dropping(outputs: int) -> torch.nn.Module:
+    """A small model with batch norm and dropout."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, 2),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(8 * 7 * 7, outputs),
+    )
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of 90 pictures of three classes, a fifth of them for validation."""
+    folder = tmp_path_factory.mktemp("pets")
+    write_class_folder(folder / "png", {"cat": 30, "dog": 30, "eel": 30})
+    words = [
+        "convert",
+        "folder",
+        str(folder / "png"),
+        str(folder / "shards"),
+        "--split",
+        "train=0.8,val=0.2",
+        "--stratify",
+    ]
+    assert main(words) == 0
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody stopped."""
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    train(str(pets), out, **OPTIONS)
+    return out
+
+
+def same(out: Path, undisturbed: Path) -> None:
+    """Weights, the average of them, the optimiser's state, metrics and lines are equal, but for the seconds."""
+    ours, theirs = (
+        read_checkpoint(str(folder / "checkpoints" / "last.pt")) for folder in (out, undisturbed)
+    )
+    for name in ("model", "raw"):
+        assert list(ours[name]) == list(theirs[name])
+        for key, value in theirs[name].items():
+            assert torch.equal(ours[name][key], value), f"{name}: {key}"
+    for one, other in zip(
+        ours["optimiser"]["state"].values(), theirs["optimiser"]["state"].values(), strict=True
+    ):
+        assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+    assert [timeless(line) for line in ours["history"]] == [
+        timeless(line) for line in theirs["history"]
+    ]
+    lines = [
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (out, undisturbed)
+    ]
+    assert lines[0] == ours["history"]
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["step"]) for line in steps] == sorted(
+        {(line["epoch"], line["step"]) for line in steps}
+    )
+    assert not [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
+
+
+def position(out: Path) -> dict[str, int]:
+    """Where a run would go on."""
+    state, refused = read_last(str(out / "checkpoints"))
+    assert state is not None
+    assert not refused
+    found: dict[str, int] = state["position"]
+    return found
+
+
+def timeless(line: dict[str, Any]) -> dict[str, Any]:
+    timed = ("seconds", "samples_per_second", "stall", "verdict")
+    return {name: value for name, value in line.items() if not name.endswith(timed)}
+
+
+def words_of(pets: Path, out: Path) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "train",
+        str(pets),
+        "--out",
+        str(out),
+        *flags(OPTIONS),
+    ]
+
+
+def begun(pets: Path, out: Path, is_time: Callable[[], bool]) -> subprocess.Popen[str]:
+    """A training process, when it has come so far."""
+    process = subprocess.Popen(
+        words_of(pets, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not is_time() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return process
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bits_also_after_a_kill_in_a_checkpoint(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
+    process.kill()
+    process.communicate()
+    before = position(out)
+    # and again, in the middle of the write of the next checkpoint: all of it is written, and it has no name yet
+    code = (
+        "import os, signal, sys, wdstrain.training.checkpoints as c\n"
+        "c.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from wdstrain.cli import main; main(sys.argv[1:])"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", code, "train", *RESUME, "--out", str(out)],
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert [name for name in os.listdir(out / "checkpoints") if name.endswith(".tmp")]
+    assert position(out) == before
+    assert main(["train", *RESUME, "--out", str(out)]) == 0  # its options are in its folder
+    same(out, undisturbed)
+
+
+def test_a_terminated_run_writes_a_checkpoint_first_and_goes_on_to_the_same_bits(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    process = begun(pets, out, lambda: (out / "checkpoints" / "step-00000002.pt").exists())
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM; a checkpoint is written. Run it again with --resume" in said
+    assert main(["train", str(pets), *RESUME, "--out", str(out)]) == 0
+    same(out, undisturbed)
+
+
+class At:
+    """Is told how a run goes on, and does something at one point of it."""
+
+    def __init__(self, title: str, done: int, act: Callable[[], Any]) -> None:
+        self._at, self._act, self.lines = (title, done), act, list[str]()
+
+    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None:
+        if (title, done) == self._at:
+            self._at = ("", 0)
+            self._act()
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def stopped_at(pets: Path, out: Path, title: str, done: int, number: int = signal.SIGUSR1) -> None:
+    from wdstrain.training.interruption import Stopped
+
+    with pytest.raises(Stopped) as raised:
+        train(str(pets), out, tell=At(title, done, lambda: os.kill(os.getpid(), number)), **OPTIONS)
+    assert raised.value.status == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("title", "done"), [("epoch 1/2", 2), ("epoch 1/2", 9), ("validating", 1), ("epoch 2/2", 8)]
+)
+def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
+    pets: Path, undisturbed: Path, tmp_path: Path, title: str, done: int
+) -> None:
+    stopped_at(pets, tmp_path / "run", title, done)
+    train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
+    same(tmp_path / "run", undisturbed)
+
+
+def test_a_run_goes_on_with_other_workers_and_ends_where_it_would_have(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    stopped_at(pets, tmp_path / "run", "epoch 2/2", 4, signal.SIGINT)
+    train(
+        str(pets),
+        tmp_path / "run",
+        resume=True,
+        **{**OPTIONS, "num_workers": 2, "checkpoint_every": 0, "keep": 1},
+    )
+    same(tmp_path / "run", undisturbed)
+
+
+def test_a_finished_run_is_not_trained_again_and_can_be_given_more_epochs(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    options = {**OPTIONS, "epochs": 1}
+    train(str(pets), tmp_path / "run", **options)
+    before = (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes()
+    again = train(str(pets), tmp_path / "run", resume=True, **options)
+    assert len(again.epochs) == 1
+    assert (tmp_path / "run" / "checkpoints" / "last.pt").read_bytes() == before
+    more = train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
+    assert [line["epoch"] for line in more.epochs] == [0, 1]
+
+
+def test_a_folder_without_a_checkpoint_is_started_with_resume(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
+    same(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"model": "small"}, "model was 'tests.training.test_resuming:dropping', is 'small'"),
+        ({"lr": 0.1, "seed": 3}, "lr was 0.05, is 0.1; seed was 0, is 3"),
+        ({"batch_size": 4}, "batch_size was 8, is 4"),
+    ],
+)
+def test_another_run_is_not_gone_on_with(
+    pets: Path, undisturbed: Path, other: dict[str, Any], words: str
+) -> None:
+    before = sorted(
+        path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock"
+    )
+    with pytest.raises(UsageError, match=words):
+        train(str(pets), undisturbed, resume=True, **{**OPTIONS, **other})
+    assert (
+        sorted(path.stat().st_mtime_ns for path in undisturbed.rglob("*") if path.name != ".lock")
+        == before
+    )
+
+
+def test_other_data_and_another_model_of_the_same_name_are_refused(
+    pets: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_class_folder(tmp_path / "png", {"cat": 20, "dog": 20, "eel": 50})
+    assert (
+        main(
+            [
+                "convert",
+                "folder",
+                str(tmp_path / "png"),
+                str(tmp_path / "shards"),
+                "--split",
+                "train=0.8,val=0.2",
+            ]
+        )
+        == 0
+    )
+    with pytest.raises(UsageError, match="the validation data are others"):
+        train(str(tmp_path / "shards"), undisturbed, resume=True, **OPTIONS)
+    with pytest.raises(UsageError, match="another order: data was"):
+        train(
+            f"{tmp_path}/shards/train-*.tar",
+            undisturbed,
+            val=f"{pets}/val-*.tar",
+            resume=True,
+            **OPTIONS,
+        )
+    monkeypatch.setattr(
+        "tests.training.test_resuming.dropping",
+        lambda outputs: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, outputs)),
+    )
+    with pytest.raises(UsageError, match="the checkpoint is of another model: .*Unexpected key"):
+        train(str(pets), undisturbed, resume=True, **OPTIONS)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stopped_at(pets, out, "epoch 2/2", 6)
+    for name in ("last.pt", sorted(os.listdir(out / "checkpoints"))[-1]):
+        (out / "checkpoints" / name).unlink()
+        (out / "checkpoints" / name).write_bytes(b"PK nothing")
+    seen = At("", 0, lambda: None)
+    train(str(pets), out, resume=True, tell=seen, **OPTIONS)
+    assert [line for line in seen.lines if "is no checkpoint of a run" in line]
+    same(out, undisturbed)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_last_one_is_an_error(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, fails = checkpoints.publish, iter([True, False, True, False])
+
+    def full(temporary: str, final: str) -> None:
+        if "step-" in final and next(fails, False):
+            raise OSError(28, "No space left on device")
+        real(temporary, final)
+
+    monkeypatch.setattr(checkpoints, "publish", full)
+    seen = At("", 0, lambda: None)
+    train(str(pets), tmp_path / "run", tell=seen, **{**OPTIONS, "epochs": 1})
+    assert (
+        sum(
+            "cannot be written (No space left on device). Those before it are whole. Training goes on."
+            in line
+            for line in seen.lines
+        )
+        == 2
+    )
+    monkeypatch.setattr(
+        checkpoints,
+        "publish",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
+    from wdstrain.errors import StorageError
+
+    with pytest.raises(StorageError, match="No space left on device"):
+        train(str(pets), tmp_path / "full", **{**OPTIONS, "epochs": 1})
+
+
+def test_two_processes_do_not_train_into_one_folder(pets: Path, tmp_path: Path) -> None:
+    def second() -> None:
+        with pytest.raises(UsageError, match="another process is training into"):
+            train(str(pets), tmp_path / "run", resume=True, **OPTIONS)
+
+    done: Outcome = train(str(pets), tmp_path / "run", tell=At("epoch 1/2", 4, second), **OPTIONS)
+    assert len(done.epochs) == 2
+
+
+def test_checkpoints_are_written_by_the_clock_too(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    options = {**OPTIONS, "checkpoint_every": 0, "checkpoint_minutes": 1e-9, "keep": 100}
+    train(str(pets), tmp_path / "run", **options)
+    steps = [
+        f"step-{step:08d}.pt" for step in (2, 4, 6, 8, 9, 11, 13, 15, 17, 18)
+    ]  # where steps of the optimiser end
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best.pt", "last.pt", *steps]
+    same(tmp_path / "run", undisturbed)
+
+
+def test_a_checkpoint_of_another_format_is_said_to_be_one(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
+    torch.save({**state, "format": 0}, tmp_path / "old.pt")
+    with pytest.raises(UsageError, match="its format is 0, this one reads 1"):
+        read_checkpoint(str(tmp_path / "old.pt"))
+    with pytest.raises(UsageError, match="Give one of them"):
+        train("nowhere", tmp_path / "run", resume=True, overwrite=True)
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_run_leaves_its_workers_alone_until_the_checkpoint_is_written(
+    pets: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = [*words_of(pets, out), "--num-workers", "1"]
+    process = subprocess.Popen(
+        words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while (
+        not (out / "checkpoints" / "step-00000002.pt").exists()
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    train(str(pets), out, resume=True, **OPTIONS)
+    same(out, undisturbed)
+
+
+def test_a_run_goes_on_beside_other_files_of_nobody(pets: Path, tmp_path: Path) -> None:
+    """What is no run is neither overwritten nor gone on with, and nothing is left in it."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine.txt").write_text("mine")
+    for how in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(UsageError, match="holds other files than those of a run"):
+            train(str(pets), tmp_path, **how, **OPTIONS)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "checkpoints",
+        "checkpoints/mine.txt",
+    ]
+
+
+def test_no_checkpoint_is_ever_unpickled(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"model": {}, "config": {}, "task": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UsageError, match="is no checkpoint of a run"):
+        read_checkpoint(str(tmp_path / "evil.pt"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_only_the_last_checkpoints_and_the_best_are_kept(pets: Path, tmp_path: Path) -> None:
+    train(str(pets), tmp_path / "run", **{**OPTIONS, "keep": 3})
+    names = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
+    assert names[:2] == ["best.pt", "last.pt"]
+    assert len(names) == 5
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_no_checkpoint_of_it(
+    pets: Path, tmp_path: Path
+) -> None:
+    from wdstrain.errors import WdstrainError
+
+    options = {
+        **OPTIONS,
+        "lr": 1e30,
+        "clip": 0.0,
+        "schedule": "constant",
+        "warmup": 0.0,
+        "checkpoint_every": 0,
+    }
+    with pytest.raises(
+        WdstrainError, match="the loss is not a number any more at step .* of epoch 1/2. Lower --lr"
+    ):
+        train(str(pets), tmp_path / "run", **options)
+    assert not [
+        name for name in os.listdir(tmp_path / "run" / "checkpoints") if name.endswith(".pt")
+    ]
+
+
+@pytest.mark.parametrize("requests", [40, 57, 75])
+def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_same_bits(
+    requests: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bits = random.Random(0)
+    rows = (
+        {"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "pad": bits.randbytes(20_000)}
+        for n in range(72)
+    )
+    wt.pack(rows, tmp_path / "shards", shard_samples=24)
+    options = {**OPTIONS, "shuffle_buffer": 8, "checkpoint_every": 0}
+    train(str(tmp_path / "shards"), tmp_path / "undisturbed", **options)
+    small_and_quick(monkeypatch, 16 << 10)
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    out = tmp_path / "run"
+    with serving(tmp_path / "shards") as server:
+        server.faults += [*[fine()] * requests, *[status(503)] * 100_000]
+        words = ["train", f"{server.url}/index.json", "--out", str(out), *flags(options)]
+        assert main(words) == 1
+        at = position(out)
+        assert at["step"] > 0
+        said = capsys.readouterr().err
+        assert (
+            f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written; resume goes on from it."
+            in said
+        )
+        assert re.search("gave no byte .* status 503", said)
+        server.faults.clear()
+        monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
+        assert main([*words, *RESUME]) == 0
+    assert f"going on from epoch {at['epoch'] + 1}, step {at['step']}" in capsys.readouterr().err
+    same(out, tmp_path / "undisturbed")
+
+
+def test_a_validation_whose_server_goes_away_is_done_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wt.pack(
+        ({"__key__": f"{n}", "png": picture(n), "cls": n % 3} for n in range(24)),
+        tmp_path / "shards",
+    )
+    urls, options = str(tmp_path / "shards"), {**OPTIONS, "checkpoint_every": 0, "epochs": 1}
+    train(urls, tmp_path / "undisturbed", val=urls, **options)
+    monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
+    out = tmp_path / "run"
+    with serving(tmp_path / "shards") as server:
+        server.faults += [status(503)] * 100_000
+        with pytest.raises(StorageError, match=r"gave no byte .* status 503"):
+            train(urls, out, val=f"{server.url}/index.json", **options)
+        assert (position(out)["epoch"], position(out)["step"]) == (0, 3)
+        server.faults.clear()
+        train(urls, out, val=f"{server.url}/index.json", resume=True, **options)
+    same(out, tmp_path / "undisturbed")

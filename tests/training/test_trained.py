@@ -1,0 +1,561 @@
+"""What a checkpoint says of pictures: as it was trained, of every picture, and from whatever the options are given as."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import picture
+from tests.support.servers import serving
+from wdstrain.cli import main
+
+QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 16}
+
+
+class Linear(torch.nn.Sequential):
+    """A linear model of arrays of any shape."""
+
+    def __init__(self, outputs: int, inputs: int = 768) -> None:
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(inputs, outputs))
+
+
+def small(out: Path, count: int = 24, **options: Any) -> Path:
+    """Shards of small pictures of two classes."""
+    samples = (
+        {"__key__": f"k{i:03d}", "png": picture(i, size=(16, 16)), "cls": i % 2}
+        for i in range(count)
+    )
+    wt.pack(samples, out, classes=["no", "yes"], **options)
+    return out
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small(
+        tmp_path_factory.mktemp("small") / "shards", split={"train": 0.75, "val": 0.25}, seed=1
+    )
+
+
+@pytest.fixture(scope="module")
+def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "run"
+    wt.train(shards, out, **QUICK)
+    return out / "checkpoints" / "last.pt"
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(table.read_text().splitlines()))
+
+
+# --- as it was trained -----------------------------------------------------------------------------------------------
+
+
+class Inverted:
+    """Pictures in negative, as a user's own field."""
+
+    names = ("png",)
+    example = wt.Example((16, 16, 3), "uint8", channels_last=True)
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        wt.image(size=16).read(name, data, out, draws)
+        out[...] = 255 - out
+
+
+def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
+    shards: Path, tmp_path: Path, capsys: Any
+) -> None:
+    done = wt.train(shards, tmp_path / "run", image=wt.image(size=(8, 12)), **QUICK)
+    checkpoint, val = str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{shards}/val-*.tar"
+    assert wt.evaluate(checkpoint, val)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
+    capsys.readouterr()
+    assert main(["evaluate", checkpoint, val, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
+    for other in (wt.image(size=16), wt.image()):
+        with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
+            wt.evaluate(checkpoint, val, image=other)
+        with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
+            wt.predict(checkpoint, val, tmp_path / "p.csv", image=other)
+
+
+def test_a_field_of_ones_own_is_asked_for_again(shards: Path, tmp_path: Path) -> None:
+    done = wt.train(shards, tmp_path / "run", image=Inverted(), **QUICK)
+    checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{shards}/val-*.tar"
+    with pytest.raises(wt.UsageError, match="trained with image=Inverted"):
+        wt.evaluate(checkpoint, val)
+    assert wt.evaluate(checkpoint, val, image=Inverted())[1]["loss"] == pytest.approx(
+        done.val["loss"], abs=1e-9
+    )
+    with pytest.raises(wt.UsageError, match=r"image was Inverted\(.*, is image\("):
+        wt.train(shards, tmp_path / "run", resume=True, **{**QUICK, "epochs": 2})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"epochs": 9},
+        {"lr": 5.0},
+        {"label": "nonsense"},
+        {"augment": "rrc"},
+        {"image_size": 64},
+        {"class_weights": "balanced"},
+    ],
+)
+def test_options_that_the_checkpoint_says_are_refused(
+    shards: Path, run: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    (name,) = option
+    with pytest.raises(wt.UsageError, match=f"'{name}' is none of the options"):
+        wt.evaluate(run, shards / "val-000000.tar", **option)
+    with pytest.raises(wt.UsageError, match=f"'{name}' is none of the options"):
+        wt.predict(run, shards / "val-000000.tar", tmp_path / "p.csv", **option)
+    assert not (tmp_path / "p.csv").exists()
+
+
+# --- a row for every picture -----------------------------------------------------------------------------------------
+
+GOOD, BAD = picture(1, size=(16, 16)), picture(1, size=(16, 16))[:60]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pictures",
+    [
+        [BAD],
+        [BAD] * 20,
+        [GOOD] * 8 + [BAD],
+        [GOOD] * 3 + [BAD] * 120 + [GOOD] * 3,
+        [GOOD, None, BAD, GOOD],
+    ],
+    ids=["one", "all", "last", "many", "missing"],
+)
+def test_every_picture_has_its_row(
+    run: Path, tmp_path: Path, pictures: list[bytes | None], workers: int
+) -> None:
+    samples = [
+        {"__key__": f"k{i:03d}", **({"txt": b"no picture"} if data is None else {"png": data})}
+        for i, data in enumerate(pictures)
+    ]
+    wt.pack(samples, tmp_path / "set", shuffle=False)
+    done = wt.predict(run, tmp_path / "set", tmp_path / "p.csv", batch_size=8, num_workers=workers)
+    rows = rows_of(tmp_path / "p.csv")
+    assert [row["key"] for row in rows] == [f"k{i:03d}" for i in range(len(pictures))]
+    assert [bool(row["error"]) for row in rows] == [data != GOOD for data in pictures]
+    assert [bool(row["class"]) for row in rows] == [data == GOOD for data in pictures]
+    assert (done.rows, done.bad) == (len(pictures), sum(data != GOOD for data in pictures))
+
+
+def test_a_picture_whose_bytes_are_not_as_packed_has_its_row(run: Path, tmp_path: Path) -> None:
+    wt.pack([{"__key__": "a", "png": GOOD}], tmp_path / "set")
+    shard = tmp_path / "set" / "train-000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[512 + len(GOOD) // 2] ^= 255
+    shard.write_bytes(data)
+    wt.predict(run, tmp_path / "set", tmp_path / "p.csv")
+    (row,) = rows_of(tmp_path / "p.csv")
+    assert (row["key"], row["class"]) == ("a", "")
+    assert "not those that were packed" in row["error"]
+
+
+def test_a_label_that_cannot_be_read_does_not_hide_what_is_said_of_the_picture(
+    tmp_path: Path,
+) -> None:
+    label = wt.Label("y", "number", "json", "y")
+    for name, values in (("whole", list(range(8))), ("odd", [0.5, "cow", 1, None])):
+        samples = (
+            {"__key__": f"k{i}", "png": GOOD, **({} if y is None else {"json": {"y": y}})}
+            for i, y in enumerate(values)
+        )
+        wt.pack(samples, tmp_path / name, labels=[label], shuffle=False)
+    wt.train(tmp_path / "whole", tmp_path / "run", **QUICK)
+    done = wt.predict(
+        tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "odd", tmp_path / "p.csv"
+    )
+    rows = rows_of(tmp_path / "p.csv")
+    assert all(row["y"] for row in rows)
+    assert [row["y true"] for row in rows] == ["0.5", "", "1", ""]
+    assert [row["error"] != "" for row in rows] == [False, True, False, True]
+    assert "cow" in rows[1]["error"]
+    assert done.bad == 2
+
+
+def test_each_bad_picture_has_its_own_reason_also_where_keys_are_equal(
+    run: Path, tmp_path: Path
+) -> None:
+    for name, data in (("a", BAD), ("b", BAD[:50])):
+        wt.pack(
+            [{"__key__": f"k{i:02d}", "png": data} for i in range(40)],
+            tmp_path / name,
+            shuffle=False,
+        )
+    paths = [tmp_path / name / "train-000000.tar" for name in "ab"]
+    wt.predict(run, paths, tmp_path / "p.csv", batch_size=16)
+    errors = [row["error"] for row in rows_of(tmp_path / "p.csv")]
+    assert len(set(errors[:40])) == len(set(errors[40:])) == 1
+    assert errors[0] != errors[40]
+
+
+def test_true_numbers_have_all_their_digits(tmp_path: Path) -> None:
+    values = [12345.678 + 37.3 * i for i in range(12)] + [1_700_000_001, 1e-12, -0.1, 1 / 3]
+    label = wt.Label("price", "number", "json", "price")
+    samples = (
+        {"__key__": f"k{i:02d}", "png": GOOD, "json": {"price": y}} for i, y in enumerate(values)
+    )
+    wt.pack(samples, tmp_path / "set", labels=[label], shuffle=False)
+    wt.train(tmp_path / "set", tmp_path / "run", **QUICK)
+    wt.predict(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "set", tmp_path / "p.csv")
+    assert [float(row["price true"]) for row in rows_of(tmp_path / "p.csv")] == values
+
+
+# --- pictures of every kind ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("uint8", (1, 8, 8)),
+        ("uint8", (4, 8, 8)),
+        ("uint8", (10,)),
+        ("float64", (3, 8, 8)),
+        ("float16", (3, 8, 8)),
+        ("uint16", (3, 8, 8)),
+        ("int64", (3, 8, 8)),
+        ("bool", (10,)),
+    ],
+)
+def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    samples = [
+        {"__key__": f"k{i:02d}", "x.npy": (rng.random(shape) * 200).astype(dtype), "cls": i % 2}
+        for i in range(32)
+    ]
+    wt.pack(samples, tmp_path / "set", split={"train": 0.75, "val": 0.25}, shuffle=False)
+    make = functools.partial(Linear, inputs=int(np.prod(shape)))
+    image = wt.array("x.npy", shape=shape, dtype=dtype)
+    done = wt.train(tmp_path / "set", tmp_path / "run", model=make, image=image, **QUICK)
+    checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{tmp_path}/set/val-*.tar"
+    assert wt.evaluate(checkpoint, val, model=make)[1]["loss"] == pytest.approx(done.val["loss"])
+    wt.predict(checkpoint, val, tmp_path / "p.csv", model=make, probabilities=True)
+    rows = {row["key"]: row for row in rows_of(tmp_path / "p.csv")}
+    wt.export(checkpoint, tmp_path / "m.ts", model=make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch likes torch.export better
+        exported: Any = torch.jit.load(tmp_path / "m.ts")  # type: ignore[no-untyped-call]
+    for key, row in rows.items():
+        given = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
+        assert float(exported(given).detach().sigmoid()) == pytest.approx(
+            float(row["class=1"]), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "options", "words"),
+    [
+        ("complex64", (3, 8, 8), {}, r"complex64\[3, 8, 8\]: a model takes real numbers"),
+        ("float32", (10,), {"channels_last": True}, r"float32\[10\], and channels_last"),
+        ("float32", (3, 8, 8), {"mixup": 0.2}, r"float32\[3, 8, 8\], and mixup"),
+        ("uint8", (1, 8, 8), {"cutmix": 0.2}, r"uint8\[1, 8, 8\], and mixup"),
+    ],
+)
+def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_written(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], options: dict[str, Any], words: str
+) -> None:
+    wt.pack(({"x.npy": np.ones(shape, dtype), "cls": i % 2} for i in range(16)), tmp_path / "set")
+    make = functools.partial(Linear, inputs=int(np.prod(shape)))
+    image = wt.array("x.npy", shape=shape, dtype=dtype)
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(tmp_path / "set", tmp_path / "run", model=make, image=image, **QUICK, **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_target_that_is_no_number_is_a_bad_sample(tmp_path: Path, value: float) -> None:
+    label = wt.Label("y", "number", "json", "y")
+    samples = (
+        {
+            "__key__": f"k{i:03d}",
+            "png": GOOD,
+            "json": json.dumps({"y": value if i == 7 else 1.0 * i}).encode(),
+        }
+        for i in range(200)
+    )
+    wt.pack(samples, tmp_path / "set", labels=[label], shuffle=False)
+    with pytest.raises(wt.SampleError, match="k007.*no number that can be learnt"):
+        wt.train(tmp_path / "set", tmp_path / "run", **QUICK)
+    done = wt.train(tmp_path / "set", tmp_path / "other", on_bad="replace", **QUICK)
+    assert done.epochs[0]["bad"] == 1
+    assert np.isfinite(done.epochs[0]["loss"])
+
+
+# --- options and models as people have them --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("lr", np.float64(1e-3), "lr = 0.001"),
+        ("epochs", np.int64(1), "epochs = 1"),
+        ("epochs", 1.0, "epochs = 1"),
+        ("freeze", np.bool_(False), "freeze = false"),
+        ("device", torch.device("cpu"), 'device = "cpu"'),
+        ("cache_limit", 10**9, 'cache_limit = "1000000000"'),
+    ],
+)
+def test_options_are_given_as_numbers_of_numpy_paths_and_devices(
+    shards: Path, tmp_path: Path, name: str, value: Any, line: str
+) -> None:
+    options = {**QUICK, "cache_dir": tmp_path / "cache"} if name == "cache_limit" else QUICK
+    wt.train(
+        shards, tmp_path / "run", image=wt.image(size=np.int64(16)), **{**options, name: value}
+    )
+    assert line in (tmp_path / "run" / "config.toml").read_text().splitlines()
+
+
+def test_paths_are_kept_from_the_root(
+    shards: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "first.pt").write_bytes(run.read_bytes())
+    monkeypatch.chdir(tmp_path / "a")
+    wt.train(shards, tmp_path / "run", cache_dir=Path("cache"), weights=Path("first.pt"), **QUICK)
+    saved = (tmp_path / "run" / "config.toml").read_text().splitlines()
+    assert f'cache_dir = "{tmp_path}/a/cache"' in saved
+    assert f'weights = "{tmp_path}/a/first.pt"' in saved
+    monkeypatch.chdir(tmp_path / "b")
+    assert main(["train", "--resume", "--out", str(tmp_path / "run"), "--epochs", "2"]) == 0
+
+
+def test_a_module_is_trained_as_a_copy(shards: Path, tmp_path: Path) -> None:
+    model = Linear(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    done = wt.train(shards, tmp_path / "run", model=model, **QUICK)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(done.model.state_dict()["1.weight"], before["1.weight"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    metrics = wt.evaluate(checkpoint, f"{shards}/val-*.tar", model=model)[1]
+    assert metrics["loss"] == pytest.approx(done.val["loss"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(wt.UsageError, match="outputs of shape"):
+        wt.train(shards, tmp_path / "other", model=Linear(3), **QUICK)
+    assert not (tmp_path / "other").exists()
+
+
+class Maker:
+    def __call__(self, outputs: int) -> torch.nn.Module:
+        return Linear(outputs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [functools.partial(Linear, inputs=768), lambda outputs: Linear(outputs), Maker(), Linear(1)],
+)
+def test_what_a_function_made_goes_on_from_the_shell_by_a_name(
+    shards: Path, tmp_path: Path, capsys: Any, make: Any
+) -> None:
+    out = str(tmp_path / "run")
+    wt.train(shards, out, model=make, **QUICK)
+    wt.train(shards, out, model=make, resume=True, **{**QUICK, "epochs": 2})
+    assert main(["train", "--resume", "--out", out, "--epochs", "3"]) == 2
+    assert "Give it yourself: --model module:function" in capsys.readouterr().err
+    named = ["--model", "tests.training.test_trained:Linear"]
+    assert main(["train", "--resume", "--out", out, "--epochs", "3", *named]) == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert main(["train", "--resume", "--out", out, "--epochs", "4", "--model", "small"]) == 2
+
+
+def test_a_model_imports_its_neighbours_when_it_is_made_and_when_it_runs(
+    shards: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "parts.py").write_text(
+        "import torch\ndef linear(o): return torch.nn.Linear(768, o)\n"
+    )
+    (tmp_path / "late.py").write_text("scale = 1.0\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, outputs):\n"
+        "        import parts\n"
+        "        super().__init__()\n"
+        "        self.last = parts.linear(outputs)\n"
+        "    def forward(self, x):\n"
+        "        if self.training:\n"
+        "            import late\n"
+        "            x = x * late.scale\n"
+        "        return self.last(x.flatten(1))\n"
+    )
+    words = [
+        "-c",
+        "import sys; sys.path.remove(''); from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))",
+        "train",
+        str(shards),
+    ]
+    words += [
+        "--out",
+        "run",
+        "--model",
+        "mine:Net",
+        "--epochs",
+        "1",
+        "--image-size",
+        "16",
+        "--batch-size",
+        "8",
+    ]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ended_by_patience_goes_on_with_more_of_it(shards: Path, tmp_path: Path) -> None:
+    options = {**QUICK, "epochs": 6, "lr": 1e-30}
+    assert len(wt.train(shards, tmp_path / "run", patience=1, **options).epochs) == 2
+    assert len(wt.train(shards, tmp_path / "run", patience=1, resume=True, **options).epochs) == 2
+    assert len(wt.train(shards, tmp_path / "run", patience=3, resume=True, **options).epochs) == 4
+    assert len(wt.train(shards, tmp_path / "run", patience=0, resume=True, **options).epochs) == 6
+
+
+def test_a_run_that_learns_a_number_goes_on_where_the_shards_are_on_a_server(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    samples = (
+        {"__key__": f"k{i:03d}", "png": GOOD, "json": {"y": float(rng.normal())}}
+        for i in range(400)
+    )
+    wt.pack(samples, tmp_path / "set", labels=[wt.Label("y", "number", "json", "y")])
+    options = {**QUICK, "batch_size": 100}
+    wt.train(tmp_path / "set", tmp_path / "run", **options)
+    with serving(tmp_path / "set") as server:
+        done = wt.train(server.url, tmp_path / "run", resume=True, **{**options, "epochs": 2})
+    assert len(done.epochs) == 2
+
+
+class Loud(torch.nn.Sequential):
+    """A model of two numbers, which overflows 16 bits where the first is large."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(torch.nn.Linear(2, 8), torch.nn.Linear(8, outputs))
+
+
+@pytest.mark.parametrize(("large", "ends"), [(1, False), (64, True)])
+def test_a_step_that_overflows_16_bits_is_left_out_and_told_and_a_run_of_them_ends(
+    tmp_path: Path, large: int, ends: bool
+) -> None:
+    samples = (
+        {
+            "__key__": f"k{i:02d}",
+            "x.npy": np.array([1e9 if i < large else 0, i % 2], np.float32),
+            "cls": i % 2,
+        }
+        for i in range(64)
+    )
+    wt.pack(samples, tmp_path / "set")
+    image = wt.array("x.npy", shape=(2,), dtype="float32")
+    options: dict[str, Any] = {
+        "model": Loud,
+        "image": image,
+        "amp": "fp16",
+        "batch_size": 2,
+        "device": "cpu",
+        "epochs": 1,
+    }
+    if ends:
+        with pytest.raises(wt.WdstrainError, match="16 bits overflow step after step"):
+            wt.train(tmp_path / "set", tmp_path / "run", **options)
+        return
+    done = wt.train(tmp_path / "set", tmp_path / "run", **options)
+    assert done.epochs[0]["overflowed"] in (1, 2)  # the sample, and maybe the one beside it
+    assert np.isfinite(done.epochs[0]["loss"])
+    assert all(bool(weight.isfinite().all()) for weight in done.model.parameters())
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+JOINED = """
+import sys, datetime, torch.distributed as dist, wdstrain as wt
+rank, folder = int(sys.argv[1]), sys.argv[2]
+wait = datetime.timedelta(seconds=60)
+dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2, timeout=wait)
+done = wt.train(sys.argv[3], folder + "/run", epochs=1, batch_size=8, image_size=16)
+print(done.epochs[0]["samples"], done.val["samples"])
+"""
+
+
+def joined(code: str, folder: Path, shards: Path) -> list[tuple[int, str]]:
+    """Two processes that run this code: how each ended, and what it said."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")
+    }
+    words = [[sys.executable, "-c", code, str(rank), str(folder), str(shards)] for rank in (0, 1)]
+    jobs = [
+        subprocess.Popen(one, stdout=subprocess.PIPE, text=True, env=environment) for one in words
+    ]
+    said = [job.communicate(timeout=100)[0].strip() for job in jobs]
+    return [(job.returncode, text) for job, text in zip(jobs, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_processes_that_met_without_the_environment_share_the_samples(
+    shards: Path, tmp_path: Path
+) -> None:
+    val = float(len(wt.Loader(f"{shards}/val-*.tar", batch_size=1).index))
+    assert joined(JOINED, tmp_path, shards) == [(0, f"16 {val}")] * 2
+
+
+DYING = """
+import os, signal, torch
+class Dying(torch.nn.Sequential):
+    def __init__(self, outputs):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(768, outputs))
+    def forward(self, x):
+        if rank and self.training:
+            os._exit(1)
+        return super().forward(x)
+try:
+    wt.train(sys.argv[3], folder + "/run", model=Dying, epochs=1, batch_size=8, image_size=16)
+except wt.WdstrainError as error:
+    print("is gone" in str(error), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_process_leaves_the_signals_of_the_caller_as_they_were(
+    shards: Path, tmp_path: Path
+) -> None:
+    assert joined(JOINED.partition("done =")[0] + DYING, tmp_path, shards)[0] == (0, "True True")
+
+
+def test_a_pipe_among_pictures_is_not_waited_for(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.png").write_bytes(GOOD)
+    os.mkfifo(tmp_path / "in" / "b.png")
+    command = [
+        sys.executable,
+        "-m",
+        "wdstrain",
+        "predict",
+        str(run),
+        str(tmp_path / "in"),
+        "-o",
+        str(tmp_path / "p.csv"),
+    ]
+    assert subprocess.run(command, timeout=100, capture_output=True).returncode == 1
+    assert [row["error"] for row in rows_of(tmp_path / "p.csv")] == ["", "it is no file"]
