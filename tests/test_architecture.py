@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -39,6 +40,7 @@ LAYERS = [
 ]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its dotted name below it; the package itself is the empty name."""
     found = {}
