@@ -25,6 +25,7 @@ from itertools import groupby
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import (
     check_sizes,
@@ -347,7 +348,7 @@ def _warn_of_losses(old: Index, new: Index) -> None:
     for i, key in enumerate(old.keys(np.arange(len(old)))):
         gone = [field for field, _, _ in old.members(i) if field not in fields.get(key, ())]
         if gone:
-            lost.append(f"'{key}' ({', '.join(gone)})")
+            lost.append(printable(f"'{key[:80]}' ({', '.join(gone)})"))
     if lost:
         _log.warning(
             "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
