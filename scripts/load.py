@@ -95,6 +95,7 @@ import statistics
 import sys
 import tarfile
 import tempfile
+import textwrap
 import time
 import traceback
 import urllib.request
@@ -683,7 +684,7 @@ def report(load: Load) -> int:
     wrong += _flat("server", load.server_measured, "")[2]
     wrong = list(dict.fromkeys(wrong))
     for text, count in warned.most_common():
-        print(f"\n{count} x {text}")
+        print(f"\n{textwrap.fill(f'{count} x {text}', 80)}")
     print(f"\n{'exact, and flat' if not wrong else f'{len(wrong)} THINGS ARE WRONG'}")
     for what in wrong:
         print(f"    {what}")

@@ -113,7 +113,7 @@ def test_who_is_stuck_is_told_with_stage_shard_key_and_stack(
     ]  # again after twice the time, where a machine is that slow
     assert f"part-001.tar: '{STUCK}' at offset 4096" in told
     assert ("worker process" if workers else "decoder thread") in told
-    assert "test_watching.py" in told
+    assert "test_watchdog.py" in told
 
 
 def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_stack(
