@@ -352,6 +352,4 @@ def main() -> int:
 if __name__ == "__main__":
     ended = main()
     sys.stdout.flush()
-    os._exit(
-        ended
-    )  # compilers that torch brings along tell at length what they leave to the end of a process
+    os._exit(ended)  # torch compilers print what they delete at exit

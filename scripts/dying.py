@@ -276,7 +276,7 @@ def _killing(at: int) -> Callable[[str], None]:
 
 Entries = dict[
     tuple[int, str], int
-]  # (folder, name) -> file or folder, by numbers of ours; the first folder is 0
+]  # (folder number, name) -> number of the file or folder; the root folder is 0
 
 
 @dataclass
@@ -375,7 +375,7 @@ def cut_power(made: Recording, at: int, bits: random.Random, into: Path) -> None
     """Lay down in a new folder what a disk may hold when the power goes after this state."""
     changes: list[
         tuple[Entries, Entries]
-    ] = []  # between a state and the next: what is gone, and what came
+    ] = []  # directory entries removed and added since the last saved state
     for before, after in zip(made.trees[:at], made.trees[1 : at + 1], strict=True):
         gone = {place: number for place, number in before.items() if after.get(place) != number}
         changes.append(
@@ -449,7 +449,7 @@ def _after(
         return now
     new = bytes(
         b if a == b else 0 for a, b in zip(base, now, strict=False)
-    )  # what was flushed and not written to since stays
+    )  # flushed files that were not written to since survive the power cut
     rest = len(now) - len(new)
     return bits.choice(
         [base, now, new + bytes(rest), (new + now[len(new) :])[: len(new) + rest // 2]]
