@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
+from tests.oracle.blocks import check_block
 from tests.oracle.data_set import read_tars
 from tests.oracle.sources import Source, draw_source
 
@@ -35,12 +36,7 @@ def test_converting(seed: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_converting_more(block: int, tmp_path: Path) -> None:
-    for seed in range(1000 + block * BLOCK, 1000 + (block + 1) * BLOCK):
-        try:
-            check_case(seed, tmp_path / str(seed))
-        except BaseException as error:
-            error.args = (f"case {seed}: {error}",)
-            raise
+    check_block(check_case, block, BLOCK, tmp_path)
 
 
 def check_case(seed: int, folder: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
+from tests.oracle.blocks import check_block
 from tests.oracle.data_set import DataSet, draw_data_set, write
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
 from tests.support.servers import cut, cut_in_headers, serving, status
@@ -42,12 +43,7 @@ def test_loading(seed: int, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_loading_more(block: int, tmp_path: Path) -> None:
-    for seed in range(1000 + block * BLOCK, 1000 + (block + 1) * BLOCK):
-        try:
-            check_case(seed, tmp_path / str(seed))
-        except BaseException as error:
-            error.args = (f"case {seed}: {error}",)
-            raise
+    check_block(check_case, block, BLOCK, tmp_path)
 
 
 def check_case(seed: int, folder: Path) -> None:
