@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture
-from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
@@ -165,11 +164,12 @@ def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
     parts = [(begin, places.split_off(end - begin)) for begin, end in pairwise(ends)]
     assert places.left == 0
     for begin, part in order.sample(parts, len(parts)):
+        size = part.left
         if order.randrange(3):
-            assert filled(part, fd, begin) == part._total
-        else:  # by another, who has only the views
-            BufferList(part).write(whole[begin : begin + part.left])
-            part.advance(part.left)
+            assert filled(part, fd, begin) == size
+        else:
+            part.write(whole[begin : begin + size])
+            assert part.left == 0
     check_places(made, sizes, whole[:total])
     for k, i in enumerate(made.summed):
         begin, end = sum(sizes[:i]), sum(sizes[: i + 1])
@@ -267,6 +267,29 @@ def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> N
     assert sums.checksums.tolist() == [
         zlib.crc32(whole[17 + at : 22 + at]) for at in range(0, 100_000, 5)
     ]
+
+
+def test_writable_buffers_are_filled_in_order(way: bool, file: File) -> None:
+    """More buffers than one system call takes, some of them empty, read in two parts."""
+    fd, whole = file
+    buffers = [bytearray(size) for size in [0, 3, 0, 70_000, *[1, 2] * 1500, 0]]
+    scatter_list = ScatterList.from_buffers(map(memoryview, buffers))
+    assert scatter_list.left == 74_503
+    part = scatter_list.split_off(40_000)
+    assert filled(part, fd, 5) == 40_000
+    assert filled(scatter_list, fd, 40_005) == 34_503
+    assert b"".join(buffers) == whole[5:74_508]
+
+
+def test_no_buffers_are_an_empty_scatter_list() -> None:
+    assert (
+        ScatterList.from_buffers([]).left == ScatterList.from_buffers([memoryview(b"")]).left == 0
+    )
+
+
+def test_a_read_only_buffer_is_refused() -> None:
+    with pytest.raises(TypeError, match="not writable"):
+        ScatterList.from_buffers([memoryview(b"constant")])
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])

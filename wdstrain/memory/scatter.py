@@ -11,17 +11,17 @@ of its memory, because offsets may come from a hostile index file.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.native.checksum import crc32
 
@@ -31,15 +31,34 @@ Bools = npt.NDArray[np.bool_]
 NO_CHECKSUMS = (None, 0, *[None] * 5, 0)  # C arguments of an empty checksum job
 
 _MAX_INT64 = (1 << 63) - 1
-_EMPTY = memoryview(b"")
+_MAX_VIEWS = 1024  # buffers that one system call takes (IOV_MAX of Linux)
 _CACHED_BYTES = 256 << 10  # bytes that are still in the CPU cache when they are verified
+
+
+class Buffer(Protocol):
+    """Writable bytes at a fixed address, such as a `Memory`."""
+
+    @property
+    def view(self) -> memoryview: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+class _ViewBuffer:
+    """A writable memoryview as a `Buffer`. Raises TypeError if the view is read-only."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view, self.size = view, len(view)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class Runs:
     """Runs of bytes in one or several memories."""
 
     def __init__(
-        self, memories: Sequence[Memory], memory_index: Ints, start: Ints, size: Ints
+        self, memories: Sequence[Buffer], memory_index: Ints, start: Ints, size: Ints
     ) -> None:
         """memory_index: the memory of each run, as an index into `memories`. int64[n].
 
@@ -80,7 +99,7 @@ class Runs:
 
 def _by_run(values: list[int], memory_index: Ints) -> Any:
     """Return the value of each run's memory, or one number if there is one memory."""
-    return values[0] if len(values) == 1 else np.array(values)[memory_index]
+    return values[0] if len(values) == 1 else np.array(values, np.int64)[memory_index]
 
 
 class Verification(Protocol):
@@ -108,7 +127,7 @@ class ChecksumJob(Runs):
 
     def __init__(
         self,
-        memories: Sequence[Memory],
+        memories: Sequence[Buffer],
         memory_index: Ints,
         start: Ints,
         size: Ints,
@@ -185,7 +204,7 @@ class ScatterList(Runs):
 
     def __init__(
         self,
-        memories: Sequence[Memory],
+        memories: Sequence[Buffer],
         memory_index: Ints,
         start: Ints,
         size: Ints,
@@ -193,10 +212,16 @@ class ScatterList(Runs):
     ) -> None:
         """memory_index, start, size: as in `Runs`. verification: work on arriving bytes."""
         super().__init__(memories, memory_index, start, size)
-        self.left = self._total = int(size.sum())
+        self._ends = self._size.cumsum()  # byte at which each run ends
+        self.left = self._total = int(self._ends[-1]) if len(size) else 0
         self._verification, self._verified = verification, 0  # bytes that were verified
-        self._views: Iterator[memoryview] | None = None  # views that `write` fills after `_view`
-        self._view = _EMPTY  # unfilled rest of the view that `write` is filling
+
+    @classmethod
+    def from_buffers(cls, buffers: Iterable[memoryview]) -> ScatterList:
+        """Return the scatter list of these writable buffers, which are filled in order."""
+        memories = [_ViewBuffer(buffer) for buffer in buffers if len(buffer)]
+        size = np.array([memory.size for memory in memories], np.int64)
+        return cls(memories, np.arange(len(size)), np.zeros_like(size), size)
 
     @property
     def filled(self) -> int:
@@ -211,7 +236,7 @@ class ScatterList(Runs):
         """
         if kernels.library is not None:
             return self._fill(fd, offset, self.left)
-        count = BufferList(self._between(self.filled, self._total)).read(fd, offset)
+        count = os.preadv(fd, list(islice(self._next_views(self.left), _MAX_VIEWS)), offset)
         self.advance(count)
         return count
 
@@ -223,21 +248,16 @@ class ScatterList(Runs):
         """
         if kernels.library is not None:
             return self._fill(connection.fileno(), -1, most)
-        count = BufferList(self._between(self.filled, self._total)).receive(connection, most)
+        views = islice(self._next_views(most), _MAX_VIEWS)
+        count = connection.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
         self.advance(count)
         return count
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Copy these bytes into the runs that are filled next; len(data) must be <= left."""
         rest = memoryview(data)
-        if self._views is None and rest:
-            self._views, self._view = iter(self._between(self.filled, self._total)), _EMPTY
-        while self._views is not None and rest:
-            while not self._view:
-                self._view = next(self._views)
-            count = min(len(self._view), len(rest))
-            self._view[:count] = rest[:count]
-            self._view, rest = self._view[count:], rest[count:]
+        for view in self._next_views(len(data)):
+            view[:], rest = rest[: len(view)], rest[len(view) :]
         self.left -= len(data)
         if not self.left or self.filled - self._verified >= _CACHED_BYTES:
             self._verify()
@@ -245,7 +265,6 @@ class ScatterList(Runs):
     def advance(self, count: int) -> None:
         """Count the next `count` bytes as filled, and verify them."""
         self.left -= count
-        self._views = None
         self._verify()
 
     def advance_verified(self, count: int) -> None:
@@ -255,46 +274,39 @@ class ScatterList(Runs):
 
     def split_off(self, count: int) -> ScatterList:
         """Remove and return the runs of the next `count` bytes, for another reader to fill."""
-        begin = self.filled
-        if begin or count < self.left:
-            part = self._between(begin, begin + count)
-            part._verification = (
-                None
-                if self._verification is None
-                else self._verification.within(begin, begin + count)
-            )
-        else:
-            part = copy(self)
+        begin, part = self.filled, copy(self)
+        first = int(np.searchsorted(self._ends, begin, side="right"))
+        stop = int(np.searchsorted(self._ends, begin + count)) + 1 if count else first
+        part._keep(first, stop)
+        part._ends = np.minimum(self._ends[first:stop] - begin, count)
+        if count:
+            part._address = part._address.copy()
+            part._address[0] += begin - int(self._ends[first] - self._size[first])
+            part._size = np.diff(part._ends, prepend=0)
+        part.left, part._total, part._verified = count, count, 0
+        if self._verification is not None:
+            part._verification = self._verification.within(begin, begin + count)
         self.left -= count
         return part
 
     @property
     def c_arguments(self) -> tuple[Any, ...]:
         """Arguments of C's `fill` from `filled` on. They are valid while this object exists."""
-        self._views = None
         verification = (
             (*NO_CHECKSUMS, None) if self._verification is None else self._verification.c_arguments
         )
         runs = len(self), self._address.ctypes.data, self._size.ctypes.data
         return self.filled, self._verified, *runs, *verification
 
-    def _between(self, begin: int, stop: int) -> ScatterList:
-        """Return the runs of bytes [begin, stop) of this list, without verification."""
-        part, ends = copy(self), self._size.cumsum()
-        first, last = (
-            int(np.searchsorted(ends, begin, side="right")),
-            int(np.searchsorted(ends, stop)),
-        )
-        part._keep(first, last + 1 if begin < stop else first)
-        part.left = part._total = stop - begin
-        part._verification, part._verified, part._views = None, 0, None
-        if begin < stop:
-            skipped = begin - int(ends[first] - self._size[first])  # of the first run
-            part._address, part._size = part._address.copy(), part._size.copy()
-            part._address[0] += skipped
-            part._size[0] -= skipped
-            part._size[-1] -= int(ends[last]) - stop
-        return part
+    def _next_views(self, count: int) -> Iterator[memoryview]:
+        """Yield views of the next `count` bytes."""
+        begin = self.filled
+        stop, run = begin + count, int(np.searchsorted(self._ends, begin, side="right"))
+        while begin < stop:
+            view, end = self.run(run), int(self._ends[run])
+            if len(view):
+                yield view[begin - end + len(view) : min(end, stop) - end + len(view)]
+            begin, run = end, run + 1
 
     def _fill(self, fd: int, offset: int, most: int) -> int:
         """Fill at most `most` bytes in C, from a file, or from a socket if offset is -1."""
@@ -311,8 +323,13 @@ class ScatterList(Runs):
         self._verified = filled
 
 
+def as_scatter_list(target: ScatterList | Iterable[memoryview]) -> ScatterList:
+    """Return a scatter list as it is, or the scatter list of writable buffers."""
+    return target if isinstance(target, ScatterList) else ScatterList.from_buffers(target)
+
+
 def scatter_samples(
-    memories: Sequence[Memory],
+    memories: Sequence[Buffer],
     memory_index: Ints,
     start: Ints,
     size: Ints,

@@ -33,8 +33,7 @@ from urllib3.exceptions import HTTPError, LocationParseError
 from urllib3.util.response import assert_header_parsing
 
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.scatter import ScatterList
+from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.http_body import Body, begins
 from wdstrain.storage.outages import TIMEOUT, Retries, silence_limit
@@ -77,7 +76,7 @@ class Answer:
     total: int | None = None
     process: int = field(default_factory=os.getpid)
 
-    def read_into(self, pieces: BufferList | ScatterList) -> int:
+    def read_into(self, pieces: ScatterList) -> int:
         """Fill what comes, one byte at least; 0 where the answer ends."""
         count = self.body.read_into(pieces)
         self.at += count
@@ -145,7 +144,7 @@ class HttpFile:
         last: how far the bytes will be wanted that follow, for one request to bring them. Raises ShardError where the object
         is not what it was, StorageError where the server gives up.
         """
-        todo = pieces if isinstance(pieces, ScatterList) else BufferList(pieces)
+        todo = as_scatter_list(pieces)
         stop = offset + todo.left
         if stop > self.size:
             raise ShardError(
@@ -200,7 +199,7 @@ class HttpFile:
             self.close()
             answer = self._ask(offset, stop)
         while answer.at < offset:  # a gap, or a server that knows no ranges
-            over = BufferList([memoryview(bytearray(min(_OVER, offset - answer.at)))])
+            over = ScatterList.from_buffers([memoryview(bytearray(min(_OVER, offset - answer.at)))])
             if not answer.read_into(over):
                 raise HTTPException(f"the answer ended at byte {answer.at}")
         if self.stopping.is_set():  # where the bytes are for may be gone

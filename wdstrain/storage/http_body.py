@@ -14,7 +14,6 @@ from http.client import HTTPResponse
 
 import urllib3
 
-from wdstrain.memory.pieces import BufferList
 from wdstrain.memory.scatter import ScatterList
 
 _READ = 256 << 10  # bytes taken from urllib3 at a time, at most
@@ -28,7 +27,7 @@ class Body:
         self._answer, self._socket = _plain(response)
         self._drained = False  # http.client's buffer
 
-    def read_into(self, pieces: BufferList | ScatterList) -> int:
+    def read_into(self, pieces: ScatterList) -> int:
         """Fill what comes, one byte at least; 0 at the end of the body. Raises as urllib3 and sockets do."""
         if self._socket is None or self._answer is None:
             found = self._response.read1(min(pieces.left, _READ))
@@ -69,7 +68,7 @@ class Body:
         else:
             self._response.shutdown()
 
-    def _receive(self, pieces: BufferList | ScatterList, wanted: int) -> int:
+    def _receive(self, pieces: ScatterList, wanted: int) -> int:
         assert self._socket is not None
         try:
             return pieces.receive(self._socket, wanted)

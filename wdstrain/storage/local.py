@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.scatter import ScatterList
+from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.storage.io_pool import IOThreadPool
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 
@@ -105,7 +104,7 @@ class LocalFile:
 
     def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
-        todo = pieces if isinstance(pieces, ScatterList) else BufferList(pieces)
+        todo = as_scatter_list(pieces)
         while todo.left:
             try:
                 count = todo.read(self._fd, offset)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.machine import memory
 from wdstrain.storage.outages import TIMEOUT, Retries, network_timeout
 
@@ -70,10 +70,10 @@ class ObjectFile:
         return self._bytes(offset, offset + length) if length else b""
 
     def read_into(
-        self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None
+        self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
     ) -> None:
         """Fill the pieces, one after another, with the bytes from offset on."""
-        todo = BufferList(pieces)
+        todo = as_scatter_list(pieces)
         stop = offset + todo.left
         if stop > self.size:
             raise ShardError(

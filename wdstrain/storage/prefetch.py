@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.memory.pieces import BufferList
-from wdstrain.memory.scatter import ScatterList
+from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.storage.local import LocalFile, ShardFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
@@ -70,7 +69,7 @@ class _Range:
     shard: ShardFile
     start: int
     stop: int
-    pieces: ScatterList | list[memoryview]
+    pieces: ScatterList | None
     of: PendingRead
 
 
@@ -115,7 +114,7 @@ class LaneStream:
                 reading.error = error
             return reading
         todo, ranges = (
-            pieces if isinstance(pieces, ScatterList) else BufferList(pieces),
+            as_scatter_list(pieces),
             list[_Range](),
         )
         while todo.left:
@@ -149,7 +148,7 @@ class LaneStream:
         if not leaving or shard.bytes - len(self._asked) * RANGE > _FILLED:
             return []
         left = [at for at in range(0, shard.bytes, RANGE) if at // RANGE not in self._asked]
-        found = [_Range(shard, at, min(at + RANGE, shard.bytes), [], self._fills) for at in left]
+        found = [_Range(shard, at, min(at + RANGE, shard.bytes), None, self._fills) for at in left]
         self._asked = None
         return found if sum(one.stop - one.start for one in found) <= _FILLED else []
 
@@ -273,12 +272,8 @@ class RangePrefetcher:
     def _bring(self, file: RemoteFile | CachedFile, one: _Range) -> None:
         before = file.retries, file.cached, file.fetched
         try:
-            if one.pieces:
+            if one.pieces is not None:
                 file.read_into(one.pieces, one.start, last=None if file.ranged else one.shard.bytes)
-                if isinstance(one.pieces, ScatterList):
-                    one.pieces.advance(
-                        one.pieces.left
-                    )  # what was not filled by itself: from a cache, or by a library
             elif isinstance(file, CachedFile):
                 file.fill(one.start, one.stop)
         finally:

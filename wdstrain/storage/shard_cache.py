@@ -29,7 +29,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from wdstrain.errors import StorageError, UsageError
-from wdstrain.memory.pieces import BufferList
+from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.memory.shared import private_memory
 from wdstrain.runtime import file_locks
 from wdstrain.runtime.file_locks import available, try_lock, unlock
@@ -325,10 +325,10 @@ class CachedFile:
         return self._remote.fetched if self._remote is not None else 0
 
     def read_into(
-        self, pieces: Iterable[memoryview], offset: int, *, last: int | None = None
+        self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
     ) -> None:
         """Fill the pieces, one after another, with the bytes from offset on. Raises as the server's file does."""
-        todo, waited = BufferList(pieces), []
+        todo, waited = as_scatter_list(pieces), []
         while todo.left:
             count = min(todo.left, BLOCK - offset % BLOCK)
             block = todo.split_off(count)
@@ -342,7 +342,9 @@ class CachedFile:
         """Have these bytes in the cache."""
         for number in range(start // BLOCK, -(-stop // BLOCK)):
             if not self._there(number) and not self._cache.full:
-                self._read_block([memoryview(bytearray(1))], number * BLOCK, wait=True)
+                self._read_block(
+                    as_scatter_list([memoryview(bytearray(1))]), number * BLOCK, wait=True
+                )
 
     def finish(self) -> None:
         """Give the shard its final name if all of it is there."""
@@ -400,15 +402,15 @@ class CachedFile:
             os.pread(self._fd, 1, self._map + number) != b"\0"
         )  # a whole shard has no map: nothing is read
 
-    def _read_block(self, target: list[memoryview], offset: int, *, wait: bool) -> bool:
+    def _read_block(self, target: ScatterList, offset: int, *, wait: bool) -> bool:
         """Fill target with bytes of one block; fetch the block if it is not there. False if another does and is not waited for."""
-        number, size = offset // BLOCK, sum(map(len, target))
+        number, size = offset // BLOCK, target.left
         start, stop = number * BLOCK, min(self.size, number * BLOCK + BLOCK)
         kept = self._claim(number, wait)
         if kept is None:
             if not self._there(number):
                 return False
-            _read(self._fd, BufferList(target), offset, self._final)
+            _read(self._fd, target, offset, self._final)
             self.cached += size
             return True
         if self._remote is None:
@@ -428,7 +430,7 @@ class CachedFile:
             self._keep(number, block)
         finally:
             unlock(self._fd, _BLOCKS + number)
-        BufferList(target).write(block[offset - start : offset - start + size])
+        target.write(block[offset - start : offset - start + size])
         return True
 
     def _claim(self, number: int, wait: bool) -> bool | None:
@@ -459,7 +461,7 @@ class CachedFile:
         found, offset, buffer = hashlib.sha256(), 0, private_memory(BLOCK)
         while offset < self.size:
             piece = buffer[: min(BLOCK, self.size - offset)]
-            _read(self._fd, BufferList([piece]), offset, self._final)
+            _read(self._fd, as_scatter_list([piece]), offset, self._final)
             found.update(piece)
             offset += len(piece)
         return found.hexdigest()
@@ -497,12 +499,11 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _read(fd: int, todo: BufferList, offset: int, path: str) -> None:
+def _read(fd: int, todo: ScatterList, offset: int, path: str) -> None:
     while todo.left:
-        count = os.preadv(fd, todo.next_views(), offset)
+        count = todo.read(fd, offset)
         if not count:
             raise StorageError(f"{path} was cut while it was read. Remove it.")
-        todo.advance(count)
         offset += count
 
 
