@@ -65,7 +65,7 @@ from wdstrain.shards.tar import (
     samples,
     split_name,
 )
-from wdstrain.storage import http, outages
+from wdstrain.storage import http, http_request, retries
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.rescue import rescue
 from wdstrain.verifying.salvage import Damage, Found, salvage
@@ -604,7 +604,7 @@ _OBJECT = b"".join(
 _ADDRESS = "http://server/a.tar"
 
 
-class _Script(urllib3.connection.HTTPConnection):
+class _Script(http_request.Connection):
     """A connection to a server that sends what it is told, answer by answer, and then hangs up."""
 
     answers: Iterator[bytes] = iter(())
@@ -628,8 +628,12 @@ def run_http(data: bytes) -> None:
     pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=1.0)
     manager = type("Pool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": _Script})
     pool.pool_classes_by_scheme = {"http": manager, "https": manager}
-    quick = _instead(outages, network_timeout=lambda: 0.005, _FIRST_PAUSE=0.001)
-    with quick, _instead(http, _pool=lambda address: pool, _PATIENCE=0.5):
+    quick = _instead(retries, network_timeout=lambda: 0.005, FIRST_PAUSE=0.001)
+    with (
+        quick,
+        _instead(http_request, _pool_manager=lambda address: pool),
+        _instead(http, _HEAD_PATIENCE=0.5),
+    ):
         for size in (len(_OBJECT), None):
             _Script.answers = iter(parts + parts)
             with suppress(WdstrainError), http.HttpFile(_ADDRESS, size) as source:
@@ -1190,7 +1194,7 @@ TARGETS = {
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.verifying.rescue", "wdstrain.verifying.survey"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
         Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_arrays"), (), _mutated_part),
-        Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_body"), _HTTP_WORDS, None, 4096),
+        Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_response"), _HTTP_WORDS, None, 4096),
         Target("request", run_request, _request_seeds, ("wdstrain.serving.asking", "wdstrain.serving.answering"), _REQUEST_WORDS, None, 4096),
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),

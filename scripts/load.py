@@ -71,7 +71,7 @@ What was measured last:
     all readers                  1787    41      3911 3932    1617 1616    215 214
     server                                           31 31        57 54      42 40
 
-    8 x ... what came is not what its index says ... It is not kept in the cache.
+    8 x ... the fetched bytes differ from the index (sha256). The shard is not kept in the cache.
 
     exact, and flat
 """

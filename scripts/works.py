@@ -23,7 +23,7 @@ from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import ARRAYS, Index
 from wdstrain.shards.index_io import scan
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import outages, prefetch, shard_cache
+from wdstrain.storage import block_map, prefetch, retries
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, names, read_checkpoint, read_last
 from wdstrain.training.doors import train
 
@@ -285,8 +285,8 @@ class Filling(Work):
         return shared / "served"
 
     def run(self, place: Path) -> None:
-        prefetch.RANGE = shard_cache.BLOCK = BLOCK
-        outages._FIRST_PAUSE = 0.001
+        prefetch.RANGE = block_map.BLOCK = BLOCK
+        retries.FIRST_PAUSE = 0.001
         with closing(
             wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")
         ) as loader:
@@ -318,7 +318,7 @@ class Filling(Work):
 
     def reboot(self) -> None:
         boot = os.urandom(16)
-        shard_cache._boot = lambda: boot  # type: ignore[assignment]
+        block_map.boot_id = lambda: boot  # type: ignore[assignment]
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One request has brought its bytes, one a part, the others wait for an answer."""
-    monkeypatch.setattr(prefetch, "_PARTING", 0.5)
+    monkeypatch.setattr(prefetch, "STOP_PATIENCE", 0.5)
     write_shards(tmp_path, [400])
     wt.index(tmp_path)
     released = threading.Event()

@@ -223,7 +223,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("pipe.tar", "folder.tar"):
         with pytest.raises(WdstrainError, match=f"{name}"):
             wt.Loader(tmp_path / name)
-    with pytest.raises(StorageError, match="is no file but a folder, a pipe or a device"):
+    with pytest.raises(StorageError, match="is a folder, a pipe or a device"):
         wt.Loader(tmp_path)
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,8 @@ from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards import index_io
 from wdstrain.shards.index_io import load, save_index
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import shard_cache
+from wdstrain.storage.block_map import PART
+from wdstrain.storage.cache_folder import IN_USE
 from wdstrain.storage.local import LocalFile, is_state, state_of
 from wdstrain.storage.shard_cache import Cache
 from wdstrain.training import checkpoints
@@ -581,50 +583,49 @@ def test_a_run_that_was_killed_before_it_had_its_configuration_is_begun_again(
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 
-def test_what_a_kill_left_of_a_part_is_taken_out_though_others_look_at_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_partial_shard_without_a_map_is_removed_once_its_other_reader_closes_it(
+    tmp_path: Path,
 ) -> None:
-    """All threads of a reader open the first shard at once, and find what was made and not yet marked when a process was killed."""
+    """A killed process leaves an empty file; all threads of a reader open it at the same time."""
     wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    shard, one = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
-    part = one.place_of(shard) + shard_cache.PART
+    shard, cache = open_index(str(tmp_path / "set")).shards[0], Cache(str(tmp_path / "cache"))
+    part = cache.path_of(shard) + PART
     Path(part).touch()
-    looking = os.open(part, os.O_RDWR)
-    assert try_lock(looking, shard_cache._IN_USE, shared=True)
-    taken_out = shard_cache._removed
+    other_reader = os.open(part, os.O_RDWR)
+    assert try_lock(other_reader, IN_USE, shared=True)
 
-    def removed(fd: int, path: str) -> bool:
-        done = taken_out(fd, path)
-        if not done:
-            os.close(looking)  # the other has seen it
-        return done
+    class Stopping(threading.Event):
+        """The cache waits on it until the other reader has closed the file."""
 
-    monkeypatch.setattr(shard_cache, "_removed", removed)
-    file = one.open(shard)
+        def wait(self, timeout: float | None = None) -> bool:
+            os.close(other_reader)
+            return super().wait(0)
+
+    file = cache.open(shard, Stopping())
     assert file is not None
-    assert file.sound
+    assert file.partial
     file.close()
 
 
 def test_a_part_that_has_its_length_and_not_its_bytes_is_no_shard(tmp_path: Path) -> None:
     """As nothing that was flushed can be, and what a disk of another mind may give after a power cut."""
     index = wt.pack(({"txt": str(number)} for number in range(9)), str(tmp_path / "set"))
-    one, shard = (
+    cache, shard = (
         Cache(str(tmp_path / "cache")),
         replace(index.shards[0], path="http://127.0.0.1:9/train-000000.tar"),
     )
-    part = Path(one.place_of(shard) + shard_cache.PART)
+    part = Path(cache.path_of(shard) + PART)
     part.write_bytes(bytes(shard.bytes))
-    file = one.open(shard)
+    file = cache.open(shard)
     assert file is not None
     assert not file.whole
     file.close()
     part.write_bytes(Path(index.shards[0].path).read_bytes())
-    file = one.open(shard)
+    file = cache.open(shard)
     assert file is not None
     assert file.whole
     file.close()
-    assert os.path.exists(one.place_of(shard))
+    assert os.path.exists(cache.path_of(shard))
 
 
 # --- workers ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.shards import index_io, tar
 from wdstrain.shards.tar import header, padding, samples
-from wdstrain.storage import http
+from wdstrain.storage import http_response
 
 sys.path.append(str(ROOT / "scripts"))  # behind all others: some scripts are called like packages
 fuzzing = importlib.import_module("fuzzing")
@@ -69,7 +69,12 @@ def test_what_a_fuzzer_begins_with_holds_and_lies_within_its_limit(name: str) ->
     [
         (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
         (index_io, "_check_table", lambda index, path: None, "part/member-outside-its-sample"),
-        (http, "_SPAN", re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"), "http/range-of-5000-digits"),
+        (
+            http_response,
+            "_RANGE",
+            re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"),
+            "http/range-of-5000-digits",
+        ),
         (label_fields, "_plain", lambda value: value, "label/name-that-python-takes-for-a-number"),
     ],
 )

@@ -45,7 +45,8 @@ from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.storage import http, prefetch
 from wdstrain.storage.addresses import expand
-from wdstrain.storage.http import HttpFile, redacted
+from wdstrain.storage.http import HttpFile
+from wdstrain.storage.redaction import redacted
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_windows_paths_are_paths() -> None:
 def test_a_page_where_a_shard_should_be_is_said_at_once(made: Path) -> None:
     with (
         serving(made, pages=True) as server,
-        pytest.raises(StorageError, match="gave a page .text/html. where a shard should be"),
+        pytest.raises(StorageError, match="sent an HTML page instead of a shard"),
     ):
         wt.Loader(f"{server.url}/elsewhere/train-000000.tar")
 
@@ -226,14 +227,11 @@ def test_over_tls_it_is_the_same(
     faults = [fine(), cut(70_001), status(503), cut(5, reset=True), fine(), cut(30_000)]
     with serving(made, tls=context, faults=faults) as server:
         address = f"{server.url}/train-{{000000..{count - 1:06d}}}.tar"
-        http._pool_of.cache_clear()
         with pytest.raises(StorageError, match="CERTIFICATE_VERIFY_FAILED"):
             epoch(address)
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
-        http._pool_of.cache_clear()
         assert epoch(address) == wanted
         assert not server.faults
-    http._pool_of.cache_clear()
 
 
 def test_connections_are_used_again(made: Path, served: Served) -> None:
@@ -245,7 +243,7 @@ def test_connections_are_used_again(made: Path, served: Served) -> None:
 
     served.faults += [note] * 1000
     epoch([f"{served.url}/{path.name}" for path in sorted(made.glob("train-*.tar"))])
-    assert 1 <= len(names) <= prefetch._FETCHERS + 1
+    assert 1 <= len(names) <= prefetch.THREADS + 1
     assert len([path for path, _ in served.requests if path.endswith(".tar")]) > 2 * len(names)
 
 
@@ -387,10 +385,12 @@ def test_what_cannot_be_healed_names_address_status_byte_and_attempts(
         loader = wt.Loader(f"{server.url}/train-{{000000..000001}}.tar", batch_size=4)
         with pytest.raises(
             StorageError,
-            match=r"/train-00000\d.tar gave no byte \d+ in \d+ attempts over \d s, the last: .*status 503.*WDSTRAIN_NETWORK_TIMEOUT",
+            match=r"/train-00000\d.tar: byte \d+ did not arrive in \d+ attempts over \d s; last error: .*status 503.*WDSTRAIN_NETWORK_TIMEOUT",
         ):
             list(loader)
-    with pytest.raises(StorageError, match=r"index.json gave no byte 0 in \d+ attempts.*refused"):
+    with pytest.raises(
+        StorageError, match=r"index.json: byte 0 did not arrive in \d+ attempts.*refused"
+    ):
         wt.Loader("http://127.0.0.1:9/shards")
 
 
@@ -422,7 +422,7 @@ def test_the_log_says_when_waiting_for_a_server_begins_and_ends(
         assert epoch(f"{server.url}/train-{{000000..{count - 1:06d}}}.tar") == wanted
     begins, ends = lines_of(caplog)[:2]
     assert begins.startswith(
-        f"{server.url} does not answer (_Busy: status 503): waiting for it for up to 120 s (WDSTRAIN_NETW"
+        f"{server.url} does not answer (TemporaryError: status 503); retrying for up to 120 s (WDSTRAIN_NETW"
     )
     assert ends.startswith(f"{server.url} answers again after ")
 
@@ -468,7 +468,7 @@ def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
         server.faults += [stall(100, released), *[stall(0, released)] * 100]
         with pytest.raises(
             StorageError,
-            match=r"gave no byte 100 in [3-9] attempts over [2-9] s, the last: .*WDSTRAIN_NETWORK",
+            match=r"byte 100 did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NETWORK",
         ):
             list(loader)
         released.set()
@@ -602,7 +602,7 @@ def test_a_proxy_of_the_environment_is_used(made: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_an_address_of_which_no_request_can_be_made_is_refused_at_once(address: str) -> None:
-    with pytest.raises(UsageError, match="is no address"):
+    with pytest.raises(UsageError, match="not a valid address"):
         wt.Loader(address)
 
 
@@ -712,7 +712,7 @@ def test_webdataset_reads_through_our_http(
         assert not server.faults
     with (
         serving(made, faults=[fine(), *[cut(100)] + [status(500)] * 10_000]) as server,
-        pytest.raises(StorageError, match=r"gave no byte 100 in \d+ attempts .*status 500"),
+        pytest.raises(StorageError, match=r"byte 100 did not arrive in \d+ attempts .*status 500"),
     ):
         samples([f"{server.url}/{name}" for name in names[:2]])
 
@@ -725,9 +725,9 @@ def test_a_file_object_of_an_address_reads_and_seeks(made: Path, served: Served)
         assert (file.read(), file.read()) == (data[-5:], b"")
         file.seek(0)
         assert file.read() == data
-    with pytest.raises(UsageError, match="opens for reading"):
+    with pytest.raises(UsageError, match="is not supported"):
         wt.gopen(f"{served.url}/x.tar", "wb")
-    with pytest.raises(UsageError, match="is no address of a server"):
+    with pytest.raises(UsageError, match="not an address of a server"):
         wt.gopen("x.tar")
 
 

@@ -67,7 +67,7 @@ def ours() -> list[str]:
     return [
         one.name
         for one in threading.enumerate()
-        if one.name.startswith("wdstrain-hand") and one not in BEFORE
+        if one.name.startswith("wdstrain-io") and one not in BEFORE
     ]
 
 
@@ -95,10 +95,10 @@ def test_all_that_is_asked_for_is_filled_compared_and_told_once(
         zlib.crc32(DATA[at : at + size]) for at in starts
     ]
     assert sorted(ours()) == [
-        "wdstrain-hand_0",
-        "wdstrain-hand_1",
-        "wdstrain-hand_2",
-        "wdstrain-hands",
+        "wdstrain-io-0",
+        "wdstrain-io-1",
+        "wdstrain-io-2",
+        "wdstrain-io-done",
     ]
 
 

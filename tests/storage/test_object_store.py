@@ -285,7 +285,7 @@ def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
     loader.close()
     begins, ends = [text for one in caplog.records if "answer" in (text := one.getMessage())][:2]
     assert begins.startswith("s3://bucket does not answer (")
-    assert "waiting for it for up to 120 s" in begins
+    assert "retrying for up to 120 s" in begins
     assert ends.startswith("s3://bucket answers again after ")
 
 
@@ -297,7 +297,7 @@ def test_a_bucket_that_fails_for_too_long_is_an_error(
     elsewhere.faults += [status(503)] * 10_000
     with pytest.raises(
         StorageError,
-        match=r"s3://bucket/set/.*tar did not give byte .* attempts over .*503.*WDSTRAIN_NETWORK",
+        match=r"s3://bucket/set/.*tar: byte .* did not arrive in .* attempts over .*503.*WDSTRAIN_NETWORK",
     ):
         list(loader)
     loader.close()

@@ -25,7 +25,7 @@ from tests.support.servers import Handler, Served, cut, fine, serving, small_and
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import prefetch, shard_cache
+from wdstrain.storage import block_map, cache_folder, prefetch
 from wdstrain.storage.shard_cache import Cache
 
 
@@ -65,7 +65,7 @@ def asked(server: Served) -> list[tuple[str, str | None]]:
 
 
 def whole(folder: Path) -> list[Path]:
-    return sorted((folder / shard_cache.FOLDER).glob("*.tar"))
+    return sorted((folder / cache_folder.FOLDER).glob("*.tar"))
 
 
 def check_content(folder: Path, made: Path) -> None:
@@ -80,8 +80,8 @@ def blocks_in(folder: Path, index: Index) -> set[tuple[str, int]]:
     for shard in index.shards:
         with Cache(str(folder)).open(shard) or nullcontext() as file:
             if file is not None:
-                count = range(-(-shard.bytes // shard_cache.BLOCK))
-                found |= {(f"/{shard.name}", number) for number in count if file._there(number)}
+                count = range(-(-shard.bytes // block_map.BLOCK))
+                found |= {(f"/{shard.name}", number) for number in count if file.has_block(number)}
     return found
 
 
@@ -182,7 +182,7 @@ def test_a_run_that_begins_in_the_middle_asks_for_no_more_than_it_reads(
     assert epoch(loader) == wanted
     loader.close()
     repeated = sum(count - 1 for count in Counter(asked(served)).values())
-    assert repeated <= prefetch._FETCHERS  # requests that were broken off with the first loader
+    assert repeated <= prefetch.THREADS  # requests that were broken off with the first loader
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
@@ -341,7 +341,7 @@ def test_what_is_not_what_its_index_says_is_not_kept(
         loader = loader_of(server.url, tmp_path / "cache")
         assert epoch(loader) == epoch(loader_of(str(made), None))
         loader.close()
-    assert "what came is not what its index says" in caplog.text
+    assert "the fetched bytes differ from the index" in caplog.text
     assert len(whole(tmp_path / "cache")) == len(list(made.glob("*.tar"))) - 1
     check_content(tmp_path / "cache", made)
 
@@ -366,12 +366,12 @@ def test_what_lies_under_a_final_name_and_is_no_shard_is_not_believed(
     wanted = epoch(loader_of(str(made), None))
     one, shard = Cache(str(tmp_path)), loader.index.shards[0]
     if what == "a folder":
-        os.mkdir(one.place_of(shard))
+        os.mkdir(one.path_of(shard))
     else:
         file = one.open(shard)
         assert file is not None
         file.close()
-        os.replace(one.place_of(shard) + shard_cache.PART, one.place_of(shard))
+        os.replace(one.path_of(shard) + block_map.PART, one.path_of(shard))
     for _ in range(2):
         assert epoch(loader) == wanted
         loader.close()
@@ -384,14 +384,14 @@ def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(
     one, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
     first = one.open(shard)
     assert first is not None
-    first.fill(0, shard.bytes - shard_cache.BLOCK)
+    first.fill(0, shard.bytes - block_map.BLOCK)
     one.forget(shard)
     second = one.open(shard)
     assert second is not None
     first.fill(0, shard.bytes)  # all of it is there, in a file that has no name any more
-    assert (first.whole, os.path.exists(one.place_of(shard))) == (True, False)
+    assert (first.whole, os.path.exists(one.path_of(shard))) == (True, False)
     second.fill(0, shard.bytes)
-    assert os.path.getsize(one.place_of(shard)) == shard.bytes
+    assert os.path.getsize(one.path_of(shard)) == shard.bytes
     first.close()
     second.close()
 
@@ -411,7 +411,7 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(
         loader.close()
         assert (
             0
-            < sum(path.stat().st_size for path in (tmp_path / shard_cache.FOLDER).glob("*.tar*"))
+            < sum(path.stat().st_size for path in (tmp_path / cache_folder.FOLDER).glob("*.tar*"))
             <= limit
         )
     check_content(tmp_path, made)
@@ -421,7 +421,7 @@ def test_the_cache_stays_within_its_limit_and_the_oldest_goes_first(
         assert file is not None
         if not file.whole:
             file.fill(0, file.size)
-            os.utime(one.place_of(shards[number]), ns=(number, number))
+            os.utime(one.path_of(shards[number]), ns=(number, number))
         file.close()
     assert {path.name[:12] for path in whole(tmp_path / "other")} == {
         "train-000000",
@@ -438,10 +438,10 @@ def test_only_what_a_cache_wrote_is_ever_taken_out(
         wanted = epoch(loader)
     for path in whole(tmp_path):  # of the names that a cache gives, beside its folder
         shutil.copy(path, tmp_path)
-    (tmp_path / shard_cache.FOLDER / "notes.tar").write_bytes(bytes(100_000))
+    (tmp_path / cache_folder.FOLDER / "notes.tar").write_bytes(bytes(100_000))
     mine = {
         path: path.read_bytes()
-        for path in [*tmp_path.glob("*.*"), tmp_path / shard_cache.FOLDER / "notes.tar"]
+        for path in [*tmp_path.glob("*.*"), tmp_path / cache_folder.FOLDER / "notes.tar"]
     }
     limit = max(path.stat().st_size for path in made.glob("*.tar"))
     there = [path for path in whole(tmp_path) if path.name != "notes.tar"]
@@ -454,11 +454,11 @@ def test_only_what_a_cache_wrote_is_ever_taken_out(
 
 
 def test_a_folder_that_somebody_else_filled_is_no_cache(served: Served, tmp_path: Path) -> None:
-    (tmp_path / shard_cache.FOLDER).mkdir()
-    (tmp_path / shard_cache.FOLDER / "thesis.tar").write_bytes(b"mine")
+    (tmp_path / cache_folder.FOLDER).mkdir()
+    (tmp_path / cache_folder.FOLDER / "thesis.tar").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"wdstrain-cache holds thesis.tar, which no cache wrote"):
         loader_of(served.url, tmp_path)
-    os.unlink(tmp_path / shard_cache.FOLDER / "thesis.tar")
+    os.unlink(tmp_path / cache_folder.FOLDER / "thesis.tar")
     loader_of(served.url, tmp_path).close()  # an empty one, as a kill may leave it
 
 
@@ -472,7 +472,7 @@ def test_what_is_being_read_is_never_taken_out(served: Served, tmp_path: Path) -
     first.close()
     second = one.open(shards[1])
     assert second is not None
-    assert not os.path.exists(one.place_of(shards[0]))
+    assert not os.path.exists(one.path_of(shards[0]))
     second.close()
 
 
@@ -487,8 +487,8 @@ def test_a_shard_above_the_limit_is_streamed(made: Path, served: Served, tmp_pat
 
 _RUN = """
 import sys, wdstrain as wt
-from wdstrain.storage import prefetch, shard_cache
-prefetch.RANGE = shard_cache.BLOCK = 32 << 10
+from wdstrain.storage import block_map, cache_folder, prefetch
+prefetch.RANGE = block_map.BLOCK = 32 << 10
 loader = wt.Loader(sys.argv[1], batch_size=16, shuffle_buffer=50, cache_dir=sys.argv[2])
 print("begun", flush=True)
 print(sum(len(batch["__key__"]) for batch in loader))
@@ -538,12 +538,12 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(
             server.faults.clear()
             loader = loader_of(server.url, folder)
             there = blocks_in(folder, loader.index)
-            assert len(there) >= moment - 1 - prefetch._FETCHERS
+            assert len(there) >= moment - 1 - prefetch.THREADS
             server.requests.clear()
             assert epoch(loader) == wanted
             loader.close()
             again = {
-                (path, int(span[6:].split("-")[0]) // shard_cache.BLOCK)
+                (path, int(span[6:].split("-")[0]) // block_map.BLOCK)
                 for path, span in asked(server)
                 if span
             }

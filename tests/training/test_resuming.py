@@ -498,7 +498,7 @@ def test_a_run_whose_server_goes_away_writes_a_checkpoint_and_goes_on_to_the_sam
             f"A checkpoint of epoch {at['epoch'] + 1}/2, step {at['step']}, was written; resume goes on from it."
             in said
         )
-        assert re.search("gave no byte .* status 503", said)
+        assert re.search("did not arrive in .* status 503", said)
         server.faults.clear()
         monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "60")
         assert main([*words, *RESUME]) == 0
@@ -519,7 +519,7 @@ def test_a_validation_whose_server_goes_away_is_done_after_a_resume(
     out = tmp_path / "run"
     with serving(tmp_path / "shards") as server:
         server.faults += [status(503)] * 100_000
-        with pytest.raises(StorageError, match=r"gave no byte .* status 503"):
+        with pytest.raises(StorageError, match=r"did not arrive in .* status 503"):
             train(urls, out, val=f"{server.url}/index.json", **options)
         assert (position(out)["epoch"], position(out)["step"]) == (0, 3)
         server.faults.clear()

@@ -195,7 +195,7 @@ def _look(path: str, into: bool, end: bool, stopping: threading.Event) -> Glimps
             one.size = os.stat(path).st_size
             return one
         source = (
-            open_remote(path, stopping=stopping, first=FIRST if into else 1)
+            open_remote(path, stopping=stopping, first_bytes=FIRST if into else 1)
             if far
             else LocalFile(path)
         )

@@ -677,7 +677,7 @@ class Reader:
         view, table, reading = (
             self._arena.memory.view,
             self._index.table,
-            PendingRead(again=len(ids)),
+            PendingRead(retries=len(ids)),
         )
         for i in np.argsort(batch_numbers, kind="stable").tolist():
             number, row = int(ids[i]), int(rows[i])
@@ -748,7 +748,7 @@ class Reader:
                 if check_headers is not None and position is not None and reading.error is None:
                     reading.error = self._header_error(run, position[0], *check_headers)
                 run.in_flight.popleft()
-                self.tally.retries += reading.again
+                self.tally.retries += reading.retries
                 if reading.error is not None or reading.failed:
                     self._fail_batches(reading, batch_numbers)
                 elif verifier is not None:

@@ -247,7 +247,7 @@ class SlotSink:
                 try:
                     self._read(source, placed, places, sums)
                 except WdstrainError:
-                    reading.again = len(batch_numbers)
+                    reading.retries = len(batch_numbers)
                     self._read_singly(reading, source, placed, batch_numbers, arena)
             except BaseException as problem:  # the reader raises it
                 reason = f"{type(problem).__name__}: {problem}"
@@ -264,7 +264,7 @@ class SlotSink:
             # Small shards: read in this thread, so that no further file is opened meanwhile.
             done()
         else:
-            source.fill(self._io_pool, places, int(placed.samples.starts[0]), done)
+            source.start_read(self._io_pool, places, int(placed.samples.starts[0]), done)
         return reading
 
     def stop(self) -> None:

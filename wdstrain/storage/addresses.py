@@ -1,4 +1,4 @@
-"""Addresses of shards: which tars and index files a folder, glob, brace pattern or URL means.
+"""Addresses of shards: expands a folder, glob, brace pattern or URL into tars and index files.
 
 An address is never run as a command.
 """
@@ -21,83 +21,155 @@ from wdstrain.storage.object_store import is_object, list_folder_of
 from wdstrain.storage.remote import check_address, is_remote, name_of, redacted
 
 Urls = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
 INDEX_NAME = "index.json"
-UNFINISHED = ".unfinished"  # the stage of a conversion, in the folder it will fill
-SWAPPING = ".swapping"  # the stage while its shards are put in place
+UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output folder
+SWAPPING = ".swapping"  # its name while the shards are put in place
+
 _COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz)$")
-_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # two letters at least: C:\ is a path
+_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # at least two letters: C:\ is a path
 
 
 def expand(urls: Urls) -> list[str]:
-    """Paths of tars and of index files that an address means, in order.
+    """Return the paths of the tars and index files that addresses mean, in order.
 
-    A folder means its index, or its tars in name order where it has none; a glob is sorted; a brace pattern keeps its
-    own order. Raises UsageError naming the pattern that matches nothing, StorageError for a folder that cannot be read.
+    A folder means its index, or its tars in name order if it has no index. A glob is sorted; a
+    brace pattern keeps its own order. Raises UsageError for a pattern without a match, StorageError
+    for a folder that cannot be read.
     """
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     if not addresses:
         raise UsageError(
-            "no address of shards was given. Name a folder, an index.json, a file, a glob or a brace pattern."
+            "no address of shards was given. Name a folder, an index.json, a file, a glob or a "
+            "brace pattern."
         )
-    return [path for address in addresses for path in _expand_one(os.fspath(address))]
+    return [path for address in addresses for path in _expand(os.fspath(address))]
 
 
-def _expand_one(address: str) -> list[str]:
-    try:
-        return _expanded(address)
-    except OSError as error:
-        where = error.filename or address
-        raise StorageError(
-            f"{where} cannot be read: {error.strerror}. Check the permissions of the folder."
-        ) from error
+def check_finished(folder: str) -> None:
+    """Raise ShardError if a conversion was interrupted while it replaced the shards of a folder."""
+    has_index = os.path.exists(os.path.join(folder, INDEX_NAME))
+    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not has_index
+    if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
+        raise _unfinished(folder)
 
 
-def _expanded(address: str) -> list[str]:
+def beside(path: str, name: str) -> str:
+    """Return the address of another file in the folder of a file, with the same query."""
+    if not is_remote(path):
+        return os.path.join(os.path.dirname(path), name)
+    if is_object(path):  # all characters of a key are literal
+        return f"{path.rpartition('/')[0]}/{name}"
+    parts = urlsplit(path)
+    return _with_path(path, f"{parts.path.rpartition('/')[0]}/{quote(name)}")
+
+
+def is_json(path: str) -> bool:
+    """Return whether an address is that of an index."""
+    return name_of(path).endswith(".json")
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of a file, without secrets."""
+    return redacted(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
+
+
+def _expand(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
-    if scheme and scheme.group(1).lower() == "file":
-        address = address[len(scheme.group(0)) :]
-    elif scheme and is_remote(scheme.group(0).lower()):
-        return _expand_remote(scheme.group(0).lower() + address[len(scheme.group(0)) :])
-    elif scheme:
+    prefix = scheme.group(0) if scheme else ""
+    rest = address[len(prefix) :]
+    if prefix.lower() == "file://":
+        return _expand_local(rest)
+    if is_remote(prefix.lower()):
+        return _expand_remote(prefix.lower() + rest)
+    if prefix:
         raise UsageError(
-            f"{redacted(address)}: addresses of the kind {scheme.group(0)} cannot be read yet. Copy the shards to a disk."
+            f"{redacted(address)}: addresses {prefix} cannot be read. Copy the shards to a disk."
         )
     if address.startswith("pipe:"):
         raise UsageError(
-            f"{address}: an address is never run as a command. Name a file, or the address of a server."
+            f"{address}: an address is never run as a command. Name a file or a server."
         )
-    path = Path(address)
-    if path.is_dir():
-        return _expand_folder(path)
-    if path.exists():
-        return [address]
-    if "{" in address:
-        try:
-            return [one for part in braceexpand(address, escape=False) for one in _expand_one(part)]
-        except ValueError:
-            raise UsageError(
-                f"{address}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
-            ) from None
-    if any(c in address for c in "*?["):
-        found = _matching(address)
-        if not found:
-            raise UsageError(
-                f"{address}: no file matches this pattern. Check the folder and the quotes around it."
-            )
-        return [one for part in found for one in _expand_one(part)]
+    return _expand_local(address)
+
+
+def _expand_local(address: str) -> list[str]:
+    try:
+        path = Path(address)
+        if path.is_dir():
+            return _expand_folder(path)
+        if path.exists():
+            return [address]
+        if "{" in address:
+            return [path for part in _braces(address) for path in _expand(part)]
+        if any(character in address for character in "*?["):
+            return [path for match in _expand_glob(address) for path in _expand(match)]
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or address} cannot be read: {error.strerror}. Check the permissions "
+            f"of the folder."
+        ) from error
     raise UsageError(f"{address}: there is no such file or folder. Check the address.")
 
 
+def _braces(address: str) -> Iterable[str]:
+    """Return the addresses that a brace pattern means."""
+    try:
+        return list(braceexpand(address, escape=False))
+    except ValueError:
+        shown = redacted(address) if is_remote(address) else address
+        raise UsageError(
+            f"{shown}: its braces do not pair up. Write for example train-{{000000..000007}}.tar"
+        ) from None
+
+
+def _expand_glob(pattern: str) -> list[str]:
+    """Return the paths that match a glob, sorted. Raises UsageError if there are none."""
+    paths = _matching(pattern)
+    if not paths:
+        raise UsageError(
+            f"{pattern}: no file matches this pattern. Check the folder and the quotes around it."
+        )
+    return paths
+
+
 def _matching(pattern: str) -> list[str]:
-    """The paths that match a pattern, sorted. Raises OSError for a folder that cannot be read: glob leaves it out silently."""
+    """Return the paths that match a glob, sorted.
+
+    Raises OSError for a folder that cannot be read. `glob` skips such a folder.
+    """
     parent = os.path.dirname(pattern)
     for folder in _matching(parent) if glob.has_magic(parent) else [parent or os.curdir]:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.scandir(folder).close()
-            os.stat(
-                os.path.join(folder, os.curdir)
-            )  # needs the right to look names up, which a list of names does not
+            # Needs the permission to look names up; a list of names does not.
+            os.stat(os.path.join(folder, os.curdir))
     return sorted(glob.glob(pattern))
+
+
+def _expand_folder(path: Path) -> list[str]:
+    if (path / INDEX_NAME).exists():
+        return [str(path / INDEX_NAME)]
+    tars = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
+    if tars:
+        return tars
+    if (path / UNFINISHED).exists():
+        raise _unfinished(str(path))
+    compressed = sorted(entry.name for entry in path.iterdir() if _COMPRESSED.search(entry.name))
+    if compressed:
+        raise UsageError(
+            f"{path}: {compressed[0]} is compressed, and offsets need plain tars. Unpack it first, "
+            f"to .tar."
+        )
+    raise UsageError(
+        f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards."
+    )
+
+
+def _unfinished(folder: str) -> ShardError:
+    return ShardError(
+        f"{folder}: a conversion into this folder was not finished. Run it again with --resume."
+    )
 
 
 def _expand_remote(address: str) -> list[str]:
@@ -107,94 +179,31 @@ def _expand_remote(address: str) -> list[str]:
         check_address(address)
         path, query = urlsplit(address).path, urlsplit(address).query
     if "{" in path:
-        try:
-            return [
-                one for part in braceexpand(address, escape=False) for one in _expand_remote(part)
-            ]
-        except ValueError:
-            raise UsageError(
-                f"{redacted(address)}: its braces do not pair up. Write for example train-{{000000..07}}.tar"
-            ) from None
-    if any(c in path for c in "*?[") and is_object(address):
-        found = [
-            name for name in list_folder_of(address) if fnmatchcase(name, path.rpartition("/")[2])
-        ]
-        if not found:
-            raise UsageError(
-                f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder."
-            )
-        return [beside(address, name) for name in found]
-    if any(c in path for c in "*[") or query.endswith(".tar"):
+        return [path for part in _braces(address) for path in _expand_remote(part)]
+    if any(character in path for character in "*?[") and is_object(address):
+        return _matching_objects(address)
+    if any(character in path for character in "*[") or query.endswith(".tar"):
         raise UsageError(
-            f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or name its index.json."
+            f"{redacted(address)}: a server cannot be asked what matches * or ?. Use braces, or "
+            f"name its index.json."
         )
     if path.endswith((".tar", ".json")):
         return [address]
-    # of a bucket's folder too: shards without an index may be half of a set that is being put there
-    return [
-        beside(f"{path.rstrip('/')}/" if is_object(address) else _in_folder(address), INDEX_NAME)
-    ]
+    # Also in a bucket: shards without an index may be a set that is still being uploaded.
+    folder = f"{path.rstrip('/')}/"
+    return [beside(folder if is_object(address) else _with_path(address, folder), INDEX_NAME)]
 
 
-def _in_folder(address: str) -> str:
-    parts = urlsplit(address)
-    return urlunsplit((parts.scheme, parts.netloc, f"{parts.path.rstrip('/')}/", parts.query, ""))
-
-
-def _expand_folder(path: Path) -> list[str]:
-    if (path / INDEX_NAME).exists():
-        return [str(path / INDEX_NAME)]
-    found = sorted(str(path / name) for name in os.listdir(path) if name.endswith(".tar"))
-    if not found:
-        if (path / UNFINISHED).exists():
-            raise ShardError(
-                f"{path}: a conversion into this folder was not finished. Run it again with --resume."
-            )
-        packed = sorted(one.name for one in path.iterdir() if _COMPRESSED.search(one.name))
-        if packed:
-            raise UsageError(
-                f"{path}: {packed[0]} is compressed, and offsets need plain tars. Unpack it first, to .tar."
-            )
+def _matching_objects(address: str) -> list[str]:
+    pattern = address.rpartition("/")[2]
+    names = [name for name in list_folder_of(address) if fnmatchcase(name, pattern)]
+    if not names:
         raise UsageError(
-            f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards."
+            f"{redacted(address)}: no object matches this pattern. Check the bucket and the folder."
         )
-    return found
+    return [beside(address, name) for name in names]
 
 
-def check_finished(folder: str) -> None:
-    """Raise ShardError if a conversion was cut short while it put its shards in place of others."""
-    unfinished = os.path.exists(os.path.join(folder, UNFINISHED)) and not os.path.exists(
-        os.path.join(folder, INDEX_NAME)
-    )
-    if unfinished or os.path.exists(os.path.join(folder, SWAPPING)):
-        raise ShardError(
-            f"{folder}: a conversion into this folder was not finished. Run it again with --resume."
-        )
-
-
-def beside(path: str, name: str) -> str:
-    """The address of another file in the folder of a file; what follows a ? in an address goes along."""
-    if not is_remote(path):
-        return os.path.join(os.path.dirname(path), name)
-    if is_object(path):  # a key is what it is, with all its characters
-        return f"{path.rpartition('/')[0]}/{name}"
-    parts = urlsplit(path)
-    return urlunsplit(
-        (
-            parts.scheme,
-            parts.netloc,
-            f"{parts.path.rpartition('/')[0]}/{quote(name)}",
-            parts.query,
-            "",
-        )
-    )
-
-
-def is_json(path: str) -> bool:
-    """Whether an address is that of an index."""
-    return name_of(path).endswith(".json")
-
-
-def folder_of(path: str) -> str:
-    """The folder of a file, as it may be shown."""
-    return redacted(path).rpartition("/")[0] if is_remote(path) else os.path.dirname(path)
+def _with_path(address: str, path: str) -> str:
+    parts = urlsplit(address)
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))

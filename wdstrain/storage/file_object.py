@@ -1,10 +1,10 @@
-"""Our reading from servers for programs that take a file object, webdataset first of all.
+"""File objects over remote files, for webdataset and other programs.
 
     wds.gopen_schemes.update(dict.fromkeys(("http", "https", "s3"), wt.gopen))
 
-After this line every pipeline of webdataset in the process reads through `http`: a connection that drops goes on at the byte
-where it broke, and a shard that ends too early is an error. webdataset's own way is a pipe to curl, which takes what came for
-the whole shard.
+After this line all webdataset pipelines of the process read through this package. A dropped
+connection continues at the byte where it broke, and a shard that ends early is an error. webdataset
+itself reads from a pipe to curl, which takes a partial response for the whole shard.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from wdstrain.errors import UsageError
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote, redacted
 
-_BUFFER = 1 << 20  # bytes asked for at a time: tars are read in pieces of 512
+_BUFFER = 1 << 20  # bytes per read; tar readers ask for 512 at a time
 
 
-class Body(io.RawIOBase):
-    """An object on a server as a stream of its bytes, whole or an error."""
+class RemoteStream(io.RawIOBase):
+    """A remote file as a raw binary stream."""
 
     def __init__(self, file: RemoteFile) -> None:
-        self._file, self._at = file, 0
+        self._file, self._position = file, 0
 
     def readable(self) -> bool:
         return True
@@ -31,16 +31,17 @@ class Body(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + (0, self._at, self._file.size)[whence])
-        return self._at
+        self._position = max(0, offset + (0, self._position, self._file.size)[whence])
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._file.size - self._at))
-        self._file.read_into([memoryview(buffer)[:count]], self._at, last=self._file.size)
-        self._at += count
+        size = self._file.size
+        count = max(0, min(len(buffer), size - self._position))
+        self._file.read_into([memoryview(buffer)[:count]], self._position, last=size)
+        self._position += count
         return count
 
     def close(self) -> None:
@@ -50,14 +51,13 @@ class Body(io.RawIOBase):
 
 
 def gopen(url: str, mode: str = "rb", bufsize: int = _BUFFER, **_: Any) -> io.BufferedReader:
-    """An address http(s)://, s3://, gs:// or az:// as a file object to read from; the signature is webdataset's.
+    """Return a file object for an address http(s)://, s3://, gs:// or az://.
 
-    Raises UsageError for other addresses and modes, and what reading a shard from a server raises, while it is read.
+    The signature is webdataset's. Raises UsageError for other addresses and modes. Reading raises
+    ShardError or StorageError.
     """
     if mode != "rb":
-        raise UsageError(
-            f'{redacted(url)}: mode={mode!r}, and this opens for reading. Use mode="rb".'
-        )
+        raise UsageError(f'{redacted(url)}: mode={mode!r} is not supported. Use mode="rb".')
     if not is_remote(url):
-        raise UsageError(f"{url} is no address of a server. Use open() for a file on this machine.")
-    return io.BufferedReader(Body(open_remote(url)), max(bufsize, _BUFFER))
+        raise UsageError(f"{url}: not an address of a server. Use open() for a local file.")
+    return io.BufferedReader(RemoteStream(open_remote(url)), max(bufsize, _BUFFER))

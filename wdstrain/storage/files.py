@@ -1,4 +1,4 @@
-"""Small files: read as a whole, written atomically, and flushed so that they survive a power cut."""
+"""Small files: read as a whole, and written atomically so that they survive a power failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wdstrain.storage.remote import is_remote, read_remote
 
 
 def read_whole(path: str) -> bytes | None:
-    """A small file; None if it is not there."""
+    """Return a small file, local or remote; None if it does not exist."""
     if is_remote(path):
         return read_remote(path)
     try:
@@ -26,22 +26,28 @@ def read_whole(path: str) -> bytes | None:
 
 
 def regular(path: str, flags: int) -> int:
-    """Opens a file, for `open`. Raises OSError for what is none: to open or to read a pipe may wait for ever."""
-    found = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
-        raise OSError(errno.EINVAL, "it is no file but a folder, a pipe or a device", path)
-    return found
+    """Return the descriptor of a regular file; an `opener` for `open`.
+
+    Raises OSError for a folder, a pipe or a device. Opening or reading a pipe could wait forever.
+    """
+    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device", path)
+    return fd
 
 
 def user_cache(*names: str) -> str:
-    """A path in this user's cache folder for this package."""
+    """Return a path in the user's cache folder of this package."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "wdstrain", *names)
 
 
 def publish(temporary: str, final: str) -> None:
-    """Make a written and flushed file appear under its final name, whole or not at all, also after a power cut."""
+    """Flush a file and rename it to its final name. After a power failure it is whole or missing.
+
+    Raises OSError.
+    """
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, final)
@@ -49,6 +55,7 @@ def publish(temporary: str, final: str) -> None:
 
 
 def sync_folder(folder: str) -> None:
+    """Flush the names of the files in a folder. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -58,10 +65,12 @@ def sync_folder(folder: str) -> None:
 
 @contextmanager
 def put_whole(path: str) -> Iterator[BinaryIO]:
-    """A file to write, which has its name when all of it is written and flushed; after an error it is not there."""
-    temporary = os.path.join(
-        os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
-    )
+    """Yield a file to write. It gets its name when it is complete, and none after an error.
+
+    Raises StorageError.
+    """
+    name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
+    temporary = os.path.join(os.path.dirname(path), name)
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -74,6 +83,6 @@ def put_whole(path: str) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Write a small file atomically: temporary name, fsync, rename."""
+    """Write a small file atomically. Raises StorageError."""
     with put_whole(path) as file:
         file.write(data)

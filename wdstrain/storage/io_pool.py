@@ -1,8 +1,9 @@
-"""Threads that fill places from files, one after another.
+"""I/O thread pool that runs scatter reads without holding the GIL.
 
-A thread of Python's that has read some megabytes waits for Python's lock before it can ask for the next, while the loop takes one batch
-after another: with arrays that was a fifth of the time of two cores. So what is to be done lies in a queue in C, from which the hands
-take it without that lock, and one thread more tells Python what was done.
+A Python thread that has read some megabytes must wait for the GIL before it can start the next
+read, while the training loop takes batch after batch. The pending reads therefore lie in a queue in
+C (`native/kernels.c`), from which the I/O threads take them without the GIL. One more thread
+calls the callbacks. Without the C library the queue is Python's.
 """
 
 from __future__ import annotations
@@ -22,168 +23,163 @@ from wdstrain.native import kernels
 from wdstrain.runtime.signals import DeferSignals
 
 
-class _Job(NamedTuple):
-    """Places to be filled from this offset of a file on, and what is called then."""
+class _Read(NamedTuple):
+    """A scatter read from this offset of a file on, and its callback."""
 
     fd: int
     offset: int
-    places: ScatterList
-    done: Callable[[], None]
+    target: ScatterList
+    on_done: Callable[[], None]
 
 
 class _Queue(Protocol):
-    """What is to be filled, and what was."""
+    """Queue of pending reads, by number, and of completed ones."""
 
-    def put(self, number: int, job: _Job) -> bool:
-        """Whether it will be done: not after the end."""
+    def put(self, number: int, read: _Read) -> bool:
+        """Append a read. Returns False if the queue is closed or has no memory."""
 
-    def work(self) -> None:
-        """Do what is put, until the end."""
+    def run(self) -> None:
+        """Run pending reads until the queue is closed."""
 
-    def next(self, jobs: dict[int, _Job]) -> _Job | None:
-        """What was done next; None after the end."""
+    def next(self, reads: dict[int, _Read]) -> _Read | None:
+        """Wait for a completed read, remove it from `reads` and return it; None once closed."""
 
     def close(self) -> None:
-        """The end: what nobody has begun is not done."""
+        """Drop pending and completed reads. Running ones end normally."""
 
 
 class IOThreadPool:
-    """Fills places in `count` threads, and calls what is to be called in one more. They begin with the first places."""
+    """Pool of `threads` I/O threads and one callback thread. They start with the first read."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, threads: int) -> None:
+        self._thread_count = threads
         self._finalizer: weakref.finalize[..., IOThreadPool] | None = None
-        self._forget()
+        self._reset()
 
-    def fill(self, fd: int, offset: int, places: ScatterList, done: Callable[[], None]) -> None:
-        """Fill places from this offset of an open file on, after those that were asked for before, and call `done`, which raises nothing.
+    def fill(self, fd: int, offset: int, target: ScatterList, on_done: Callable[[], None]) -> None:
+        """Start to fill the target from this offset of an open file on.
 
-        Where the file ends before, or cannot be read, places have something left. Raises RuntimeError where a thread cannot begin.
+        on_done: called from the callback thread at the end of the read; it must not raise. If the
+        file ended or failed, the target is not full then.
+        Raises RuntimeError if the pool is stopped or a thread cannot start.
         """
-        number, job = next(self._numbers), _Job(fd, offset, places, done)
-        self._jobs[number] = job
-        if not self._queue.put(number, job):
-            del self._jobs[number]
-            raise RuntimeError("the hands that read were stopped, or there was no memory")
+        number, read = next(self._numbers), _Read(fd, offset, target, on_done)
+        self._reads[number] = read
+        if not self._queue.put(number, read):
+            del self._reads[number]
+            raise RuntimeError("the I/O thread pool was stopped or is out of memory")
         if not self._threads:
-            queue, jobs = self._queue, self._jobs
-            self._begin(
-                threading.Thread(
-                    target=_tell, args=(queue, jobs), name="wdstrain-hands", daemon=True
-                )
-            )
-            for i in range(self._count):
-                self._begin(
-                    threading.Thread(target=queue.work, name=f"wdstrain-hand_{i}", daemon=True)
-                )
+            self._start_thread("wdstrain-io-done", _run_callbacks, self._queue, self._reads)
+            for i in range(self._thread_count):
+                self._start_thread(f"wdstrain-io-{i}", self._queue.run)
 
-    def _begin(self, thread: threading.Thread) -> None:
+    def stop(self) -> None:
+        """Wait for running reads and drop the others. No callback is called afterwards.
+
+        The next `fill` starts new threads.
+        """
+        queue = self._queue
+        _stop(os.getpid(), queue, self._threads)
+        if self._queue is queue:  # otherwise another thread stopped the pool at the same time
+            self._reset()
+
+    def _start_thread(self, name: str, function: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
 
-    def stop(self) -> None:
-        """Wait for what is being filled; the rest is not, and of neither is anything told after that."""
-        queue = self._queue
-        _end(os.getpid(), queue, self._threads)
-        if self._queue is queue:  # no other thread did the same meanwhile, and began anew
-            self._forget()
-
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._queue: _Queue = _Waiting() if kernels.library is None else _Compiled()
-        self._numbers, self._jobs, self._threads = (
-            count(),
-            dict[int, _Job](),
-            list[threading.Thread](),
-        )
-        # also at the end of the program, before memory goes that they write to
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._queue, self._threads)
+        self._queue: _Queue = _PythonQueue() if kernels.library is None else _NativeQueue()
+        self._numbers, self._reads = count(), dict[int, _Read]()
+        self._threads: list[threading.Thread] = []
+        # Also at the end of the program: the threads write to memory that would be freed.
+        self._finalizer = weakref.finalize(self, _stop, os.getpid(), self._queue, self._threads)
 
 
-def _end(owner: int, queue: _Queue, threads: list[threading.Thread]) -> None:
-    if os.getpid() != owner:  # a forked child, where they are not
+def _stop(process: int, queue: _Queue, threads: list[threading.Thread]) -> None:
+    if os.getpid() != process:  # a forked child, which does not have the threads
         return
-    with DeferSignals():  # an interrupt would leave it locked
+    with DeferSignals():  # a Ctrl-C would leave the queue locked
         queue.close()
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join()
 
 
-def _tell(queue: _Queue, jobs: dict[int, _Job]) -> None:
-    while (job := queue.next(jobs)) is not None:
-        job.done()
-        del job  # what it refers to goes with its last user
+def _run_callbacks(queue: _Queue, reads: dict[int, _Read]) -> None:
+    while (read := queue.next(reads)) is not None:
+        read.on_done()
+        del read  # while this thread waits it must not keep the target's memory
 
 
-class _Compiled:
-    """The queue in C."""
+class _NativeQueue:
+    """Queue in C. Its threads take no GIL."""
 
     def __init__(self) -> None:
         self._queue = ctypes.create_string_buffer(kernels.library.queue_size())
         kernels.library.queue_init(self._queue)
 
-    def put(self, number: int, job: _Job) -> bool:
-        wanted = job.fd, job.offset, job.places.left, *job.places.c_arguments
-        return int(kernels.library.queue_put(self._queue, number, *wanted)) == 0
+    def put(self, number: int, read: _Read) -> bool:
+        arguments = read.fd, read.offset, read.target.left, *read.target.c_arguments
+        return int(kernels.library.queue_put(self._queue, number, *arguments)) == 0
 
-    def work(self) -> None:
+    def run(self) -> None:
         kernels.library.queue_work(self._queue)
 
-    def next(self, jobs: dict[int, _Job]) -> _Job | None:
-        came = ctypes.c_int64()
-        number = int(kernels.library.queue_next(self._queue, ctypes.byref(came)))
-        job = jobs.pop(number, None)
-        if job is not None and came.value > 0:
-            job.places.advance_verified(came.value)
-        return job
+    def next(self, reads: dict[int, _Read]) -> _Read | None:
+        size = ctypes.c_int64()
+        number = int(kernels.library.queue_next(self._queue, ctypes.byref(size)))
+        read = reads.pop(number, None)
+        if read is not None and size.value > 0:
+            read.target.advance_verified(size.value)
+        return read
 
     def close(self) -> None:
         kernels.library.queue_close(self._queue)
 
 
-class _Waiting:
-    """The same in Python."""
+class _PythonQueue:
+    """Queue in Python."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._todo, self._done, self._closed = deque[tuple[int, _Job]](), deque[int](), False
+        self._pending, self._completed = deque[tuple[int, _Read]](), deque[int]()
+        self._closed = False
 
-    def put(self, number: int, job: _Job) -> bool:
+    def put(self, number: int, read: _Read) -> bool:
         with self._changed:
             if not self._closed:
-                self._todo.append((number, job))
+                self._pending.append((number, read))
                 self._changed.notify_all()
             return not self._closed
 
-    def work(self) -> None:
+    def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._todo or self._closed)
+                self._changed.wait_for(lambda: self._pending or self._closed)
                 if self._closed:
                     return
-                number, job = self._todo.popleft()
-            offset = job.offset - job.places.filled
-            with suppress(
-                Exception
-            ):  # whoever is told finds something left, and what is wrong with it
-                while job.places.left and job.places.read(job.fd, offset + job.places.filled):
+                number, read = self._pending.popleft()
+            offset, target = read.offset - read.target.filled, read.target
+            with suppress(Exception):  # the caller sees that the target is not full
+                while target.left and target.read(read.fd, offset + target.filled):
                     pass
-            del job  # what it refers to goes with its last user
+            del read, target  # while this thread waits it must not keep the target's memory
             with self._changed:
                 if not self._closed:
-                    self._done.append(number)
+                    self._completed.append(number)
                     self._changed.notify_all()
 
-    def next(self, jobs: dict[int, _Job]) -> _Job | None:
+    def next(self, reads: dict[int, _Read]) -> _Read | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._done or self._closed)
-            return jobs.pop(self._done.popleft()) if self._done else None
+            self._changed.wait_for(lambda: self._completed or self._closed)
+            return reads.pop(self._completed.popleft()) if self._completed else None
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._todo.clear()
-            self._done.clear()
+            self._pending.clear()
+            self._completed.clear()
             self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""Local files: scatter reads by position (`preadv`) into memory of the caller, and the choice between local and remote.
+"""Local shards, read by position into memory of the caller.
 
-One system call spreads a run of a shard over many buffers, so no byte is copied twice. Remote files have the same methods.
+One system call fills many buffers, so no byte is copied twice. Remote files have the same methods.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 class ShardFile(Protocol):
     """A shard as storage sees it.
 
-    bytes: its size. sha256: of the whole file, empty if not known. tag: the state in which the index found it, empty if not
-    known. name: the file's name. shown: the path without secrets, for messages.
+    bytes: size. sha256: of the whole file, "" if unknown. tag: state or version of the file when it
+    was indexed, "" if unknown. name: file name. shown: the path without secrets, for messages.
     """
 
     @property
@@ -38,104 +38,106 @@ class ShardFile(Protocol):
     def shown(self) -> str: ...
 
 
-def state_of(found: os.stat_result) -> str:
-    """The state of a file, as one word: what is written to it or put in its place changes it."""
-    return f"{found.st_mtime_ns}:{found.st_ctime_ns}:{found.st_ino}"
+def state_of(status: os.stat_result) -> str:
+    """Return the state of a file. Writing to the file or replacing it changes the state."""
+    return f"{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
-def is_state(word: str, found: os.stat_result) -> bool:
-    """Whether a file is in this state.
+def is_state(state: str, status: os.stat_result) -> bool:
+    """Return whether a file still has a state.
 
-    A new link or other rights change the time of its entry alone, a file system in user space may number its files anew: neither is
-    another file. What was moved to its place has both another number and another time, though it was written at the same time.
+    Either the time of its entry or its number may differ. A new link or new permissions change the
+    entry, and a file system in user space may renumber its files. A replaced file differs in both.
     """
-    now, then = state_of(found).split(":"), word.split(":")
+    now, then = state_of(status).split(":"), state.split(":")
     return now[0] == then[0] and (now[1:2] == then[1:2] or now[2:] == then[2:])
 
 
 class LocalFile:
-    """A shard on a disk, read by position. Not shared between threads.
+    """A local shard, read by position. Not shared between threads.
 
-    state: in which it was found, for those that nothing else would tell to be others; "" asks for none. Raises ShardError, also
-    of bytes that were read, where it is in another.
+    tag, version: the state of the file when it was opened.
     """
 
     def __init__(self, path: str, state: str = "") -> None:
+        """state: the state that the file must have, also after each read; "" for any.
+
+        Raises ShardError for another state, StorageError if the file cannot be opened.
+        """
         self.path, self._state = path, state
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
-            self._fd = os.open(
-                path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-            )
+            self._fd = os.open(path, flags)
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}.") from error
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(
-            found.st_mode
-        ):  # of a pipe nobody knows the size, and opening one may wait for ever
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode):  # opening or reading a pipe could wait forever
             self.close()
-            raise StorageError(f"{path} is no file but a folder, a pipe or a device. Name a tar.")
-        self.size, self.tag = found.st_size, state_of(found)
+            raise StorageError(f"{path} is a folder, a pipe or a device. Name a tar file.")
+        self.size, self.tag = status.st_size, state_of(status)
         try:
-            self._check()
+            self._check_state()
         except ShardError:
             self.close()
             raise
-        with suppress(OSError, AttributeError):  # a hint: some systems and file systems know none
+        with suppress(OSError, AttributeError):  # a hint, which some systems do not know
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     @property
     def version(self) -> str:
-        """The state in which it was found."""
         return self.tag
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length), fewer only at the end of the file. Raises StorageError where the disk gives none."""
+        """Return bytes [offset, offset + length), fewer only at the end of the file.
+
+        Raises StorageError if the file cannot be read.
+        """
         try:
             data = os.pread(self._fd, length, offset)
+            # One call returns at most 2 GB, and fewer over a network file system.
             while len(data) < length and (
                 more := os.pread(self._fd, length - len(data), offset + len(data))
             ):
-                data += more  # 2 GB come at a time, fewer over a network
+                data += more
         except OSError as error:
-            raise StorageError(
-                f"{self.path} cannot be read at offset {offset}: {error.strerror}."
-            ) from error
+            raise self._unreadable(offset, error) from error
         return data
 
-    def read_into(self, pieces: ScatterList | Iterable[memoryview], offset: int) -> None:
-        """Fill the pieces, one after another, with the bytes from offset on. Raises ShardError where the file ends first."""
-        todo = as_scatter_list(pieces)
-        while todo.left:
+    def read_into(self, target: ScatterList | Iterable[memoryview], offset: int) -> None:
+        """Fill the target with the bytes from offset on.
+
+        Raises ShardError if the file ends before or has another state, StorageError if it cannot be
+        read.
+        """
+        target = as_scatter_list(target)
+        while target.left:
             try:
-                count = todo.read(self._fd, offset)
+                count = target.read(self._fd, offset)
             except OSError as error:
-                raise StorageError(
-                    f"{self.path} cannot be read at offset {offset}: {error.strerror}."
-                ) from error
+                raise self._unreadable(offset, error) from error
             if count == 0:
                 raise ShardError(
-                    f"{self.path} ends at offset {offset}, {todo.left} bytes before the index says; it changed since it was "
-                    f"indexed. Copy it again, or accept it as it is: wdstrain index {os.path.dirname(self.path) or '.'}"
+                    f"{self.path} ends at offset {offset}, {target.left} bytes before the index "
+                    f"says; it changed since it was indexed. Copy it again, or accept it as it is: "
+                    f"wdstrain index {os.path.dirname(self.path) or '.'}"
                 )
             offset += count
-        self._check()
+        self._check_state()
 
-    def fill(
-        self, hands: IOThreadPool, pieces: ScatterList, offset: int, done: Callable[[], None]
+    def start_read(
+        self, pool: IOThreadPool, target: ScatterList, offset: int, on_done: Callable[[], None]
     ) -> None:
-        """The same by hands, which call `done` when as much came as they could read; `read_into` then tells what is missing."""
-        hands.fill(self._fd, offset, pieces, done)
+        """Start to fill the target in an I/O thread.
 
-    def _check(self) -> None:
-        if self._state and not is_state(self._state, os.fstat(self._fd)):
-            raise ShardError(
-                f"{self.path} was written to or replaced since it was opened first, so its samples may be others. Start again with "
-                f"it as it is; shards that wdstrain convert made are told from others by their checksums."
-            )
+        on_done: called, from any thread, when no more can be read. Call `read_into` then: it fills
+        the rest or raises the error.
+        """
+        pool.fill(self._fd, offset, target, on_done)
 
     def close(self) -> None:
+        """Close the file. Raises OSError, as a network file system may."""
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1  # the system has closed it also where it tells an error
+            fd, self._fd = self._fd, -1  # closed even if close() fails
             os.close(fd)
 
     def __enter__(self) -> LocalFile:
@@ -144,10 +146,24 @@ class LocalFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_state(self) -> None:
+        if self._state and not is_state(self._state, os.fstat(self._fd)):
+            raise ShardError(
+                f"{self.path} was written to or replaced since it was opened first, so its samples "
+                f"may differ. Start again to use the new shard."
+            )
+
+    def _unreadable(self, offset: int, error: OSError) -> StorageError:
+        return StorageError(f"{self.path} cannot be read at offset {offset}: {error.strerror}.")
+
 
 Source = LocalFile | RemoteFile
 
 
 def open_source(path: str, size: int | None = None, state: str = "") -> Source:
-    """A shard to read from. size: as an index says, which saves asking a server for it. state: in which it has to be; "" asks none."""
+    """Return a shard to read from, local or remote.
+
+    size: as the index says; it saves a request for the size. state: state or version that the
+    shard must have; "" for any.
+    """
     return open_remote(path, size, state or None) if is_remote(path) else LocalFile(path, state)

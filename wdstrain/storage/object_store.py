@@ -1,9 +1,11 @@
-"""Object stores: s3://, gs://, az:// through obstore, which brings credentials, ranges, multipart uploads and their retries.
+"""Object stores (s3://, gs://, az://) through obstore.
 
-Why obstore: one well-kept library for all three (Rust's object_store, wheels without dependencies), as fast as urllib3 and
-faster than fsspec on the loopback, and it reads the usual environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). It is an extra.
-An object is put whole or not at all; there are no half shards in a bucket. Reads are retried here and not by obstore, which
-does not tell: so the same setting holds for all servers, and the log says when one is waited for (`outages`).
+obstore is an optional dependency. It brings credentials from the usual environment variables
+(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), range requests and multipart uploads. An object is
+written whole or not at all.
+
+Reads are retried here and not by obstore, so that one time limit holds for all servers and the log
+says when a server is silent (`retries`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,76 +21,83 @@ from typing import Any, TypeVar
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.machine import memory
-from wdstrain.storage.outages import TIMEOUT, Retries, network_timeout
+from wdstrain.storage.retries import Retries, network_timeout
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
-_SHA256 = "sha256"  # metadata of what was put
-_LONGEST_REQUEST, _CONNECT = 60.0, 10.0  # seconds
-_MANY = 1000  # the time ends them before
-# as obstore words an error of the network, or of a server that may get over it
-_TRANSIENT = re.compile(r"HTTP error: |status code: (408|429|5\d\d)\b")
+
+_SHA256 = "sha256"  # metadata name of an object's checksum
+_LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
+_UPLOAD_RETRIES = 1000  # the time limit ends them before
+# obstore's texts of network errors and of status codes that a retry may fix
+_TEMPORARY = re.compile(r"HTTP error: |status code: (408|429|5\d\d)\b")
+
+Result = TypeVar("Result")
 
 
 def is_object(path: str) -> bool:
     return path.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
 
 
-@dataclass
 class ObjectFile:
-    """An object, read by position. Not shared between threads."""
+    """An object, read by position. Only `stop` may be called by other threads.
 
-    path: str
-    known_size: int | None = None
-    tag: str | None = None
-    stopping: threading.Event = field(default_factory=threading.Event, repr=False)
-    ranged: bool = True
-    retries: int = 0
-    fetched: int = 0  # bytes
-    cached: int = 0
+    tag, version: ETag of the object. ranged: True. retries: failed attempts.
+    fetched: bytes that were read. cached: 0.
+    """
 
-    def __post_init__(self) -> None:
-        if self.known_size is None:
-            found = head(self.path)
-            if found is None:
-                raise StorageError(f"{self.path} is not there. Check the address.")
-            self.known_size, self.tag = found
+    ranged, cached = True, 0
+
+    def __init__(
+        self,
+        path: str,
+        size: int | None = None,
+        tag: str | None = None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        """size: None sends a request for size and tag. tag: None takes that of the first response.
+
+        stopping: set to end reading.
+        """
+        self.path, self.retries, self.fetched = path, 0, 0
+        self._stopping = stopping or threading.Event()
+        if size is None:
+            size, tag = _size_and_tag(path)
+        self.size, self.tag = size, tag
 
     @property
     def version(self) -> str | None:
-        """What tells the object from a later one."""
         return self.tag
 
-    @property
-    def size(self) -> int:
-        assert self.known_size is not None
-        return self.known_size
-
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes [offset, offset + length), fewer only at the end of the object."""
+        """Return bytes [offset, offset + length), fewer only at the end of the object."""
         length = max(0, min(length, self.size - offset))
-        return self._bytes(offset, offset + length) if length else b""
+        return self._get_range(offset, offset + length) if length else b""
 
     def read_into(
-        self, pieces: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
+        self, target: ScatterList | Iterable[memoryview], offset: int, *, last: int | None = None
     ) -> None:
-        """Fill the pieces, one after another, with the bytes from offset on."""
-        todo = as_scatter_list(pieces)
-        stop = offset + todo.left
+        """Fill the target with the bytes from offset on. last: ignored.
+
+        Raises ShardError if the object changed, StorageError if the server does not recover.
+        """
+        target = as_scatter_list(target)
+        stop = offset + target.left
         if stop > self.size:
             raise ShardError(
-                f"{self.path} ends at byte {self.size}, {stop - self.size} bytes before the index says. Copy it again."
+                f"{self.path} ends at byte {self.size}, {stop - self.size} bytes before the index "
+                f"says. Copy it again."
             )
-        data = self._bytes(offset, stop)
-        if self.stopping.is_set():  # where the bytes are for may be gone
+        data = self._get_range(offset, stop)
+        if self._stopping.is_set():  # the memory of the target may be gone
             raise StorageError(f"{self.path}: reading was stopped.")
-        todo.write(data)
+        target.write(data)
 
     def stop(self) -> None:
-        """A request that is under way is waited for; it has a time limit of its own."""
-        self.stopping.set()
+        """Let reads of other threads fail. A running request ends by its own time limit."""
+        self._stopping.set()
 
     def close(self) -> None:
-        """Nothing is held between reads."""
+        """Do nothing: no resource is held between reads."""
 
     def __enter__(self) -> ObjectFile:
         return self
@@ -97,25 +105,21 @@ class ObjectFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bytes(self, start: int, stop: int) -> bytes:
-        obstore = _obstore()
+    def _get_range(self, start: int, stop: int) -> bytes:
+        obstore, missing = _obstore(), f"byte {start}"
 
-        def ask() -> tuple[Any, bytes]:
-            answer = obstore.get(*_split(self.path), options={"range": (start, stop)})
-            return answer.meta, bytes(answer.bytes())
+        def request() -> tuple[Any, bytes]:
+            response = obstore.get(*_locate(self.path), options={"range": (start, stop)})
+            return response.meta, bytes(response.bytes())
 
-        def failed() -> None:
+        def count_retry() -> None:
             self.retries += 1
 
-        try:
-            meta, data = _retried(self.path, f"byte {start}", ask, failed, self.stopping)
-        except StorageError:
-            raise
-        except Exception as error:
-            raise _told(self.path, error, f"byte {start}") from None
+        meta, data = _retried(self.path, missing, request, count_retry, self._stopping)
         if len(data) != stop - start:
             raise StorageError(
-                f"{self.path} gave {len(data)} bytes at byte {start} where {stop - start} were asked for."
+                f"{self.path}: the server sent {len(data)} bytes instead of {stop - start} at byte "
+                f"{start}. Check the server."
             )
         if meta["size"] != self.size or (self.tag is not None and meta["e_tag"] != self.tag):
             raise ShardError(
@@ -126,90 +130,78 @@ class ObjectFile:
         return data
 
 
-def head(path: str) -> tuple[int, str | None] | None:
-    """(bytes, tag) of an object; None if it is not there."""
-    try:
-        found = _retried(path, "its size", lambda: _obstore().head(*_split(path)))
-    except FileNotFoundError:
-        return None
-    except WdstrainError:
-        raise
-    except Exception as error:
-        raise _told(path, error, "its size") from None
-    return int(found["size"]), found["e_tag"]
-
-
 def read_object(path: str) -> bytes | None:
-    """A small object as a whole; None if it is not there."""
+    """Return a small object; None if it does not exist."""
 
-    def ask() -> bytes:
-        found = _obstore().get(*_split(path))
-        if found.meta["size"] > memory() // 4:
+    def request() -> bytes:
+        response = _obstore().get(*_locate(path))
+        if response.meta["size"] > memory() // 4:
             raise StorageError(
-                f"{path} has {found.meta['size']} bytes, too many to hold at once. Check the address."
+                f"{path} has {response.meta['size']} bytes, too many to hold at once. "
+                f"Check the address."
             )
-        return bytes(found.bytes())
+        return bytes(response.bytes())
 
     try:
-        return _retried(path, "its bytes", ask)
-    except WdstrainError:
-        raise
-    except FileNotFoundError:
+        return _retried(path, "byte 0", request)
+    except _MissingError:
         return None
-    except Exception as error:
-        raise _told(path, error, "its bytes") from None
 
 
 def list_folder_of(path: str) -> list[str]:
-    """The names of the objects in the folder of an address, sorted; those of folders in it are left away."""
-    store, key = _split(path)
+    """Return the sorted names of the objects in the folder of an address, without subfolders."""
+    store, key = _locate(path)
     folder = key.rpartition("/")[0]
-    try:
-        listed = _retried(
-            path, "a list", lambda: _obstore().list(store, prefix=folder or None).collect()
-        )
-        found = [one["path"] for one in listed]
-    except WdstrainError:
-        raise
-    except Exception as error:
-        raise _told(path, error, "a list") from None
-    names = [one[len(folder) :].lstrip("/") for one in found]
+    listed = _retried(
+        path, "a list", lambda: _obstore().list(store, prefix=folder or None).collect()
+    )
+    names = [entry["path"][len(folder) :].lstrip("/") for entry in listed]
     return sorted(name for name in names if name and "/" not in name)
 
 
 def put(path: str, file: str, sha256: str) -> bool:
-    """Put a file as an object, whole or not at all. False if the same is there already."""
-    store, key = _split(path, writes=True)
+    """Upload a file as an object, whole or not at all.
+
+    Returns False if an object with this checksum exists already. Raises StorageError.
+    """
+    store, key = _locate(path, for_writing=True)
     obstore = _obstore()
     try:
-        there = obstore.get(store, key, options={"head": True})
-        if there.meta["size"] == os.path.getsize(file) and there.attributes.get(_SHA256) == sha256:
+        present = obstore.get(store, key, options={"head": True})
+        is_same_size = present.meta["size"] == os.path.getsize(file)
+        if is_same_size and present.attributes.get(_SHA256) == sha256:
             return False
     except FileNotFoundError:
         pass
     except Exception as error:
-        raise _told(path, error, "its head") from None
+        raise _as_storage_error(path, error, "its metadata") from None
     try:
         with open(file, "rb") as opened:
             obstore.put(store, key, opened, attributes={_SHA256: sha256})
     except Exception as error:
         raise StorageError(
-            f"{path} cannot be written: {_words(error)}. The same command with --resume goes on."
+            f"{path} cannot be written: {_describe(error)}. Run the same command with --resume."
         ) from None
     return True
 
 
 def remove(path: str) -> None:
-    """Remove an object that may be there."""
+    """Remove an object if it exists. Raises StorageError."""
     try:
-        _obstore().delete(*_split(path, writes=True))
+        _obstore().delete(*_locate(path, for_writing=True))
     except FileNotFoundError:
         return
     except Exception as error:
-        raise StorageError(f"{path} cannot be removed: {_words(error)}.") from None
+        raise StorageError(f"{path} cannot be removed: {_describe(error)}.") from None
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+class _MissingError(StorageError):
+    """An object does not exist."""
+
+
+def _size_and_tag(path: str) -> tuple[int, str | None]:
+    meta = _retried(path, "its size", lambda: _obstore().head(*_locate(path)))
+    return int(meta["size"]), meta["e_tag"]
 
 
 def _obstore() -> Any:
@@ -222,55 +214,48 @@ def _obstore() -> Any:
     return obstore
 
 
-Found = TypeVar("Found")
-
-
 def _retried(
     path: str,
-    what: str,
-    ask: Callable[[], Found],
-    failed: Callable[[], None] = lambda: None,
+    missing: str,
+    request: Callable[[], Result],
+    count_retry: Callable[[], None] = lambda: None,
     stopping: threading.Event | None = None,
-) -> Found:
-    """Return what a request gives, made anew while its error may be over by itself. failed: called for each such error.
+) -> Result:
+    """Return the result of a request, repeated while its error may be temporary.
 
-    Raises StorageError when the server was waited for long enough, other errors as they are.
+    missing: what the server should send, for errors. count_retry: called for each temporary error.
+    Raises _MissingError if the object does not exist, otherwise StorageError.
     """
-    stopping = stopping or threading.Event()
-    with Retries(path) as retries:
+    with Retries(path, path, stopping) as retries:
         while True:
             try:
-                found = ask()
+                result = request()
                 retries.progress()
-                return found
+                return result
+            except WdstrainError:
+                raise
             except Exception as error:
-                if not _TRANSIENT.search(str(error)) or isinstance(error, WdstrainError):
-                    raise
-                reason = _words(error)
-            failed()
-            pause = retries.pause(reason)
-            if pause is None:
-                raise StorageError(
-                    f"{path} did not give {what} in {retries.tries} attempts over {retries.seconds:.0f} s, the last: {reason}. Check "
-                    f"the credentials and the network; {TIMEOUT} sets for how many seconds a server is waited for."
-                )
-            stopping.wait(pause)
-            if stopping.is_set():
-                raise StorageError(f"{path}: reading was stopped.")
+                if not _TEMPORARY.search(str(error)):
+                    raise _as_storage_error(path, error, missing) from None
+                reason = _describe(error)
+            count_retry()
+            retries.wait(reason, missing)
 
 
-def _split(path: str, *, writes: bool = False) -> tuple[Any, str]:
-    """(the store of a bucket, the key in it)."""
+def _locate(path: str, *, for_writing: bool = False) -> tuple[Any, str]:
+    """Return (store of the bucket, key in the bucket)."""
     scheme, _, rest = path.partition("://")
     bucket, _, key = rest.partition("/")
-    return _store(f"{scheme}://{bucket}", os.getpid(), network_timeout(), writes), key.lstrip("/")
+    store = _store(f"{scheme}://{bucket}", os.getpid(), network_timeout(), for_writing)
+    return store, key.lstrip("/")
 
 
 @lru_cache(maxsize=8)
-def _store(bucket: str, process: int, timeout: float, writes: bool) -> Any:
-    """A bucket, with its connections, which a fork does not share. timeout: seconds that its server is waited for.
+def _store(bucket: str, process: int, timeout: float, for_writing: bool) -> Any:
+    """Return a bucket with its connections.
 
-    writes: requests are retried by obstore, which knows the parts of an upload.
+    process: a forked child must not use its parent's connections. timeout: seconds that its server
+    may be silent. for_writing: obstore retries requests, because it knows the parts of an upload.
     """
     _obstore()
     from obstore.store import from_url
@@ -278,30 +263,33 @@ def _store(bucket: str, process: int, timeout: float, writes: bool) -> Any:
     longest = min(_LONGEST_REQUEST, max(0.1, timeout / 2))
     options: Any = {
         "timeout": timedelta(seconds=longest),
-        "connect_timeout": timedelta(seconds=min(_CONNECT, longest)),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_TIMEOUT, longest)),
     }
     retries: Any = {
-        "max_retries": _MANY if writes else 0,
+        "max_retries": _UPLOAD_RETRIES if for_writing else 0,
         "retry_timeout": timedelta(seconds=timeout),
     }
-    # an endpoint that was named says it; Google's is named in the environment or in a file, and is https where none is
-    if bucket.startswith("gs://") or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+    # A plain endpoint must be allowed. For Google it may be set in a file; the default is https.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    if bucket.startswith("gs://") or endpoint.startswith("http://"):
         options["allow_http"] = True
     try:
         return from_url(bucket, client_options=options, retry_config=retries)
     except Exception as error:
         raise StorageError(
-            f"{bucket} cannot be opened: {_words(error)}. Check the credentials in the environment."
+            f"{bucket} cannot be opened: {_describe(error)}. Check the credentials in the "
+            f"environment."
         ) from None
 
 
-def _told(path: str, error: Exception, what: str) -> StorageError:
+def _as_storage_error(path: str, error: Exception, missing: str) -> StorageError:
     if isinstance(error, FileNotFoundError):
-        return StorageError(f"{path} is not there. Check the address.")
+        return _MissingError(f"{path} is not there. Check the address.")
     return StorageError(
-        f"{path} did not give {what}: {_words(error)}. Check the credentials and the network."
+        f"{path}: the server did not send {missing}: {_describe(error)}. "
+        f"Check the credentials and the network."
     )
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return " ".join(str(error).split("Debug source")[0].split())[:300]

@@ -1,4 +1,4 @@
-"""What is not on a disk of this machine: HTTP servers and object stores, behind one set of functions."""
+"""Remote files: HTTP servers and object stores behind one set of functions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import threading
 from urllib.parse import unquote, urlsplit
 
-from wdstrain.storage.http import HttpFile, check_address, is_http, read_small, redacted
+from wdstrain.storage.http import HttpFile, is_http, read_small
+from wdstrain.storage.http_request import check_address
 from wdstrain.storage.object_store import ObjectFile, is_object, read_object
+from wdstrain.storage.redaction import redacted
 
 RemoteFile = HttpFile | ObjectFile
 
@@ -31,29 +33,28 @@ def open_remote(
     size: int | None = None,
     tag: str | None = None,
     stopping: threading.Event | None = None,
-    first: int | None = None,
+    *,
+    first_bytes: int | None = None,
     by_version: bool = False,
 ) -> RemoteFile:
-    """An object to read from. size and tag: as they are known; stopping: set when reading is to end.
+    """Return a remote file to read from.
 
-    by_version: without a strong ETag, whatever else its server says tells it from another, as while it was read first.
-    first: bytes that are wanted of its beginning, if nothing else is sure to be; the answer that tells the size brings no more.
+    size: None sends a request for it. tag: the version that the file must have; None: unknown.
+    stopping: set to end reading. first_bytes: bytes that the request for the size brings; None: the
+    whole file. by_version: without a strong ETag, compare any version that the server gives.
     """
-    event = stopping or threading.Event()
-    return (
-        ObjectFile(path, size, tag, event)
-        if is_object(path)
-        else HttpFile(path, size, tag, event, first=first, by_version=by_version)
-    )
+    if is_object(path):
+        return ObjectFile(path, size, tag, stopping)
+    return HttpFile(path, size, tag, stopping, first_bytes=first_bytes, by_version=by_version)
 
 
 def read_remote(path: str) -> bytes | None:
-    """A small object as a whole; None if it is not there."""
+    """Return a small remote file; None if it does not exist."""
     return read_object(path) if is_object(path) else read_small(path)
 
 
 def name_of(path: str) -> str:
-    """The name of a file in its folder, here or elsewhere."""
-    if is_object(path):  # a key is what it is, with all its characters
+    """Return the name of a file in its folder, local or remote."""
+    if is_object(path):  # all characters of a key are literal
         return path.rpartition("/")[2]
     return os.path.basename(unquote(urlsplit(path).path) if is_http(path) else path)
