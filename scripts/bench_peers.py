@@ -137,7 +137,7 @@ def alone(job: Job, *, field: bool) -> Epoch:
 def _our_field(job: Job) -> Callable[[list[bytes]], object]:
     """As our workers do it: what can be decoded at once is, into one batch's memory again and again."""
     import wdstrain as wt
-    from wdstrain.decode.jpeg_batch import Members
+    from wdstrain.decode.jpeg_batch import EncodedImages
     from wdstrain.runtime.watchdog import ProgressCell
 
     field = wt.image(size=job.side, augment="rrc+flip" if job.crop else "flip")
@@ -151,7 +151,11 @@ def _our_field(job: Job) -> Callable[[list[bytes]], object]:
         draws, rows = bits.random((len(data), 27)), range(len(data))
         address = np.array([np.frombuffer(one, np.uint8).ctypes.data for one in data])
         done = field.read_rows(
-            Members(address, np.array(list(map(len, data)))), rows, out, draws, desk.row_address
+            EncodedImages(address, np.array(list(map(len, data)))),
+            rows,
+            out,
+            draws,
+            desk.row_address,
         )
         for row in set(rows) - done:
             field.read("jpg", memoryview(data[row]), out[row], draws[row])

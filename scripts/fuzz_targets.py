@@ -43,7 +43,7 @@ from PIL import Image
 from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field
-from wdstrain.decode.jpeg_batch import Members
+from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
@@ -1091,7 +1091,7 @@ def run_image(data: bytes) -> None:
                 one.read("jpg", memoryview(data), out, draws)
                 _must(whole is not None, "what is no picture makes no value", one)
                 value = True
-            lies = Members(
+            lies = EncodedImages(
                 np.array([np.frombuffer(data, np.uint8).ctypes.data]), np.array([len(data)])
             )
             if one.read_rows(lies, [0], of_batch, draws[None], desk.row_address):

@@ -18,7 +18,7 @@ import wdstrain as wt
 from tests.conftest import write_tar
 from wdstrain.decode import jpeg_region
 from wdstrain.decode.fields import Image as Field
-from wdstrain.decode.jpeg_batch import Members
+from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels
@@ -96,7 +96,7 @@ class Batch:
         self.desk = ProgressCell.unwatched()
 
     def read(self, rows: list[int] | None = None) -> set[int]:
-        members = Members(self.start + self.data.ctypes.data, self.size)
+        members = EncodedImages(self.start + self.data.ctypes.data, self.size)
         wanted = list(range(len(self.size))) if rows is None else rows
         return self.field.read_rows(members, wanted, self.out, self.draws, self.desk.row_address)
 

@@ -1040,7 +1040,7 @@ def a_tuple(examples: list[Any]) -> Any:
     ("collate_fn", "words"),
     [
         (broken, "collate_fn raised KeyError: 'no such value'"),
-        (a_tuple, "it returned tuple; a batch is a dict of values by name"),
+        (a_tuple, "it returned tuple; a batch must be a dict of values by name"),
     ],
 )
 def test_a_collate_fn_that_fails_is_told(shards: Path, collate_fn: Any, words: str) -> None:

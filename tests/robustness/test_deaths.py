@@ -679,15 +679,17 @@ def test_a_worker_that_finds_no_memory_at_its_first_sample_can_say_so(shards: Pa
     ), done.stderr
 
 
-def test_want_of_memory_for_a_batch_is_a_sentence(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = wt.Loader(shards, {"label": wt.label()}, batch_size=4)
+class Huge:
+    """Arrays that take no memory themselves; a batch of them is larger than any address space."""
 
-    def no_memory(*_: Any, **__: Any) -> None:
-        raise MemoryError
+    names, example = ("cls",), None
 
-    monkeypatch.setattr("wdstrain.decode.decoder.Decoder._read_fields", no_memory)
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> Any:
+        return np.broadcast_to(np.int64(0), (1 << 46,))
+
+
+def test_a_batch_that_does_not_fit_in_memory_is_an_error_with_advice(shards: Path) -> None:
+    loader = wt.Loader(shards, {"huge": Huge()}, batch_size=4)
     with pytest.raises(WdstrainError, match="there was no memory to make a batch"):
         list(loader)
     loader.close()

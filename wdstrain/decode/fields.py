@@ -17,7 +17,7 @@ import numpy as np
 from wdstrain.decode import jpeg_batch
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.image_formats import EXTENSIONS
-from wdstrain.decode.jpeg_batch import Members
+from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.resize import fit
 from wdstrain.decode.transforms import Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
@@ -89,10 +89,10 @@ class Image:
         return None
 
     def read_rows(
-        self, members: Members, rows: Sequence[int], out: Array, draws: Draws, at: int
+        self, images: EncodedImages, rows: Sequence[int], out: Array, draws: Draws, at: int
     ) -> set[int]:
         """Read these rows of a batch at once, as far as they are plain. Which were read; `read` has to be asked for the others."""
-        return jpeg_batch.read(members, rows, out, self.augment, draws, at)
+        return jpeg_batch.read(images, rows, out, self.augment, draws, at)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _ROOM = (
 _of_thread = threading.local()
 
 
-class Members(NamedTuple):
+class EncodedImages(NamedTuple):
     """Where the encoded pictures of a batch lie. address: in this process, size: bytes; int64[b] each."""
 
     address: Ints
@@ -38,7 +38,7 @@ class Members(NamedTuple):
 
 
 def read(
-    members: Members, rows: Sequence[int], out: Pixels, augment: Augment, draws: Draws, at: Any
+    images: EncodedImages, rows: Sequence[int], out: Pixels, augment: Augment, draws: Draws, at: Any
 ) -> set[int]:
     """Decode these rows of a batch into `out`, each as `wdstrain.decode.fields.image` has it. Which of them were; the others are as they were.
 
@@ -48,13 +48,13 @@ def read(
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
     rows, boxes, orientations = _plain(
-        library, functions, members, rows, (out.shape[1], out.shape[2]), augment, draws
+        library, functions, images, rows, (out.shape[1], out.shape[2]), augment, draws
     )
     turned = orientations != 1  # bool[n]
     mirrored = (draws[rows, 22] < 0.5) & augment.flip  # bool[n]
     address, size, to = (
-        members.address[rows],
-        members.size[rows],
+        images.address[rows],
+        images.size[rows],
         out.ctypes.data + np.array(rows, np.int64) * out.strides[0],
     )
     ids, done, first = np.array(rows, np.int64), set[int](), 0
@@ -101,7 +101,7 @@ def _scratch() -> Pixels:
 def _plain(
     library: Any,
     functions: Any,
-    members: Members,
+    images: EncodedImages,
     rows: Sequence[int],
     size: tuple[int, int],
     augment: Augment,
@@ -109,7 +109,7 @@ def _plain(
 ) -> tuple[list[int], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Those rows that are plain JPEGs; the part of each as it is stored: top, left, height, width, int32[n, 4]; and its orientation,
     int32[n]."""
-    address, length = members.address[rows], members.size[rows]
+    address, length = images.address[rows], images.size[rows]
     shapes = np.zeros((len(rows), 3), np.int32)
     library.read_headers(
         functions, len(rows), *(one.ctypes.data for one in (address, length, shapes))

@@ -47,7 +47,7 @@ class Label:
     def example(self) -> Example:
         return Example((), "int64")
 
-    def of(self, ids: Ints) -> list[Label]:
+    def readers(self, ids: Ints) -> list[Label]:
         """How the label of each of these samples is read."""
         if not self.parts:
             return [self] * len(ids)

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from wdstrain.decode.decoder import Bad, Decoder, Result, Task
+from wdstrain.decode.bad_samples import BadSample
+from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.flight import PREFETCH, Flight
+from wdstrain.decode.task import Result, Task
 from wdstrain.decode.worker_queues import careful
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
@@ -256,7 +258,7 @@ def _pickled(result: Result) -> bytes:
         reason = (
             f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
         )
-        return _Pickler.of(result._replace(values={}, bad=[Bad(0, "", reason)]))
+        return _Pickler.of(result._replace(values={}, bad=[BadSample(0, "", reason)]))
 
 
 class _Pickler(ForkingPickler):

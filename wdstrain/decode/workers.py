@@ -13,8 +13,9 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from wdstrain.decode.decoder import Decoder, Result, Task
+from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.flight import Flight
+from wdstrain.decode.task import Result, Task
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, thread_stack
 

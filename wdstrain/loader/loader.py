@@ -18,10 +18,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from wdstrain.decode import jpeg_region
-from wdstrain.decode.decoder import Collate, Transform
 from wdstrain.decode.fields import Field, Image, lies_in_batches
 from wdstrain.decode.label_fields import reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
+from wdstrain.decode.settings import Collate, Transform
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.epoch import Batches, Position
 from wdstrain.loader.pipeline import OVER, Pipeline

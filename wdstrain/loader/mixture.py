@@ -10,8 +10,8 @@ from math import inf
 from numbers import Integral
 from typing import Any
 
-from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field
+from wdstrain.decode.settings import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.order.mixture import TURNS, Mixture

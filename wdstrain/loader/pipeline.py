@@ -19,11 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from wdstrain.decode.bad_samples import MISMATCH, BadSample
 from wdstrain.decode.batch_slots import Layout, Slots
-from wdstrain.decode.decoder import MISMATCH, Bad, Collate, Decoder, Result, Task, Transform
+from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.flight import flight_of
 from wdstrain.decode.label_fields import is_light
+from wdstrain.decode.settings import Collate, DecoderSettings, Transform
+from wdstrain.decode.task import Result, Task
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder
 from wdstrain.errors import SampleError, WdstrainError
@@ -159,19 +162,17 @@ class Pipeline:
         )
         self._to_do = TaskBuilder(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache, self._transforms = replace, cache, transform is not None
-        self._decoder = decoder = Decoder(
-            names=index.fields,
+        settings = DecoderSettings(
+            field_names=index.fields,
+            layout=layout,
             fields=decoded,
             transform=transform,
             takes_rng=takes_rng,
             collate_fn=collate_fn,
-            replace=replace,
-            marks=self._marks,
+            on_bad=on_bad,
             seed=plan.seed,
-            arena=self._reader.memory,
-            slots=self._slots.memory,
-            layout=layout,
         )
+        self._decoder = decoder = Decoder(settings, self._reader.memory, self._slots.memory)
         self._workers: InlineDecoder | DecoderThreads | WorkerProcesses
         if inline:
             self._workers = InlineDecoder(decoder)
@@ -271,9 +272,11 @@ class Pipeline:
         if plan.tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid.copy())
         self._reader.release(result.batch_number)
-        self._seconds["decode_seconds"] += result.read - result.begun
-        self._seconds["compute_seconds"] += result.computed
-        self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
+        self._seconds["decode_seconds"] += result.rows_done - result.started
+        self._seconds["compute_seconds"] += result.cpu_seconds
+        self._seconds["collate_seconds"] += (
+            result.finished - result.rows_done + time.perf_counter() - came
+        )
         after = (epoch, step + 1) if step + 1 < plan.steps else (epoch + 1, 0)
         self._at = after if after[0] != self._until else None
         self._whole = True
@@ -358,7 +361,7 @@ class Pipeline:
             self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others
         )  # which were done meanwhile
         self._seconds["handoff_seconds"] += max(
-            0.0, time.perf_counter() - max(asked, result.ended) - others
+            0.0, time.perf_counter() - max(asked, result.finished) - others
         )
         self._awaited = result.batch_number + 1
         return result
@@ -488,7 +491,7 @@ class Pipeline:
         unreadable = [one for one in result.bad if one.substitute < 0]
         if unreadable:
             more = f" ({len(unreadable)} bad samples in this batch.)" if len(unreadable) > 1 else ""
-            if unreadable[0].of_batch:
+            if unreadable[0].whole_batch:
                 raise SampleError(
                     f"a batch that begins with {self._found(batch, unreadable[0]).sentence}"
                 )
@@ -500,7 +503,7 @@ class Pipeline:
             raise SampleError(self._found(batch, unreadable[0]).sentence + more)
         return result
 
-    def _found(self, batch: Batch, bad: Bad) -> Finding:
+    def _found(self, batch: Batch, bad: BadSample) -> Finding:
         number = int(batch.ids[bad.row])
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
         offsets = {name: offset for name, offset, _ in self._index.members(number)}

@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from wdstrain.decode.decoder import MISMATCH, Decoder, Result, Task
+from wdstrain.decode.bad_samples import MISMATCH
+from wdstrain.decode.decoder import Decoder
+from wdstrain.decode.task import Members, Result, Task
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
@@ -35,7 +37,7 @@ class TaskBlock(NamedTuple):
 
     ids: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
     of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, and size. member: their numbers in the table that has
-    their checksums. alike: as in a Task.
+    their checksums. common_fields: as in `Members`.
     """
 
     epoch: int
@@ -50,7 +52,7 @@ class TaskBlock(NamedTuple):
     size: Ints
     member: Ints
     table: Table
-    alike: tuple[int, ...]
+    common_fields: tuple[int, ...]
 
     def task(
         self,
@@ -69,17 +71,8 @@ class TaskBlock(NamedTuple):
         ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
         if not len(self.member):  # everything lands: nothing is to be said of it
             nothing = self.field, self.within, self.size, _NONE, _NO_CRC
-            return Task(
-                batch_number,
-                self.epoch,
-                slot,
-                ids,
-                self.first[start : stop + 1],
-                *nothing,
-                keys,
-                unreadable,
-                self.alike,
-            )
+            none = Members(self.first[start : stop + 1], *nothing, self.common_fields)
+            return Task(batch_number, self.epoch, slot, ids, none, keys, unreadable)
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
@@ -87,21 +80,18 @@ class TaskBlock(NamedTuple):
             unsure = np.flatnonzero(
                 unverified[self.row[members]] & (self.table.member_crc[self.member[members]] != 0)
             )
-        return Task(
-            batch_number=batch_number,
-            epoch=self.epoch,
-            slot=slot,
-            ids=ids,
+        sent = Members(
             first=first - first[0],
             field=self.field[members],
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
             unverified=unsure,
-            crc=self.table.member_crc[self.member[members][unsure]] if len(unsure) else _NO_CRC,
-            keys=keys,
-            unreadable=unreadable,
-            alike=self.alike,
+            checksum=self.table.member_crc[self.member[members][unsure]]
+            if len(unsure)
+            else _NO_CRC,
+            common_fields=self.common_fields,
         )
+        return Task(batch_number, self.epoch, slot, ids, sent, keys, unreadable)
 
 
 class TaskBuilder:
@@ -219,7 +209,7 @@ class TaskBuilder:
             rows = np.full(len(ids), number)
             task = self.make(failed.batch_number, epoch, failed.slot, rows, np.zeros_like(rows), {})
             with _generators_kept():
-                result = decoder.over(memory)(task, self._desk, own_process=seeded)
+                result = decoder.with_arena(memory)(task, self._desk, own_process=seeded)
             landing = self._landing
             lands = landing is None or not any(
                 landing.reread(number, row, failed.slot) for row in range(len(ids))

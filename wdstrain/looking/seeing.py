@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from wdstrain.decode.bad_samples import MISMATCH
 from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.decoder import MISMATCH
 from wdstrain.decode.fields import Field, array
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.transforms import DRAWS

@@ -155,7 +155,11 @@ def _truth(head: Head, field: Field, number: int, data: bytes | None) -> tuple[s
             raise LookupError(f"it has no {head.target.field}")
         if head.kind == "number":  # as it stands there, not as a float32 holds it
             return _shown(float(scalar(memoryview(data), head.target.column))), ""
-        own = field.of(np.array([number]))[0] if isinstance(field, Label) and field.parts else field
+        own = (
+            field.readers(np.array([number]))[0]
+            if isinstance(field, Label) and field.parts
+            else field
+        )
         assert field.example is not None
         value = np.zeros(field.example.shape, field.example.dtype)
         own.read(head.target.field, memoryview(data), value, np.zeros(DRAWS))

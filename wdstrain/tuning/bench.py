@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from wdstrain.decode.codecs import decode_image
-from wdstrain.decode.decoder import Transform
 from wdstrain.decode.fields import Field, Image
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import field_of
 from wdstrain.decode.pickling import check_picklable
+from wdstrain.decode.settings import Transform
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.loader.loader import Loader, open_shards, takes_rng
 from wdstrain.packing.options import Options

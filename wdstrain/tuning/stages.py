@@ -23,8 +23,10 @@ import numpy as np
 import torch
 
 from wdstrain.decode.batch_slots import Layout
-from wdstrain.decode.decoder import Collate, Decoder, Task, Transform
+from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Example, Field, read_field
+from wdstrain.decode.settings import Collate, DecoderSettings, Transform
+from wdstrain.decode.task import Task
 from wdstrain.decode.transforms import Draws
 from wdstrain.decode.workers import OneCoreEach
 from wdstrain.errors import SampleError, WdstrainError
@@ -192,19 +194,16 @@ class Bare:
             None if fields is None else {name for field in fields.values() for name in field.names}
         )
         self._tasks = self._of(TaskBuilder(index, wanted, with_keys=transform is not None), index)
-        self._decoder = Decoder(
-            names=index.fields,
+        settings = DecoderSettings(
+            field_names=index.fields,
+            layout=layout,
             fields=fields,
             transform=transform,
             takes_rng=takes_rng,
             collate_fn=collate_fn,
-            marks=False,
-            replace=True,  # a bad sample is for the loader to tell
-            seed=0,
-            arena=arena,
-            slots=self._slots,
-            layout=layout,
+            on_bad="replace",  # the loader reports bad samples
         )
+        self._decoder = Decoder(settings, arena, self._slots)
 
     def _of(self, tasks: TaskBuilder, index: Index) -> list[Task]:
         rounds = [
