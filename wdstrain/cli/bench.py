@@ -1,4 +1,4 @@
-"""The verb `bench`: what holds loading back, on this data and this machine."""
+"""The verb `bench`: rates of a loader and its stages, and the bottleneck."""
 
 from __future__ import annotations
 
@@ -16,42 +16,57 @@ def add_bench(verbs: Any) -> None:
         verbs,
         "bench",
         _bench,
-        "what holds loading back on this machine, and what would help",
+        "rate of each stage of loading, and the bottleneck",
         "bench shards/photos --tune",
     )
     urls(bench)
     bench.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="samples (default: %(default)s)"
+        "--batch-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="samples per batch (default: %(default)s)",
     )
     bench.add_argument(
-        "--num-workers", type=int, default=0, metavar="N", help="0: threads (default: %(default)s)"
+        "--num-workers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="decoding processes; 0: threads (default: %(default)s)",
     )
     bench.add_argument(
-        "--image-size", type=int, default=224, metavar="N", help="pixels (default: %(default)s)"
+        "--image-size",
+        type=int,
+        default=224,
+        metavar="N",
+        help="side of the images in pixels (default: %(default)s)",
     )
     bench.add_argument(
         "--augment",
         default="rrc+flip",
         metavar="WORDS",
-        help="as in training (default: %(default)s)",
+        help="augmentation, as in training (default: %(default)s)",
     )
-    bench.add_argument("--bytes", action="store_true", help="decode nothing: deliver bytes")
+    bench.add_argument("--bytes", action="store_true", help="deliver bytes, decode nothing")
     bench.add_argument(
-        "--tune", action="store_true", help="try other numbers of workers, and print the best"
+        "--tune", action="store_true", help="run other settings, and print those that pay"
     )
     bench.add_argument(
-        "--cold", action="store_true", help="put local shards out of the system's memory first"
+        "--cold", action="store_true", help="drop local shards from the page cache first"
     )
     bench.add_argument(
         "--seconds",
         type=float,
         default=1.5,
         metavar="S",
-        help="of each measurement (default: %(default)s)",
+        help="seconds of each measurement (default: %(default)s)",
     )
-    bench.add_argument("--cache-dir", metavar="DIR", help="cache of shards of servers")
+    bench.add_argument("--cache-dir", metavar="DIR", help="folder for copies of remote shards")
     bench.add_argument(
-        "--cache-limit", type=size, metavar="SIZE", help="most bytes in it, such as 200GB"
+        "--cache-limit",
+        type=size,
+        metavar="SIZE",
+        help="size of the cache, such as 200GB (default: no limit)",
     )
 
 
@@ -65,10 +80,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     )
     if fields is None and not arguments.bytes and len(index):
         raise UsageError(
-            f"these shards hold no pictures and no arrays, but {', '.join(index.fields)}. Use --bytes, or wt.bench with your own fields."
+            f"these shards hold no images and no arrays, but {', '.join(index.fields)}. Use --bytes, "
+            "or wt.bench with your own fields."
         )
-    with ProgressReporter() as teller:
-        found = bench(
+    with ProgressReporter() as progress:
+        measured = bench(
             index,
             fields,
             batch_size=arguments.batch_size,
@@ -76,9 +92,9 @@ def _bench(arguments: argparse.Namespace) -> int:
             seconds=arguments.seconds,
             tune=arguments.tune,
             cold=arguments.cold,
-            note=lambda what, done, total: teller.step("measuring", done, total, what, ""),
+            note=lambda what, done, total: progress.step("measuring", done, total, what, ""),
             cache_dir=arguments.cache_dir,
             cache_limit=arguments.cache_limit,
         )
-    result(arguments, found.as_dict(), found.rows())
+    result(arguments, measured.as_dict(), measured.rows())
     return 0

@@ -1,48 +1,47 @@
-"""What was measured of a loader's stages, and what follows: which of them binds, what another setting would give, in words.
-
-The stages run side by side, so a loader is as fast as the slowest of them; those that compute also share the processors. That is
-the whole model: the least of storage, hand-off, decoding by the decoders there are, and what the processors can do of decoding and
-hand-off together. Where threads together decode hardly more than one of them, they wait for the interpreter's lock, which the
-hand-off needs as well: then what they do together is done one after another. A road not taken is to search settings one by one: it takes a run each, and says nothing of why.
-"""
+"""Results of `wt.bench`: the rate of each stage, the bottleneck, and the settings that were tried."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from wdstrain.report import charts
 
-_LOCKED = 0.75  # of what as many single threads would decode: below it, they wait for the interpreter's lock
-UNEVEN = (
-    1.25  # times what its parts allow: no loader is faster, so they were measured in a worse moment
+_WORTH = 1.1  # gain from which on a setting is recommended
+_BUSY = (
+    1.25  # a loader that exceeds its slowest stage by this factor was measured in a quieter moment
 )
 
 
-class Change(NamedTuple):
-    """Something to change, and the samples a second that it would give."""
+class Trial(NamedTuple):
+    """A setting that was run.
 
-    what: str
+    setting: the changed option, as "name=value". rate: samples/s. baseline: samples/s of the
+    settings in use, measured in the same way. advice: shell words that choose this setting.
+    """
+
+    setting: str
     rate: float
+    baseline: float
+    advice: str
 
-
-class Try(NamedTuple):
-    """A number of workers (0: threads), the samples a second that were predicted for it, and those that it gave."""
-
-    num_workers: int
-    predicted: float
-    rate: float
+    @property
+    def gain(self) -> float:
+        """Rate divided by the rate of the setting in use."""
+        return self.rate / max(1e-9, self.baseline)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured, in samples a second where nothing else is said.
+    """Rates of a loader and its stages, in samples/s.
 
-    storage: the reader alone; decode: {decoders at a time: all of them together}, by "threads" and "processes"; handoff: batches of which
-    nothing is decoded, by the same; achieved: the loader as it was asked for; first_batch: seconds until its first.
+    stages: by name. "storage": reading, nothing decoded. "decode" or "transform": all decoders
+    together. "hand-off": batches from a local excerpt, nothing decoded.
+    achieved: the loader with all its stages. bottleneck: name of the slowest stage, or "GIL".
+    first_batch: seconds until the first batch. mean_bytes: bytes per sample.
+    page_cache: share of the shards in the page cache, 0 to 1; None if unknown.
+    bad: bad samples that were replaced. trials: settings that were run, with tune=True.
     """
 
     samples: int
@@ -50,142 +49,80 @@ class Bench:
     mean_bytes: float
     batch_size: int
     num_workers: int
+    decoders: int
     cores: int
-    storage: float
-    in_memory: float | None
-    decode: dict[str, dict[int, float]]
-    handoff: dict[str, float]
+    stages: dict[str, float]
+    bottleneck: str
     achieved: float
     first_batch: float
+    page_cache: float | None
     bad: int
-    report_verdict: str
-    changes: tuple[Change, ...] = ()
-    tries: tuple[Try, ...] = ()
-    inline: bool = field(
-        default=False, repr=False
-    )  # nothing is decoded: the loop takes the bytes itself
-
-    def predicted(self, num_workers: int) -> float:
-        """Samples a second of a loader with so many workers."""
-        return min(self._limits(num_workers).values())
-
-    @property
-    def binding(self) -> str:
-        """What is slowest: storage, decode, hand-off, processors or lock."""
-        found = self._limits(self.num_workers)
-        return min(found, key=lambda name: found[name])
+    trials: tuple[Trial, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """What binds, and what to change, in a sentence or two."""
-        whole = self.predicted(self.num_workers)
-        share = self.achieved / whole if whole else 0.0
-        words = {
-            "storage": f"storage binds, with {self.storage * self.mean_bytes / 1e6:.0f} MB/s",
-            "decode": "decoding binds",
-            "hand-off": "the hand-off of batches binds",
-            "processors": f"the {self.cores} processors bind, all of them at work",
-            "lock": "the interpreter's lock binds, for which threads wait",
-        }
-        if share > UNEVEN:
+        """The bottleneck in one sentence."""
+        limit = self.stages.get(self.bottleneck, self.achieved)
+        if self.achieved > _BUSY * limit:
             return (
-                f"the loader gave {self.achieved:.0f} samples/s, more than the {whole:.0f} that its parts allow by themselves: the machine "
-                f"was busy with something else meanwhile. Measure again, or longer (seconds)."
+                f"the loader gave {self.achieved:.0f} samples/s and its slowest stage alone "
+                f"{limit:.0f}: the machine was busy meanwhile. Measure again, or longer (seconds)."
             )
-        said = f"{words[self.binding]}: {self.achieved:.0f} samples/s are {share:.0%} of the {whole:.0f} that it allows."
-        if not self.changes:
-            return f"{said} No change of those that were looked at would give a tenth more."
-        best = max(self.changes, key=lambda one: one.rate)
-        return f"{said} {best.what} would give about {best.rate:.0f} samples/s ({best.rate / max(1e-9, self.achieved):.2f} times)."
+        kind = "worker process" if self.num_workers else "thread"
+        plural = kind if self.decoders == 1 else f"{kind}es" if self.num_workers else f"{kind}s"
+        causes = {
+            "storage": f"storage ({limit * self.mean_bytes / 1e6:.0f} MB/s)",
+            "decode": f"decoding in {self.decoders} {plural}",
+            "transform": f"the transform in {self.decoders} {plural}",
+            "hand-off": "the hand-off of batches to the training loop",
+            "GIL": "Python's lock (GIL), for which the decoder threads wait; use num_workers,",
+        }
+        return f"{causes[self.bottleneck]} limits loading to {self.achieved:.0f} samples/s."
 
     @property
-    def best(self) -> Try | None:
-        """Of the settings that were tried, the fastest; of those within a hundredth, the one with the fewest workers."""
-        good = [one for one in self.tries if one.rate >= 0.99 * max(one.rate for one in self.tries)]
-        return min(good, key=lambda one: one.num_workers, default=None)
+    def advice(self) -> list[str]:
+        """Options and commands to use: for each kind of setting the fastest trial that pays."""
+        best: dict[str, Trial] = {}
+        for trial in self.trials:
+            name = trial.setting.partition("=")[0]
+            if trial.gain >= max(_WORTH, best[name].gain if name in best else 0.0):
+                best[name] = trial
+        return [trial.advice for trial in best.values()]
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values, for a table."""
-        found = [
-            (
-                "samples",
-                f"{self.samples}, {self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB",
-            )
-        ]
-        cached = (
-            ""
-            if self.in_memory is None
-            else f"; {self.in_memory:.0%} of the shards lie in the system's memory"
-        )
-        found.append(
-            (
-                "storage",
-                f"{self.storage:.0f} samples/s ({self.storage * self.mean_bytes / 1e6:.0f} MB/s{cached})",
-            )
-        )
-        for kind, rates in self.decode.items():
-            each = ", ".join(f"{count}: {rate:.0f}" for count, rate in rates.items())
-            found.append((f"decode, {kind}", f"{each} samples/s"))
-        found += [
-            (f"hand-off, {kind}", f"{rate:.0f} samples/s") for kind, rate in self.handoff.items()
-        ]
+        """Return (name, value) pairs for a table."""
+        size = f"{self.mean_bytes / 1e3:.1f} KB each, {self.bytes / 1e6:.1f} MB"
+        rows = [("samples", f"{self.samples}, {size}")]
+        for name, rate in self.stages.items():
+            note = ""
+            if name == "storage":
+                note = f" ({rate * self.mean_bytes / 1e6:.0f} MB/s{self._page_cache_note()})"
+            rows.append((name, f"{rate:.0f} samples/s{note}"))
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
-        found.append(("achieved", f"{self.achieved:.0f} samples/s with {setting}"))
-        found.append(("first batch", f"after {self.first_batch:.2f} s"))
+        rows.append(("loader", f"{self.achieved:.0f} samples/s with {setting}"))
+        rows.append(("first batch", f"after {self.first_batch:.2f} s"))
         if self.bad:
-            found.append(
-                ("bad samples", f"{self.bad} were replaced; wdstrain verify --decode names them")
+            rows.append(("bad samples", f"{self.bad} replaced; see wdstrain verify --decode"))
+        for trial in self.trials:
+            rows.append(
+                ("tried", f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)")
             )
-        found += [("change", f"{one.what}: about {one.rate:.0f} samples/s") for one in self.changes]
-        for one in self.tries:
-            found.append(
-                (
-                    "tried",
-                    f"num_workers={one.num_workers}: {one.rate:.0f} samples/s ({one.predicted:.0f} predicted)",
-                )
-            )
-        if self.best is not None:
-            found.append(
-                ("best", f"num_workers={self.best.num_workers}: {self.best.rate:.0f} samples/s")
-            )
-        return [*found, ("verdict", self.verdict)]
+        if self.trials:
+            rows += [("use", words) for words in self.advice or ["the current settings"]]
+        return [*rows, ("verdict", self.verdict)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, JSON-able."""
-        found = asdict(self)
-        found["changes"] = [one._asdict() for one in self.changes]
-        found["tries"] = [{**one._asdict()} for one in self.tries]
-        return {
-            **found,
-            "binding": self.binding,
-            "predicted": self.predicted(self.num_workers),
-            "verdict": self.verdict,
-        }
+        """Return everything as JSON-able values."""
+        trials = [{**trial._asdict(), "gain": trial.gain} for trial in self.trials]
+        return {**asdict(self), "trials": trials, "advice": self.advice, "verdict": self.verdict}
 
     def _repr_html_(self) -> str:
-        most = {"achieved": self.achieved, **self._limits(self.num_workers)}
-        bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in most.items()})
+        rates = {"loader": self.achieved, **self.stages}
+        bars = charts.bars({f"{name}, samples/s": round(rate) for name, rate in rates.items()})
         facts = charts.table(dict(self.rows()[:-1]))
-        return charts.fragment(
-            "what holds loading back", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}"
-        )
+        return charts.fragment("bottleneck", f"<p><b>{escape(self.verdict)}</b></p>{bars}{facts}")
 
-    def _limits(self, num_workers: int) -> dict[str, float]:
-        kind = "processes" if num_workers else "threads"
-        decoders = min(num_workers or self.cores, self.cores)
-        rates = self.decode[kind]
-        if self.inline:
-            return {"storage": self.storage, "decode": rates[1]}
-        known = sorted(rates)
-        decode = float(np.interp(decoders, known, [rates[count] for count in known]))
-        each = rates[known[-1]] / known[-1]  # of one processor, while all decode
-        together = self.cores / (1 / each + 1 / self.handoff[kind])
-        found = {
-            "storage": self.storage,
-            "decode": decode,
-            "hand-off": self.handoff[kind],
-            "processors": together,
-        }
-        if kind == "threads" and rates[known[-1]] < _LOCKED * known[-1] * rates[1]:
-            found["lock"] = 1 / (1 / rates[known[-1]] + 1 / self.handoff[kind])
-        return found
+    def _page_cache_note(self) -> str:
+        if self.page_cache is None:
+            return ""
+        return f"; {self.page_cache:.0%} of the shards in the page cache"
