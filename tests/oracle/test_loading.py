@@ -1,4 +1,4 @@
-"""Drawn cases of loading, each compared with a model of the data set that shares no code with the package.
+"""Drawn cases of loading, compared with a model of the data set that shares no code with the package.
 
 Every case is a function of its seed, which pytest prints as the name of the test:
 
@@ -14,6 +14,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ Batch = Mapping[str, Any]
 
 @pytest.mark.parametrize("seed", range(DEFAULT))
 def test_loading(seed: int, tmp_path: Path) -> None:
-    """Each batch holds what the model says, exactly once, in one order, resumable, for any workers and ranks."""
+    """Each sample is delivered once, with the values of the model, for any workers and ranks."""
     check_case(seed, tmp_path)
 
 
@@ -46,28 +47,78 @@ def test_loading_more(block: int, tmp_path: Path) -> None:
     check_block(check_case, block, BLOCK, tmp_path)
 
 
+Orders = list[list[list[int]]]  # sample numbers by rank, step and row
+
+
+@dataclass
+class Case:
+    """One drawn data set, and how a loader reads it.
+
+    paths: its shards. options: of the loader. view: form of the samples. orders: the epoch as it was
+    delivered to each rank.
+    """
+
+    rng: random.Random
+    data: DataSet
+    paths: list[Path]
+    options: dict[str, Any]
+    view: str
+    epoch: int
+    orders: Orders = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the shards."""
+        return self.paths[0].parent
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self.options["world_size"])
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step over all ranks."""
+        return int(self.options["batch_size"]) * self.world_size
+
+    def draw_rank(self) -> int:
+        """Return the number of a rank."""
+        return self.rng.randrange(self.world_size)
+
+    def loader(self, rank: int, source: Any = None, **more: Any) -> wt.Loader:
+        """Return the loader of a rank. source: instead of the shards. more: further options."""
+        named = {**self.options, **options(self.view), "rank": rank, **more}
+        return wt.Loader(self.paths if source is None else source, **named)
+
+    def read(self, rank: int, source: Any = None, **more: Any) -> list[Batch]:
+        """Return all batches of the epoch on one rank."""
+        loader = self.loader(rank, source, **more)
+        try:
+            batches = list(loader.epoch(self.epoch))
+            assert len(batches) == len(loader), "len() is not the number of batches"
+        finally:
+            loader.close()
+        return batches
+
+    def compare(self, batches: list[Batch]) -> None:
+        """Assert that every row holds the values of the model."""
+        for batch in batches:
+            compare(self.view, batch, self.data)
+
+    def numbers(self, batches: list[Batch]) -> list[list[int]]:
+        """Return the numbers of the samples by step and row."""
+        return [rows(self.view, batch) for batch in batches]
+
+
 def check_case(seed: int, folder: Path) -> None:
+    """Compare one drawn case with the model, and check one more property of it."""
     rng = random.Random(seed)
     data = draw_data_set(rng)
     paths = write(data, folder / "set", rng)
-    case = draw_options(rng, len(data.samples))
-    view = rng.choice(VIEWS)
-    epoch = rng.randrange(3)
-    orders = check_epoch(data, folder / "set", case, view, epoch)
-    check = rng.choice(
-        (
-            check_workers,
-            check_resume,
-            check_ranks,
-            check_bad_samples,
-            check_part,
-            check_server,
-            check_mixture,
-            check_fork,
-            check_stream,
-        )
-    )
-    check(rng, data, paths, case, view, epoch, orders)
+    drawn = draw_options(rng, len(data.samples))
+    case = Case(rng, data, paths, drawn, rng.choice(VIEWS), rng.randrange(3))
+    case.orders = check_epoch(case, folder / "set")
+    rng.choice(CHECKS)(case)
 
 
 def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
@@ -94,21 +145,8 @@ def draw_options(rng: random.Random, samples: int) -> dict[str, Any]:
     }
 
 
-def read_rank(
-    source: Any, case: Mapping[str, Any], view: str, epoch: int, rank: int, **more: Any
-) -> list[Batch]:
-    """All batches of one epoch on one rank."""
-    loader = wt.Loader(source, rank=rank, **{**case, **options(view), **more})
-    try:
-        batches = list(loader.epoch(epoch))
-        assert len(batches) == len(loader), "len() is not the number of batches"
-    finally:
-        loader.close()
-    return batches
-
-
 def read_until_error(loader: wt.Loader, epoch: int) -> tuple[list[Batch], str | None]:
-    """The batches of an epoch up to its end or its error, and the error's text."""
+    """Return the batches of an epoch up to its end or its error, and the error's text."""
     batches: list[Batch] = []
     try:
         for batch in loader.epoch(epoch):
@@ -120,32 +158,22 @@ def read_until_error(loader: wt.Loader, epoch: int) -> tuple[list[Batch], str | 
     return batches, None
 
 
-def numbers(view: str, batches: list[Batch]) -> list[list[int]]:
-    return [rows(view, batch) for batch in batches]
-
-
-def check_epoch(
-    data: DataSet, source: Any, case: Mapping[str, Any], view: str, epoch: int
-) -> list[list[list[int]]]:
-    """Read an epoch on every rank, compare all values, and return the numbers by rank, step and row."""
-    by_rank, real = [], Counter[int]()
-    for rank in range(case["world_size"]):
-        batches = read_rank(source, case, view, epoch, rank)
-        for batch in batches:
-            compare(view, batch, data)
-            valid = (
-                batch["__valid__"].tolist()
-                if case["tail"] == "pad"
-                else [True] * len(batch["__key__"])
-            )
-            real.update(n for n, good in zip(rows(view, batch), valid, strict=True) if good)
-        by_rank.append(numbers(view, batches))
+def check_epoch(case: Case, source: Any) -> Orders:
+    """Read the epoch on every rank, compare all values, and return the orders."""
+    by_rank, real, tail = [], Counter[int](), case.options["tail"]
+    for rank in range(case.world_size):
+        batches = case.read(rank, source)
+        case.compare(batches)
+        by_rank.append(case.numbers(batches))
+        for batch, step in zip(batches, by_rank[-1], strict=True):
+            valid = batch["__valid__"].tolist() if tail == "pad" else [True] * len(step)
+            real.update(number for number, good in zip(step, valid, strict=True) if good)
     assert len({len(steps) for steps in by_rank}) == 1, "ranks differ in steps"
-    check_counts(data, case, by_rank, real)
-    if not case["shuffle"] and case["world_size"] == 1 and case["lanes"] in (None, 1):
+    check_counts(case, by_rank, real)
+    if not case.options["shuffle"] and by_rank[1:] == [] and case.options["lanes"] in (None, 1):
         order = [number for step in by_rank[0] for number in step][: real.total()]
-        dropped = len(data.samples) - real.total()
-        expected = [sample.number for sample in data.samples]
+        dropped = len(case.data.samples) - real.total()
+        expected = [sample.number for sample in case.data.samples]
         # with tail="drop" one run of samples is left out
         assert any(
             order == expected[:at] + expected[at + dropped :] for at in range(len(order) + 1)
@@ -153,315 +181,225 @@ def check_epoch(
     return by_rank
 
 
-def check_counts(
-    data: DataSet, case: Mapping[str, Any], by_rank: list[list[list[int]]], real: Counter[int]
-) -> None:
-    """Every sample once; with tail="drop", fewer than a global batch is left out."""
-    assert not real or max(real.values()) == 1, (
-        f"repeated: {[n for n, times in real.items() if times > 1]}"
-    )
-    total, step = len(data.samples), case["batch_size"] * case["world_size"]
-    expected = total // step * step if case["tail"] == "drop" else total
+def check_counts(case: Case, by_rank: Orders, real: Counter[int]) -> None:
+    """Every sample comes once; with tail="drop", fewer than a global batch are left out."""
+    repeated = [number for number, times in real.items() if times > 1]
+    assert not repeated, f"repeated: {repeated}"
+    total, step, tail = len(case.data.samples), case.global_batch, case.options["tail"]
+    expected = total // step * step if tail == "drop" else total
     assert real.total() == expected, f"{real.total()} samples of {expected}"
-    assert set(real) <= set(data.by_number())
-    if case["tail"] != "keep":
-        assert {len(rows) for steps in by_rank for rows in steps} <= {case["batch_size"]}
+    assert set(real) <= set(case.data.by_number())
+    if tail != "keep":
+        sizes = {len(rows) for steps in by_rank for rows in steps}
+        assert sizes <= {case.options["batch_size"]}
 
 
-Orders = list[list[list[int]]]
-
-
-def check_workers(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
+def check_workers(case: Case) -> None:
     """Worker processes deliver the same batches in the same order as threads."""
-    rank = rng.randrange(case["world_size"])
-    batches = read_rank(
-        paths,
-        case,
-        view,
-        epoch,
-        rank,
-        num_workers=rng.choice((1, 2)),
-        multiprocessing_context="fork",
-    )
-    assert numbers(view, batches) == orders[rank]
-    for batch in batches:
-        compare(view, batch, data)
-    if view == "random transform":
-        threads = read_rank(paths, case, view, epoch, rank)
+    rank = case.draw_rank()
+    workers = case.rng.choice((1, 2))
+    batches = case.read(rank, num_workers=workers, multiprocessing_context="fork")
+    assert case.numbers(batches) == case.orders[rank]
+    case.compare(batches)
+    if case.view == "random transform":
         drawn = [batch["drawn"].tolist() for batch in batches]
-        assert drawn == [batch["drawn"].tolist() for batch in threads], "draws depend on workers"
+        threads = [batch["drawn"].tolist() for batch in case.read(rank)]
+        assert drawn == threads, "draws depend on workers"
 
 
-def check_resume(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """A loop that is left at any step goes on with the next batch, in the same loader or in another one."""
-    rank = rng.randrange(case["world_size"])
-    steps = len(orders[rank])
+def check_resume(case: Case) -> None:
+    """A loop that stops at any step goes on with the next batch, also in a new loader."""
+    rng, rank = case.rng, case.draw_rank()
+    steps = len(case.orders[rank])
     if not steps:
         return
     stop = rng.randrange(steps)
-    loader = wt.Loader(paths, rank=rank, **case, **options(view))
-    loader.set_epoch(epoch)
+    loader = case.loader(rank)
+    loader.set_epoch(case.epoch)
     before = list(islice(loader, stop)) if stop else []
     state = json.loads(json.dumps(loader.state_dict()))
     if rng.random() < 0.5:
         loader.close()
-        workers = rng.choice((0, 0, 0, 1))
-        loader = wt.Loader(paths, rank=rank, num_workers=workers, **case, **options(view))
+        loader = case.loader(rank, num_workers=rng.choice((0, 0, 0, 1)))
     loader.load_state_dict(state)
     after = list(loader)
     following = next(iter(loader), None)
     loader.close()
-    assert numbers(view, before + after) == orders[rank], f"left at step {stop} of {steps}"
-    for batch in after:
-        compare(view, batch, data)
+    assert case.numbers(before + after) == case.orders[rank], f"stopped at step {stop} of {steps}"
+    case.compare(after)
     if following is not None:
-        expected = read_rank(paths, case, view, epoch + 1, rank)[0]
-        assert rows(view, following) == rows(view, expected), (
+        expected = replace(case, epoch=case.epoch + 1).read(rank)
+        assert case.numbers([following]) == case.numbers(expected[:1]), (
             "the epoch after a resume is not the next one"
         )
 
 
-def check_ranks(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
+def check_ranks(case: Case) -> None:
     """With `lanes` fixed, another number of ranks takes the same global batches."""
-    lanes, total = case["lanes"] or case["world_size"], case["batch_size"] * case["world_size"]
+    lanes, total = case.options["lanes"] or case.world_size, case.global_batch
     sizes = [size for size in range(1, lanes + 1) if lanes % size == 0 and total % size == 0]
-    world_size = rng.choice(sizes)
-    other = {**case, "lanes": lanes, "world_size": world_size, "batch_size": total // world_size}
-    others = check_epoch(data, paths, other, view, epoch)
-    for step in range(len(orders[0])):
-        mine = sorted(number for rank in orders for number in rank[step])
+    world_size = case.rng.choice(sizes)
+    ranks = {"lanes": lanes, "world_size": world_size, "batch_size": total // world_size}
+    others = check_epoch(replace(case, options=case.options | ranks), case.paths)
+    for step in range(len(case.orders[0])):
+        mine = sorted(number for rank in case.orders for number in rank[step])
         assert mine == sorted(number for rank in others for number in rank[step]), f"step {step}"
 
 
-def check_bad_samples(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """A sample that cannot be decoded is replaced and counted, or ends the loop at its batch; no other is touched."""
+def damage(case: Case, field: str, victims: set[int]) -> Case:
+    """Return a case whose data set has samples that cannot be decoded. victims: their numbers."""
+    shards = tuple(
+        tuple(
+            replace(sample, fields=sample.fields | {field: BROKEN[field]})
+            if sample.number in victims
+            else sample
+            for sample in shard
+        )
+        for shard in case.data.shards
+    )
+    data = replace(case.data, shards=shards)
+    paths = write(data, case.folder.parent / "damaged", case.rng)
+    damaged = replace(case, data=data, paths=paths)
+    # Sizes of samples differ now, and with them the default of the shuffle buffer.
+    undecoded = replace(damaged, view="bytes")
+    damaged.orders = [undecoded.numbers(undecoded.read(rank)) for rank in range(case.world_size)]
+    return damaged
+
+
+def check_bad_samples(case: Case) -> None:
+    """A sample that cannot be decoded is replaced and counted, or ends the loop at its batch."""
+    rng, samples = case.rng, case.data.samples
     view = rng.choice(tuple(DECODED))
     field = rng.choice(DECODED[view])
-    victims = {
-        sample.number
-        for sample in rng.sample(data.samples, min(len(data.samples) // 2, rng.randrange(1, 4)))
-    }
+    chosen = rng.sample(samples, min(len(samples) // 2, rng.randrange(1, 4)))
+    victims = {sample.number for sample in chosen}
     if not victims:
         return
-    damaged = DataSet(
-        tuple(
-            tuple(
-                type(s)(**{**s.__dict__, "fields": {**s.fields, field: BROKEN[field]}})
-                if s.number in victims
-                else s
-                for s in shard
-            )
-            for shard in data.shards
-        )
-    )
-    again = write(damaged, paths[0].parent.parent / "damaged", rng)
-    workers = rng.choice((0, 0, 0, 1))
-    # the sizes of samples differ now, and with them the default of the shuffle buffer
-    planned_steps = [
-        numbers("bytes", read_rank(again, case, "bytes", epoch, rank))
-        for rank in range(case["world_size"])
-    ]
-    rank = rng.randrange(case["world_size"])
-    first = next((at for at, step in enumerate(planned_steps[rank]) if victims & set(step)), None)
+    damaged = replace(damage(case, field, victims), view=view)
+    workers, rank = rng.choice((0, 0, 0, 1)), case.draw_rank()
+    planned = damaged.orders[rank]
+    first = next((at for at, step in enumerate(planned) if victims & set(step)), None)
 
-    more = {**case, **options(view), "rank": rank, "num_workers": workers}
-    delivered, error = read_until_error(wt.Loader(again, **more), epoch)
-    assert numbers(view, delivered) == planned_steps[rank][:first]
+    delivered, error = read_until_error(damaged.loader(rank, num_workers=workers), case.epoch)
+    assert damaged.numbers(delivered) == planned[:first]
     assert (error is None) == (first is None), f"first bad batch: {first}; error: {error}"
     if error is not None:
-        assert any(sample.key in error for sample in damaged.samples if sample.number in victims), (
-            error
-        )
+        assert any(sample.key in error for sample in chosen), error
         assert view == "transform" or field in error
 
-    loader = wt.Loader(again, on_bad="replace", max_bad=1.0, **more)
-    replaced, error = read_until_error(loader, epoch)
-    if error is not None:  # nothing good is left to replace a sample by
-        assert len(victims) * 2 >= len(data.samples), error
+    loader = damaged.loader(rank, num_workers=workers, on_bad="replace", max_bad=1.0)
+    replaced, error = read_until_error(loader, case.epoch)
+    if error is not None:  # no good sample is left to replace a bad one
+        assert len(victims) * 2 >= len(samples), error
         return
-    met = 0
-    for step, batch in enumerate(replaced):
-        compare(view, batch, data)
-        for row, number in enumerate(rows(view, batch)):
-            planned = planned_steps[rank][step][row]
-            if planned in victims:
-                met += 1
-                assert number not in victims
-            else:
-                assert number == planned
-    if case["tail"] != "pad":
-        assert loader.report()["bad"] == met
+    replace(case, view=view).compare(replaced)
+    count = 0
+    for step, expected in zip(damaged.numbers(replaced), planned, strict=True):
+        for number, planned_number in zip(step, expected, strict=True):
+            is_victim = planned_number in victims
+            count += is_victim
+            assert number not in victims if is_victim else number == planned_number
+    if case.options["tail"] != "pad":
+        assert loader.report()["bad"] == count
 
 
-def check_part(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """Some of the shards, named one by one or by a pattern, are a set of their own."""
-    chosen = sorted(rng.sample(range(len(paths)), rng.randrange(1, len(paths) + 1)))
-    part = DataSet(tuple(data.shards[index] for index in chosen))
-    if case["tail"] == "drop" and len(part.samples) < case["batch_size"] * case["world_size"]:
+def check_part(case: Case) -> None:
+    """Some of the shards, listed or named by a pattern, are a set of their own."""
+    paths = case.paths
+    chosen = sorted(case.rng.sample(range(len(paths)), case.rng.randrange(1, len(paths) + 1)))
+    data = DataSet(tuple(case.data.shards[index] for index in chosen))
+    part = replace(case, data=data, paths=[paths[index] for index in chosen])
+    if case.options["tail"] == "drop" and len(data.samples) < case.global_batch:
         with pytest.raises(wt.WdstrainError):
-            wt.Loader([paths[index] for index in chosen], rank=0, **case)
+            part.loader(0)
         return
-    source: Any = [paths[index] for index in chosen]
-    if rng.random() < 0.5:
-        source = str(
-            paths[0].parent / f"part-{{{','.join(f'{index:03d}' for index in chosen)},}}.tar"
-        ).replace(",}", "}")
-        if len(chosen) == 1:
-            source = str(paths[chosen[0]])
-    check_epoch(part, source, case, view, epoch)
+    source: Any = part.paths
+    if case.rng.random() < 0.5:
+        names = ",".join(f"{index:03d}" for index in chosen)
+        names = f"{{{names}}}" if len(chosen) > 1 else names
+        source = str(case.folder / f"part-{names}.tar")
+    check_epoch(part, source)
 
 
-def check_server(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """A server that fails now and then gives what the disk gives, also through a cache."""
-    rank = rng.randrange(case["world_size"])
+def check_server(case: Case) -> None:
+    """A server that fails now and then gives the same as the disk, also through a cache."""
+    rng, rank = case.rng, case.draw_rank()
     more: dict[str, Any] = {}
     if rng.random() < 0.6:
-        more["cache_dir"] = paths[0].parent.parent / "cache"
-        more["cache_limit"] = rng.choice(
-            (None, max(path.stat().st_size for path in paths) * 2 + 100_000)
-        )
+        size = max(path.stat().st_size for path in case.paths)
+        more["cache_dir"] = case.folder.parent / "cache"
+        more["cache_limit"] = rng.choice((None, size * 2 + 100_000))
     indexed = rng.random() < 0.5
     if indexed:
-        wt.index(str(paths[0].parent))
-    with serving(paths[0].parent) as served:
-        urls = [f"{served.url}/{path.name}" for path in paths]
-        kinds = (cut(100), cut(1000, reset=True), cut_in_headers(), status(503), status(500))
+        wt.index(str(case.folder))
+    with serving(case.folder) as served:
+        urls = [f"{served.url}/{path.name}" for path in case.paths]
+        faults = (cut(100), cut(1000, reset=True), cut_in_headers(), status(503), status(500))
         for _ in range(2):
-            served.faults.extend(rng.choice(kinds) for _ in range(rng.randrange(3)))
-            batches = read_rank(
-                f"{served.url}/index.json" if indexed else urls, case, view, epoch, rank, **more
-            )
-            assert numbers(view, batches) == orders[rank]
-            for batch in batches:
-                compare(view, batch, data)
+            served.faults.extend(rng.choice(faults) for _ in range(rng.randrange(3)))
+            batches = case.read(rank, f"{served.url}/index.json" if indexed else urls, **more)
+            assert case.numbers(batches) == case.orders[rank]
+            case.compare(batches)
         served.faults.clear()
 
 
-def check_mixture(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
+def check_mixture(case: Case) -> None:
     """A mixture gives each source its share, each sample once, and each sample its own bytes."""
-    folder = paths[0].parent.parent / "other"
-    other = draw_data_set(rng, first=100_000)
-    write(other, folder, rng)
-    sets = {"a": data, "b": other}
-    names = {
-        one: set(sample.fields) - {"bin"}
-        for one, sample in ((n, s.samples[0]) for n, s in sets.items())
-    }
-    assert names["a"] == names["b"]
+    rng, folder = case.rng, case.folder.parent / "other"
+    sets = {"a": case.data, "b": draw_data_set(rng, first=100_000)}
+    write(sets["b"], folder, rng)
+    assert len({frozenset(data.samples[0].fields.keys() - {"bin"}) for data in sets.values()}) == 1
     weights = rng.choice((None, {"a": 1, "b": 1}, {"a": 3, "b": 1}, {"a": 1, "b": 9}))
-    sizes = {name: (weights or {n: len(s.samples) for n, s in sets.items()})[name] for name in sets}
-    view = rng.choice(("transform", "tensors", "lists"))
-    mixed = {**case, "tail": "drop"}
-    seen, by_source = Counter[int](), Counter[str]()
-    steps = set()
-    for rank in range(case["world_size"]):
+    mixed = replace(
+        case,
+        data=DataSet(sets["a"].shards + sets["b"].shards),
+        view=rng.choice(("transform", "tensors", "lists")),
+        options=case.options | {"tail": "drop"},
+    )
+    seen, by_source, steps = Counter[int](), Counter[str](), set[int]()
+    sources = {"a": str(case.folder), "b": str(folder)}
+    for rank in range(case.world_size):
+        named = {**mixed.options, **options(mixed.view), "rank": rank}
         try:
-            loader = wt.mix(
-                {"a": str(paths[0].parent), "b": str(folder)},
-                weights=weights,
-                rank=rank,
-                **mixed,
-                **options(view),
-            )
+            loader = wt.mix(sources, weights=weights, **named)
         except wt.PlanError:  # a source cannot fill one step
             return
-        batches = list(loader.epoch(epoch))
+        batches = list(loader.epoch(case.epoch))
         steps.add(len(batches))
         assert len(batches) == len(loader)
         loader.close()
-        for batch in batches:
-            for name, number in zip(batch["__source__"], rows(view, batch), strict=True):
-                assert number in sets[name].by_number(), "a sample is called another source's"
+        mixed.compare(batches)
+        for batch, numbers in zip(batches, mixed.numbers(batches), strict=True):
+            for name, number in zip(batch["__source__"], numbers, strict=True):
+                assert number in sets[name].by_number(), "a sample has the name of another source"
                 seen[number] += 1
                 by_source[name] += 1
-            compare(view, batch, DataSet(data.shards + other.shards))
     assert len(steps) == 1, "ranks differ in steps"
     assert not seen or max(seen.values()) == 1
-    lanes = case["lanes"] or case["world_size"]
+    lanes = case.options["lanes"] or case.world_size
+    sizes = weights or {name: len(data.samples) for name, data in sets.items()}
     for name in sets:
         share = sizes[name] / sum(sizes.values()) * seen.total()
         assert abs(by_source[name] - share) <= lanes + 0.01 * share + 1, (by_source, sizes)
 
 
-def check_fork(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """A forked child that uses its parent's loader delivers the truth or refuses; the parent notices nothing."""
-    rank = rng.randrange(case["world_size"])
-    loader = wt.Loader(paths, rank=rank, **case, **options(view))
-    batches = loader.epoch(epoch)
-    before = list(islice(batches, rng.randrange(len(orders[rank]) + 1)))
+def check_fork(case: Case) -> None:
+    """A forked child that uses its parent's loader delivers the same batches or raises an error.
+
+    The parent goes on unharmed.
+    """
+    rank = case.draw_rank()
+    loader = case.loader(rank)
+    batches = loader.epoch(case.epoch)
+    before = list(islice(batches, case.rng.randrange(len(case.orders[rank]) + 1)))
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = os.fork()
     if not child:
         signal.alarm(60)
         try:
-            delivered = list(loader.epoch(epoch))
-            for batch in delivered:
-                compare(view, batch, data)
-            sender.send(numbers(view, delivered))
+            delivered = list(loader.epoch(case.epoch))
+            case.compare(delivered)
+            sender.send(case.numbers(delivered))
         except wt.WdstrainError as error:
             sender.send(str(error))
         except BaseException as error:
@@ -476,36 +414,29 @@ def check_fork(
     finally:
         os.waitpid(child, 0)
         receiver.close()
-    assert isinstance(answer, str) or answer == orders[rank]
-    assert numbers(view, before + after) == orders[rank]
-    for batch in before + after:
-        compare(view, batch, data)
+    assert isinstance(answer, str) or answer == case.orders[rank]
+    assert case.numbers(before + after) == case.orders[rank]
+    case.compare(before + after)
 
 
-def check_stream(
-    rng: random.Random,
-    data: DataSet,
-    paths: list[Path],
-    case: dict[str, Any],
-    view: str,
-    epoch: int,
-    orders: Orders,
-) -> None:
-    """A stream under any number of worker processes gives each sample once per epoch, also after looks at single samples."""
-    stream = wt.stream(paths, seed=case["seed"], shuffle=case["shuffle"])
+def check_stream(case: Case) -> None:
+    """A stream gives each sample once per epoch, under any number of worker processes.
+
+    Also after single samples were taken from it.
+    """
+    rng = case.rng
+    stream = wt.stream(case.paths, seed=case.options["seed"], shuffle=case.options["shuffle"])
     if rng.random() < 0.5:
         next(iter(stream))
     workers = rng.choice((0, 0, 1, 2))
-    persistent = workers > 0 and rng.random() < 0.3
-    context = "fork" if workers else None
     loader = DataLoader(
         stream,
         batch_size=None,
         num_workers=workers,
-        persistent_workers=persistent,
-        multiprocessing_context=context,
+        persistent_workers=workers > 0 and rng.random() < 0.3,
+        multiprocessing_context="fork" if workers else None,
     )
-    expected = {sample.number: sample for sample in data.samples}
+    expected = {sample.number: sample.fields for sample in case.data.samples}
     for _ in range(rng.choice((1, 2, 3))):
         samples = list(loader)
         assert sorted(int(sample["number"]) for sample in samples) == sorted(expected)
@@ -513,13 +444,26 @@ def check_stream(
             fields = {
                 name: bytes(value) for name, value in sample.items() if not name.startswith("__")
             }
-            assert fields == expected[int(sample["number"])].fields
+            assert fields == expected[int(sample["number"])]
         if rng.random() < 0.3:
             next(iter(stream))
 
 
+CHECKS = (
+    check_workers,
+    check_resume,
+    check_ranks,
+    check_bad_samples,
+    check_part,
+    check_server,
+    check_mixture,
+    check_fork,
+    check_stream,
+)
+
+
 def test_the_model_notices_a_changed_byte(tmp_path: Path) -> None:
-    """The oracle itself: samples which differ from the model in one byte do not pass."""
+    """Samples that differ from the model in one byte do not pass."""
     rng = random.Random(0)
     data = draw_data_set(rng)
     write(data, tmp_path, rng)
