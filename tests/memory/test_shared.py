@@ -1,4 +1,4 @@
-"""Reused memory: what is placed stays until it is released, and what is released is used again."""
+"""Reused memory: samples keep their place until it is released, and released memory is reused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from wdstrain.memory.arena import Arena
 from wdstrain.memory.shared import Memory
 
 
-def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
-    """Buckets filled in an interleaved order, released in turn: placed ranges never overlap while they are held."""
+def test_held_samples_do_not_overlap_and_memory_stays_bounded() -> None:
+    """Buckets are filled in an interleaved order and released in turn."""
     rng = np.random.default_rng(0)
     arena = Arena(live=8 << 20, largest=200_000, near=8, farthest=4)
     held: dict[int, list[tuple[int, int]]] = {}
@@ -43,8 +43,8 @@ def test_nothing_that_is_held_overlaps_and_memory_stays_bounded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_leaves_late_shares_wider_buckets_and_is_never_released_before(seed: int) -> None:
-    """Most samples leave soon, some much later: no held place is given twice, and memory sized for what waits is enough."""
+def test_samples_that_leave_late_share_wider_buckets_and_are_not_released_early(seed: int) -> None:
+    """Most samples leave soon, some much later. The memory that was sized for them is enough."""
     rng = np.random.default_rng(seed)
     near, farthest = int(rng.integers(2, 40)), int(rng.integers(1, 5000))
     each, size = int(rng.integers(1, 4)), 1000
@@ -71,7 +71,7 @@ def test_what_leaves_late_shares_wider_buckets_and_is_never_released_before(seed
     assert arena.held == 0
 
 
-def test_an_arena_that_is_full_says_so() -> None:
+def test_a_full_arena_is_an_error() -> None:
     arena = Arena(live=1000, largest=100, near=1, farthest=0)
     with pytest.raises(WdstrainError, match="which is its limit"):
         arena.place(np.arange(1000), np.full(1000, 100))
@@ -107,17 +107,18 @@ def test_columns_of_a_slot_do_not_overlap() -> None:
     assert not any(buffer[: LAYOUT.size])
 
 
-def test_a_slot_comes_back_when_its_last_tensor_goes() -> None:
+def test_a_slot_is_reused_when_its_last_tensor_is_freed() -> None:
     slots = Slots(LAYOUT, busy=1, spare=1)
     batch = slots.hand_out(slots.take(), 2)
     row = batch["image"][1, 0]
-    assert len(slots._free) == 1
     del batch
     gc.collect()
-    assert len(slots._free) == 1
+    assert slots.take() == 1
+    with pytest.raises(WdstrainError, match="all 2 slots for batches are in use"):
+        slots.take()
     del row
     gc.collect()
-    assert {slots.take(), slots.take()} == {0, 1}
+    assert slots.take() == 0
 
 
 def test_beyond_the_spare_slots_batches_are_copies() -> None:

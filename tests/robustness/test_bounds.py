@@ -516,12 +516,19 @@ def _unfolding(handler: http.server.BaseHTTPRequestHandler) -> None:
     handler.wfile.write(data)
 
 
+def machine_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Let the machine have `size` bytes of memory."""
+    values = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}
+    sysconf = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: values.get(name) or sysconf(name))
+
+
 @pytest.mark.parametrize("answer", [_without_end, _unfolding])
 def test_an_index_without_an_end_is_refused(
     answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a machine of 256 MB, so that the test is quick."""
-    monkeypatch.setattr("wdstrain.storage.http.memory", lambda: 256 << 20)
+    """On a machine of 256 MB, so that the test is quick."""
+    machine_memory(monkeypatch, 256 << 20)
     with (
         answering(answer) as address,
         pytest.raises(StorageError, match="has more than 67108864 bytes, too many to hold at once"),
@@ -534,7 +541,7 @@ def test_an_index_is_taken_apart_only_if_memory_holds_it(
 ) -> None:
     folder = write_shards(tmp_path / "set", [8])
     wt.index(folder)
-    monkeypatch.setattr("wdstrain.shards.index_io.memory", lambda: 128 * 200)
+    machine_memory(monkeypatch, 128 * 200)
     with pytest.raises(ShardError, match="bytes of JSON; 200 is the limit"):
         wt.Loader(folder)
 
