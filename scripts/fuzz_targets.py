@@ -604,7 +604,7 @@ _OBJECT = b"".join(
 _ADDRESS = "http://server/a.tar"
 
 
-class _Script(http_request.Connection):
+class _Script(http_request.HTTPConnection):
     """A connection to a server that sends what it is told, answer by answer, and then hangs up."""
 
     answers: Iterator[bytes] = iter(())

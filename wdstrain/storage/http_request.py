@@ -44,26 +44,26 @@ def _keep_raw_response(connection: Any, *args: Any, **options: Any) -> RawRespon
     return cast(RawResponse, connection.raw_response)
 
 
-class Connection(urllib3.connection.HTTPConnection):
+class HTTPConnection(urllib3.connection.HTTPConnection):
     """urllib3's connection that keeps the `RawResponse` of its last request."""
 
     raw_response: RawResponse
     response_class: Any = _keep_raw_response  # http.client calls it as a method
 
 
-class _TLSConnection(urllib3.connection.HTTPSConnection):
+class HTTPSConnection(urllib3.connection.HTTPSConnection):
     """The same over TLS."""
 
     raw_response: RawResponse
     response_class: Any = _keep_raw_response
 
 
-class _Pool(urllib3.HTTPConnectionPool):
-    ConnectionCls = Connection
+class HTTPConnectionPool(urllib3.HTTPConnectionPool):
+    ConnectionCls = HTTPConnection
 
 
-class _TLSPool(urllib3.HTTPSConnectionPool):
-    ConnectionCls = _TLSConnection
+class HTTPSConnectionPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = HTTPSConnection
 
 
 def check_address(address: str) -> None:
@@ -129,7 +129,7 @@ def get(address: str, headers: Mapping[str, str] | None = None) -> urllib3.BaseH
 
 def raw_response(response: urllib3.BaseHTTPResponse) -> RawResponse:
     """Return http.client's response under a response of `get`, before its body is read."""
-    return cast(Connection, response.connection).raw_response
+    return cast(HTTPConnection, response.connection).raw_response
 
 
 def request_headers(address: str) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _new_pool_manager(
 ) -> urllib3.PoolManager:
     options: Any = {"num_pools": 16, "maxsize": 128}
     manager = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
-    manager.pool_classes_by_scheme = {"http": _Pool, "https": _TLSPool}
+    manager.pool_classes_by_scheme = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
     return manager
 
 

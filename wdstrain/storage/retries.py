@@ -90,12 +90,12 @@ class Retries:
                 f"{self._shown}: {missing} did not arrive in {self.attempts} attempts over "
                 f"{silent:.0f} s; last error: {reason}. Check the server, the network and the "
                 f"credentials; {TIMEOUT} sets after how many seconds without a byte reading fails."
-            )
+            ) from None
         pause = min(self._backoff(retry_after), limit - silent)
         if silent + pause >= _UNLOGGED:
             self._log_silence(reason, limit)
         if self._stopping.wait(pause):
-            raise StorageError(f"{self._shown}: reading was stopped.")
+            raise StorageError(f"{self._shown}: reading was stopped.") from None
 
     def _backoff(self, retry_after: float | None) -> float:
         """Return the seconds of a pause: they double with each attempt, with jitter."""
