@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -67,7 +68,7 @@ def main(words: Sequence[str]) -> int:
 
 def _unknown(arguments: argparse.Namespace, word: str) -> str:
     """What is said of a word that no verb knows, with the option that it resembles."""
-    flags = [flag for action in arguments.parser._actions for flag in action.option_strings]
+    flags = re.findall(r"--[a-z][a-z-]*|-[a-z]\b", arguments.parser.format_usage())
     near = get_close_matches(word.partition("=")[0], flags, 1, 0.5)
     hint = f"Did you mean {near[0]}?" if near else f"See: {arguments.parser.prog} --help"
     return f"{word!r} is none of the options of {arguments.parser.prog}. {hint}"

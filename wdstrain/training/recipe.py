@@ -10,9 +10,11 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from wdstrain.training.configuration import Config
 
@@ -89,9 +91,9 @@ class Average:
         mine, others = self.model.state_dict(), model.state_dict()
         decay = min(self._decay, (1 + step) / (10 + step))
         numbers = [name for name, value in mine.items() if value.is_floating_point()]
-        torch._foreach_lerp_(
-            [mine[name] for name in numbers], [others[name] for name in numbers], 1 - decay
-        )
+        if numbers:
+            average = cast(Any, get_ema_multi_avg_fn)(decay)  # torch gives it no types
+            average([mine[name] for name in numbers], [others[name] for name in numbers], None)
         for name in mine.keys() - set(numbers):
             mine[name].copy_(others[name])
 
