@@ -44,10 +44,11 @@ from wdstrain.decode import codecs, fields, label_fields
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Field
 from wdstrain.decode.jpeg_batch import EncodedImages
+from wdstrain.decode.resize import resize
+from wdstrain.decode.transforms import FLIP_DRAW, region
 from wdstrain.errors import SampleError, ShardError, WdstrainError
 from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
-from wdstrain.runtime.watchdog import ProgressCell
 from wdstrain.serving.answering import Connection
 from wdstrain.serving.places import Places
 from wdstrain.shards.index import Index, Label
@@ -948,7 +949,7 @@ def run_array(data: bytes) -> None:
             (wanted.dtype, wanted.shape, value.dtype, value.shape),
         )
     end = int.from_bytes(data[8:10], "little") + 10
-    if shaped.lies_as(data[:end]) and len(data) - end >= 24:
+    if shaped.has_plain_layout(data[:end]) and len(data) - end >= 24:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wanted = np.load(io.BytesIO(data), allow_pickle=False)
@@ -1037,11 +1038,12 @@ _ARRAY_WORDS = (
 
 
 def run_image(data: bytes) -> None:
-    """A picture, whole and in part: pixels of one shape, the part being that of the whole, or a bad sample in both cases."""
+    """A picture: pixels, or a bad sample. Its fields resize a region of them, alone and as a row of a batch."""
     with _instead(codecs, MAX_PIXELS=MOST_PIXELS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of odd tags
-        whole = _decoded(data)
-        if whole is not None:
+        whole = None
+        with suppress(SampleError):
+            whole = decode_image(data)
             _must(
                 whole.dtype == np.uint8
                 and whole.ndim == 3
@@ -1050,63 +1052,34 @@ def run_image(data: bytes) -> None:
                 "pixels",
                 whole.shape,
             )
-            blue = _decoded(data, blue_first=True)
-            _must(
-                blue is not None and np.array_equal(blue[:, :, ::-1], whole),
-                "blue first is the same picture",
-                whole.shape,
-            )
-        draws = uniform(np.array([zlib.crc32(data)]), 27, "fuzz")[0]
-        asked: list[tuple[int, int, int, int]] = []
-
-        def box_of(height: int, width: int) -> tuple[int, int, int, int]:
-            h, w = 1 + int(draws[0] * height * 0.999), 1 + int(draws[1] * width * 0.999)
-            asked.append((int(draws[2] * (height - h + 1)), int(draws[3] * (width - w + 1)), h, w))
-            return asked[-1]
-
-        part = _decoded(data, box_of)
-        if whole is None and data[:2] == b"\xff\xd8":  # its damage may lie below the part
-            return
-        _must(
-            (part is None) == (whole is None),
-            "a part is there exactly where the whole is",
-            (whole is None, part is None),
-        )
-        if part is not None and whole is not None:
-            top, left, h, w = asked[-1]
-            _must(
-                np.array_equal(part, whole[top : top + h, left : left + w]),
-                "a part is that of the whole",
-                asked,
-            )
-        field, desk = fields.image(size=(8, 6), augment="rrc+flip"), ProgressCell.unwatched()
-        for one in (field, fields.image(size=16)):
-            assert one.size is not None
-            out, of_batch, value = (
-                np.zeros((*one.size, 3), np.uint8),
-                np.zeros((1, *one.size, 3), np.uint8),
-                False,
-            )
-            with suppress(SampleError):
-                one.read("jpg", memoryview(data), out, draws)
-                _must(whole is not None, "what is no picture makes no value", one)
-                value = True
-            lies = EncodedImages(
-                np.array([np.frombuffer(data, np.uint8).ctypes.data]), np.array([len(data)])
-            )
-            if one.read_rows(lies, [0], of_batch, draws[None], desk.row_address):
-                _must(
-                    value and np.array_equal(out, of_batch[0]),
-                    "a picture of a batch is the same picture",
-                    one,
-                )
+        draws = uniform(np.array([zlib.crc32(data)]), 27, "fuzz")
+        for field in (fields.image(size=(8, 6), augment="rrc+flip"), fields.image(size=16)):
+            _compare_image_field(field, data, whole, draws)
 
 
-def _decoded(data: bytes, box_of: Any = None, *, blue_first: bool = False) -> Any:
-    try:
-        return decode_image(data, box_of, blue_first=blue_first)
-    except SampleError:
-        return None
+def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: Any) -> None:
+    """The field's pixels are those of the whole picture, resized; a row of a batch has the same pixels."""
+    assert field.example is not None
+    alone, batch = (np.zeros((1, *field.example.shape), np.uint8) for _ in range(2))
+    is_read = False
+    with suppress(SampleError):
+        field.read("jpg", memoryview(data), alone[0], draws[0])
+        is_read = True
+    in_batch = bool(field.read_rows(EncodedImages.of(data), [0], batch, draws)) if data else False
+    _must(is_read or not in_batch, "what is read in a batch is read alone", field)
+    _must(not in_batch or np.array_equal(alone, batch), "a row of a batch is the same", field)
+    if whole is None:  # a JPEG's damage may lie below the region
+        _must(not is_read or data[:2] == b"\xff\xd8", "what is no picture makes no value", field)
+        return
+    _must(is_read, "a picture makes a value", field)
+    assert field.size is not None
+    height, width = whole.shape[:2]
+    top, left, h, w = region(height, width, field.size, field.augment, draws[0])
+    wanted = np.zeros_like(alone[0])
+    resize(whole[top : top + h, left : left + w], wanted)
+    mirrored = field.augment.flip and draws[0, FLIP_DRAW] < 0.5
+    wanted = wanted[:, ::-1] if mirrored else wanted
+    _must(np.array_equal(alone[0], wanted), "a value is the resized region of the whole", field)
 
 
 def _image_seeds() -> list[bytes]:
@@ -1199,7 +1172,7 @@ TARGETS = {
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
         Target("document", run_document, lambda: [b'{"a": [1, null, "\\ud83d"]}', "\ufeffsch\u00f6n".encode()], ("wdstrain.decode.fields:Json", "wdstrain.decode.fields:Text")),
         Target("array", run_array, _array_seeds, ("wdstrain.decode.fields:NumpyArray", "wdstrain.shards.values:npy_array", "wdstrain.shards.values:npy_head"), _ARRAY_WORDS, None, 2048),
-        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_region:decode_part", "wdstrain.decode.jpeg_region:_decode"), _IMAGE_WORDS, None, 8192),
+        Target("image", run_image, _image_seeds, ("wdstrain.decode.codecs", "wdstrain.decode.jpeg_batch", "wdstrain.decode.orientation"), _IMAGE_WORDS, None, 8192),
     )
 }  # fmt: skip
 

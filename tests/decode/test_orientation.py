@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 import wdstrain as wt
 from tests.conftest import ROOT
-from wdstrain.decode import jpeg_region
+from wdstrain.decode import libjpeg_turbo
 from wdstrain.native import kernels
 
 Pixels = npt.NDArray[np.uint8]
@@ -347,8 +347,9 @@ def test_pixels_are_the_same_without_what_is_compiled(tmp_path: Path) -> None:
     pictures = [
         inserted(one, exif(number))
         for number in range(1, 9)
-        for one in (jpeg(), jpeg(101, 60), jpeg(61, 90))
+        for one in (jpeg(), jpeg(101, 60), jpeg(61, 90), jpeg(70, 50, progressive=True))
     ]
+    pictures += [jpeg(190, 140, "L"), jpeg(190, 140, "CMYK"), jpeg(190, 140, progressive=True)]
     packed([*pictures, *(inserted(jpeg(), case) for case in CASES.values())], tmp_path / "set")
     shutil.copytree(
         ROOT / "wdstrain",
@@ -389,7 +390,7 @@ for _ in range(2):
 
 
 @pytest.mark.skipif(
-    kernels.library is None or jpeg_region.functions() is None,
+    kernels.library is None or libjpeg_turbo.functions() is None,
     reason="no compiler, or no libjpeg-turbo 3",
 )
 def test_slower_code_is_logged_once_in_a_process(tmp_path: Path) -> None:

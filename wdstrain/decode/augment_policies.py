@@ -1,56 +1,66 @@
-"""TrivialAugment and RandAugment: a change of colour or shape drawn from fourteen, by a sample's own random numbers.
+"""TrivialAugment and RandAugment: random changes of color or geometry, by Pillow.
 
-As torchvision draws and does them (Müller and Hutter, 2021, the "wide" ranges; Cubuk et al., 2019, two changes of magnitude 9 of 31),
-by Pillow, whose filters are the original ones; compared with torchvision's in the tests. Where a picture is turned, moved or
-sheared, what comes in from outside is black.
+Operations, ranges and draws are those of torchvision: TrivialAugment (Müller and Hutter, 2021) with
+the "wide" ranges; RandAugment (Cubuk et al., 2019) with two operations of magnitude 9 of 31 bins.
+Operation names are torchvision's. Pixels that come in from outside the image are black.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageEnhance, ImageOps
 
 Draws = npt.NDArray[np.float64]
-Change = Callable[[Image.Image, float], Image.Image]
+Operation = Callable[[Image.Image, float], Image.Image]
+Range = Callable[[float], float]  # strength, 0 to 1 -> magnitude
 
-DRAWS = 4  # numbers for one sample
+DRAWS = 4  # random numbers of one sample
 
-_BINS = 31  # magnitudes from none to the most
+_BINS = 31  # magnitudes, from none to the largest
+_RAND_AUGMENT_STRENGTH = 9 / (_BINS - 1)
+_MAX_TRANSLATION = 150 / 331  # RandAugment, share of the side
 
 
 def trivial_augment(image: Image.Image, draws: Draws) -> Image.Image:
-    """One change of any magnitude. image: RGB; draws: float64[4] in [0, 1)."""
-    name = _pick(tuple(_WIDE), draws[0])
-    part = int(draws[1] * _BINS) / (_BINS - 1)
-    return _done(image, name, _WIDE[name](part), draws[2] < 0.5)
+    """Return the image after one operation of random magnitude. draws: float64[4] in [0, 1)."""
+    name = _pick(TRIVIAL_AUGMENT_RANGES, draws[0])
+    strength = int(draws[1] * _BINS) / (_BINS - 1)
+    magnitude = TRIVIAL_AUGMENT_RANGES[name](strength)
+    return apply(image, name, _signed(name, magnitude, draws[2]))
 
 
 def rand_augment(image: Image.Image, draws: Draws) -> Image.Image:
-    """Two changes of magnitude 9 of 30. image: RGB; draws: float64[4] in [0, 1)."""
+    """Return the image after two operations of magnitude 9. draws: float64[4] in [0, 1)."""
     for turn in range(2):
-        name = _pick(tuple(_USUAL), draws[2 * turn])
-        move = image.size[0 if name == "translate x" else 1] * 150 / 331
-        size = 9 / (_BINS - 1)
-        magnitude = size * move if name.startswith("translate") else _USUAL[name](size)
-        image = _done(image, name, magnitude, draws[2 * turn + 1] < 0.5)
+        name = _pick(_RAND_AUGMENT_RANGES, draws[2 * turn])
+        magnitude = _RAND_AUGMENT_RANGES[name](_RAND_AUGMENT_STRENGTH)
+        if name.startswith("Translate"):
+            side = image.size[0 if name == "TranslateX" else 1]
+            magnitude = _RAND_AUGMENT_STRENGTH * side * _MAX_TRANSLATION
+        image = apply(image, name, _signed(name, magnitude, draws[2 * turn + 1]))
     return image
 
 
-def change(image: Image.Image, name: str, magnitude: float) -> Image.Image:
-    """The picture after a change by its name. Magnitudes: a slope, pixels, degrees, a factor above 1, bits, a level."""
-    return _CHANGES[name](image, magnitude)
+def apply(image: Image.Image, name: str, magnitude: float) -> Image.Image:
+    """Return an RGB image after one operation.
+
+    magnitude: slope (Shear), pixels (Translate), degrees (Rotate), factor - 1 (Brightness, Color,
+    Contrast, Sharpness), bits (Posterize), or level (Solarize).
+    """
+    return _OPERATIONS[name](image, magnitude)
 
 
-def _pick(names: tuple[str, ...], draw: float) -> str:
-    return names[int(draw * len(names))]
+def _pick(ranges: Mapping[str, Range], draw: float) -> str:
+    return list(ranges)[int(draw * len(ranges))]
 
 
-def _done(image: Image.Image, name: str, magnitude: float, turned: bool) -> Image.Image:
-    return change(image, name, -magnitude if turned and name in _SIGNED else magnitude)
+def _signed(name: str, magnitude: float, draw: float) -> float:
+    """Return the magnitude, negated half of the time if the operation has a direction."""
+    return -magnitude if draw < 0.5 and name in SIGNED else magnitude
 
 
 def _affine(
@@ -59,70 +69,70 @@ def _affine(
     return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
 
 
-def _rotated(image: Image.Image, degrees: float) -> Image.Image:
-    return image.rotate(degrees, Image.Resampling.NEAREST)
-
-
-def _enhanced(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Change:
+def _enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
     return lambda image, magnitude: kind(image).enhance(1 + magnitude)
 
 
-_CHANGES: dict[str, Change] = {
-    "identity": lambda image, _: image,
-    "shear x": lambda image, m: _affine(image, (1, m, 0, 0, 1, 0)),
-    "shear y": lambda image, m: _affine(image, (1, 0, 0, m, 1, 0)),
-    "translate x": lambda image, m: _affine(image, (1, 0, -int(m), 0, 1, 0)),
-    "translate y": lambda image, m: _affine(image, (1, 0, 0, 0, 1, -int(m))),
-    "rotate": _rotated,
-    "brightness": _enhanced(ImageEnhance.Brightness),
-    "colour": _enhanced(ImageEnhance.Color),
-    "contrast": _enhanced(ImageEnhance.Contrast),
-    "sharpness": _enhanced(ImageEnhance.Sharpness),
-    "posterize": lambda image, m: ImageOps.posterize(image, int(m)),
-    "solarize": lambda image, m: ImageOps.solarize(image, math.ceil(m)),
-    "autocontrast": lambda image, _: ImageOps.autocontrast(image),
-    "equalize": lambda image, _: ImageOps.equalize(image),
+_OPERATIONS: dict[str, Operation] = {
+    "Identity": lambda image, _: image,
+    "ShearX": lambda image, m: _affine(image, (1, m, 0, 0, 1, 0)),
+    "ShearY": lambda image, m: _affine(image, (1, 0, 0, m, 1, 0)),
+    "TranslateX": lambda image, m: _affine(image, (1, 0, -int(m), 0, 1, 0)),
+    "TranslateY": lambda image, m: _affine(image, (1, 0, 0, 0, 1, -int(m))),
+    "Rotate": lambda image, m: image.rotate(m, Image.Resampling.NEAREST),
+    "Brightness": _enhance(ImageEnhance.Brightness),
+    "Color": _enhance(ImageEnhance.Color),
+    "Contrast": _enhance(ImageEnhance.Contrast),
+    "Sharpness": _enhance(ImageEnhance.Sharpness),
+    "Posterize": lambda image, m: ImageOps.posterize(image, int(m)),
+    "Solarize": lambda image, m: ImageOps.solarize(image, math.ceil(m)),
+    "AutoContrast": lambda image, _: ImageOps.autocontrast(image),
+    "Equalize": lambda image, _: ImageOps.equalize(image),
 }
-_SIGNED = {
-    "shear x",
-    "shear y",
-    "translate x",
-    "translate y",
-    "rotate",
-    "brightness",
-    "colour",
-    "contrast",
-    "sharpness",
-}
+SIGNED = frozenset(  # operations with a direction
+    [
+        "ShearX",
+        "ShearY",
+        "TranslateX",
+        "TranslateY",
+        "Rotate",
+        "Brightness",
+        "Color",
+        "Contrast",
+        "Sharpness",
+    ]
+)
 
-Range = Callable[[float], float]
 
-
-def _up_to(most: float) -> Range:
-    return lambda part: part * most
+def _up_to(largest: float) -> Range:
+    return lambda strength: strength * largest
 
 
 def _ranges(
-    slope: float, move: float, degrees: float, factor: float, bits: int
+    slope: float, pixels: float, degrees: float, factor: float, bits: int
 ) -> dict[str, Range]:
-    """The magnitude of each change for a part, 0 to 1, of the most."""
+    """Return the magnitude of each operation by strength. Arguments: the largest magnitudes.
+
+    The order of the operations decides which random number picks which.
+    """
     return {
-        "identity": _up_to(0),
-        "shear x": _up_to(slope),
-        "shear y": _up_to(slope),
-        "translate x": _up_to(move),
-        "translate y": _up_to(move),
-        "rotate": _up_to(degrees),
-        "brightness": _up_to(factor),
-        "colour": _up_to(factor),
-        "contrast": _up_to(factor),
-        "sharpness": _up_to(factor),
-        "posterize": lambda part: 8 - round(part * bits),
-        "solarize": lambda part: 255 - part * 255,
-        "autocontrast": _up_to(0),
-        "equalize": _up_to(0),
+        "Identity": _up_to(0),
+        "ShearX": _up_to(slope),
+        "ShearY": _up_to(slope),
+        "TranslateX": _up_to(pixels),
+        "TranslateY": _up_to(pixels),
+        "Rotate": _up_to(degrees),
+        "Brightness": _up_to(factor),
+        "Color": _up_to(factor),
+        "Contrast": _up_to(factor),
+        "Sharpness": _up_to(factor),
+        "Posterize": lambda strength: 8 - round(strength * bits),
+        "Solarize": lambda strength: 255 - strength * 255,
+        "AutoContrast": _up_to(0),
+        "Equalize": _up_to(0),
     }
 
 
-_WIDE = _ranges(0.99, 32, 135, 0.99, 6)
-_USUAL = _ranges(0.3, 0, 30, 0.9, 4)  # pictures are moved by a part of their size
+TRIVIAL_AUGMENT_RANGES = _ranges(slope=0.99, pixels=32, degrees=135, factor=0.99, bits=6)
+# translations are a share of the image's side; see `rand_augment`
+_RAND_AUGMENT_RANGES = _ranges(slope=0.3, pixels=0, degrees=30, factor=0.9, bits=4)

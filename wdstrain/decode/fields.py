@@ -1,8 +1,11 @@
-"""Fields: objects that turn the bytes of a sample into one value of an example.
+"""Fields: objects that decode one value of a batch from the bytes of a sample.
 
-A field is a small picklable object (the `Field` protocol; users can write their own). It names the tar fields to look for;
-the first that a sample has is used. A field whose values all have one shape says so in `example`: its values are written
-straight into reused batch memory, and the batch holds a tensor. Other fields return their value, and the batch holds a list.
+A field names the tar fields (file extensions) to look for; the first that a sample has is decoded.
+Values of a fixed shape are written straight into reused batch memory, and become a tensor. Other
+values become a list.
+
+`image`, `text`, `json` and `array` make fields, as do `wdstrain.decode.label_fields.label` and
+`number`. Users can write their own; see `Field`.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from wdstrain.decode import jpeg_batch
-from wdstrain.decode.codecs import decode_image
+from wdstrain.decode.codecs import decode_image, is_jpeg
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.resize import fit
-from wdstrain.decode.transforms import Augment, Draws, region
+from wdstrain.decode.resize import resize
+from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json
 
-_OF_TORCH = frozenset(
+_TORCH_DTYPES = frozenset(
     ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
     + ["float16", "float32", "float64", "complex64", "complex128"]
 )
@@ -31,7 +34,13 @@ _OF_TORCH = frozenset(
 
 @dataclass(frozen=True)
 class Example:
-    """Shape and dtype of one value. `channels_last`: laid down as [h, w, c], seen in the batch as [c, h, w]."""
+    """Shape and dtype of one value of a field.
+
+    shape: without the batch dimension, such as (3,). dtype: NumPy name of a dtype that torch
+    supports, such as "float32".
+    channels_last: the value is stored as [height, width, channels], and the batch tensor shows it
+    as [channels, height, width] in torch's channels_last memory format.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,25 +49,35 @@ class Example:
 
 @runtime_checkable
 class Field(Protocol):
-    """A part of an example. `isinstance(value, Field)` tells whether an object has what a field needs.
+    """Protocol of a field. Any object with these three attributes can be used as a field.
 
-    names: tar fields to look for, in order of preference. example: shape and dtype of the value, which `read` writes into
-    `out`; `out` is all zeros before. None if values differ in shape: then `out` is None and `read` returns the value.
-    data: a read-only memoryview over bytes of its own, which no other field sees. A value that `read` returns may share their
-    memory; torch.frombuffer(data) can be written to, as torch ignores that it is read-only. draws: float64[27] in [0, 1),
-    this sample's own random numbers in this epoch, read-only, in memory of their own. Raise any exception for data that
-    cannot be used; its text becomes the reason.
+    names: tar fields to look for, in order of preference, such as ("jpg", "png").
+    example: shape and dtype of every value, or None if they differ between samples.
+
+    Objects are pickled for worker processes. A field must not depend on other samples.
     """
 
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
     def example(self) -> Example | None: ...
-    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any: ...
+    def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
+        """Decode one value. Any exception makes the sample a bad sample, with its text as reason.
+
+        name: the tar field that the sample has.
+        data: read-only bytes of the value. No other field shares this memory, so a returned value
+        may refer to it.
+        out: with `example`, zeroed array to write the value to; return None. Without `example`,
+        None; return the value.
+        draws: float64[27] in [0, 1), the sample's random numbers in this epoch, read-only.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Image:
+    """Field of `image`. size: (height, width), or None for images as they are stored."""
+
     names: tuple[str, ...]
     size: tuple[int, int] | None
     augment: Augment
@@ -68,35 +87,53 @@ class Image:
         return Example((*self.size, 3), "uint8", channels_last=True) if self.size else None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-        size = self.size
-        if out is None or size is None:
-            pixels = decode_image(data)
-            pixels = pixels[:, ::-1] if self.augment.flip and draws[22] < 0.5 else pixels
-            if self.augment.policy:
-                pixels = np.ascontiguousarray(pixels)
-                self.augment.change(pixels, draws)
-            return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-        mirrored = self.augment.flip and draws[22] < 0.5
-        into = np.empty(out.shape, np.uint8) if mirrored else out
-        part = decode_image(
-            data,
-            lambda h, w: region(h, w, size, self.augment, draws),
-            into,
-            blue_first=bool(mirrored),
-        )
-        fit(part, out, mirrored=bool(mirrored))
-        self.augment.change(out, draws)
+        if out is None or self.size is None:
+            return self._read_whole(data, draws)
+        if is_jpeg(data):
+            images = EncodedImages.of(data)
+            if jpeg_batch.decode(images, [0], out[None], self.augment, draws[None]):
+                return None
+        pixels = decode_image(data)
+        stored_height, stored_width = pixels.shape[:2]
+        box = region(stored_height, stored_width, self.size, self.augment, draws)
+        top, left, height, width = box
+        resize(pixels[top : top + height, left : left + width], out)
+        if self._is_mirrored(draws):
+            out[...] = out[:, ::-1].copy()
+        self.augment.apply_policy(out, draws)
         return None
 
     def read_rows(
-        self, images: EncodedImages, rows: Sequence[int], out: Array, draws: Draws, at: int
+        self,
+        images: EncodedImages,
+        rows: Sequence[int],
+        out: Array,
+        draws: Draws,
+        row_address: int | None = None,
     ) -> set[int]:
-        """Read these rows of a batch at once, as far as they are plain. Which were read; `read` has to be asked for the others."""
-        return jpeg_batch.read(images, rows, out, self.augment, draws, at)
+        """Decode these rows of a batch together. Returns the rows that are done.
+
+        `read` must decode the others. Arguments: see `wdstrain.decode.jpeg_batch.decode`.
+        """
+        return jpeg_batch.decode(images, rows, out, self.augment, draws, row_address)
+
+    def _read_whole(self, data: memoryview, draws: Draws) -> Array:
+        """Return the image in its own size. uint8[3, height, width]"""
+        pixels = decode_image(data)
+        pixels = pixels[:, ::-1] if self._is_mirrored(draws) else pixels
+        if self.augment.policy:
+            pixels = np.ascontiguousarray(pixels)
+            self.augment.apply_policy(pixels, draws)
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+    def _is_mirrored(self, draws: Draws) -> bool:
+        return self.augment.flip and bool(draws[FLIP_DRAW] < 0.5)
 
 
 @dataclass(frozen=True)
 class Text:
+    """Field of `text`."""
+
     names: tuple[str, ...]
     example: None = None
 
@@ -106,6 +143,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Json:
+    """Field of `json`."""
+
     names: tuple[str, ...]
     example: None = None
 
@@ -115,23 +154,29 @@ class Json:
 
 @dataclass(frozen=True)
 class NumpyArray:
+    """Field of `array`. example: shape and dtype of every array, or None if they differ."""
+
     names: tuple[str, ...]
     example: Example | None = None
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> Array | None:
-        found = npy_array(data)
+        array = npy_array(data)
         if out is None:
-            owned: Array = found.copy()  # the bytes it lies in are used again
+            owned: Array = array.copy()  # the arena reuses the memory of `data`
             return owned
-        if found.shape != out.shape or found.dtype != out.dtype:
+        if array.shape != out.shape or array.dtype != out.dtype:
             raise SampleError(
-                f"it is {found.dtype}{list(found.shape)}, and {out.dtype}{list(out.shape)} was asked for"
+                f"it is {array.dtype}{list(array.shape)}, "
+                f"and {out.dtype}{list(out.shape)} was asked for"
             )
-        out[...] = found
+        out[...] = array
         return None
 
-    def lies_as(self, head: bytes) -> bool:
-        """Whether the bytes before the numbers say that these lie as `example` does, one after another in this machine's order."""
+    def has_plain_layout(self, head: bytes) -> bool:
+        """Return whether the numbers behind this .npy header can be read straight into a batch.
+
+        They can if shape and dtype are those of `example`, in C order and native byte order.
+        """
         if (
             self.example is None
             or head[:8] != b"\x93NUMPY\x01\x00"
@@ -151,110 +196,136 @@ def image(
     size: int | tuple[int, int] | None = None,
     augment: str | None = None,
 ) -> Image:
-    """An image as uint8 RGB: a batch tensor [b, 3, h, w] (channels_last), or a list of [3, h, w] without `size`.
+    """Return a field of RGB images.
 
-    size: a side, or (height, width). augment: "rrc" (random resized crop), "flip", "trivialaugment" or "randaugment" (changes of colour and
-    shape), or some of them as in "rrc+flip+trivialaugment"; without rrc the largest
-    region in the middle with the asked shape is resized. EXIF orientation is applied.
+    With `size`, the batch holds one tensor, uint8[b, 3, height, width] in channels_last memory
+    format. Without it, a list of b tensors uint8[3, height, width], as large as stored.
+
+    names: tar fields to look for, separated by ";"; default: every supported image format.
+    size: side in pixels, or (height, width). The largest region in the center with this aspect
+    ratio is resized (bilinear, with anti-aliasing), unless `augment` contains "rrc".
+    augment: "rrc" (random resized crop), "flip" (left-right, with probability 0.5),
+    "trivialaugment", "randaugment"; joined by "+", such as "rrc+flip". The result depends on the
+    loader's seed, the epoch and the sample alone.
+
+    EXIF orientation is applied. Images that share a sample get the same crop and flip. Damaged or
+    truncated images are bad samples.
+
+        wt.Loader(urls, {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
     """
-    given: Any = (size, size) if isinstance(size, (int, np.integer)) else size
-    sides: Any = (
-        tuple(int(one) if isinstance(one, np.integer) else one for one in given)
-        if isinstance(given, tuple)
-        else given
-    )
-    if sides is not None and not (
-        isinstance(sides, tuple)
-        and len(sides) == 2
-        and all(isinstance(side, int) and side >= 1 for side in sides)
+    sides = _sides(size)
+    parsed = Augment.parse(augment)
+    if sides is None and parsed.rrc:
+        raise UsageError(f"augment={augment!r} cuts regions and needs a size. Give size=224, say.")
+    return Image(field_names(names), sides, parsed)
+
+
+def _sides(size: Any) -> tuple[int, int] | None:
+    """Return (height, width) of the option `size`. Raises UsageError."""
+    if size is None:
+        return None
+    sides = size if isinstance(size, tuple) else (size, size)
+    if len(sides) != 2 or not all(
+        isinstance(side, (int, np.integer)) and side >= 1 for side in sides
     ):
-        raise UsageError(f"size={size!r} is no size. Give a side in pixels, or (height, width).")
-    varied = Augment.parse(augment)
-    if sides is None and varied.rrc:
         raise UsageError(
-            f"augment={augment!r} cuts regions and needs a size. Give for example size=224."
+            f"size={size!r}: must be a side in pixels >= 1, or a tuple (height, width)."
         )
-    return Image(field_names(names), sides, varied)
+    return int(sides[0]), int(sides[1])
 
 
 def text(names: str = "txt") -> Text:
-    """UTF-8 text, a list of str."""
+    """Return a field of UTF-8 text. The batch holds a list of b strings.
+
+    names: tar fields to look for, separated by ";".
+    """
     return Text(field_names(names))
 
 
 def json(names: str = "json") -> Json:
-    """A parsed JSON document, a list."""
+    """Return a field of JSON documents. The batch holds a list of b parsed documents.
+
+    names: tar fields to look for, separated by ";".
+
+    For one number or label of a document, use `wt.number` or `wt.label` with `column`.
+    """
     return Json(field_names(names))
 
 
 def array(
     names: str = "npy", *, shape: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> NumpyArray:
-    """A .npy array: a tensor [b, ...] where all have one shape, else a list. Arrays of Python objects are refused.
+    """Return a field of NumPy arrays (.npy files).
 
-    shape, dtype: where they are the same for all ("uint8", "float32", ...), for values to land straight in batch memory, which
-    is several times as fast; one that differs is a bad sample.
+    The batch holds one tensor [b, ...] if all arrays have one shape and dtype, else a list of b
+    tensors. Arrays of Python objects are bad samples: they are never unpickled.
+
+    names: tar fields to look for, separated by ";".
+    shape, dtype: shape of every array without the batch dimension, and its dtype ("float32").
+    Give both if all arrays have the same: they are then read straight into batch memory, which is
+    several times as fast. An array with another shape or dtype is a bad sample.
+
+        wt.array("npy", shape=(3, 112, 112), dtype="float32")
     """
     if (shape is None) != (dtype is None):
-        raise UsageError(f"shape={shape}, dtype={dtype!r} belong together. Give both, or none.")
+        raise UsageError(f"shape={shape}, dtype={dtype!r}: give both or neither.")
     if shape is None or dtype is None:
         return NumpyArray(field_names(names))
     try:
-        kind = np.dtype(dtype)
+        numpy_dtype = np.dtype(dtype)
     except TypeError:
         raise UsageError(
-            f'dtype={dtype!r} is no kind of number. Give for example "uint8".'
+            f'dtype={dtype!r}: must be the name of a NumPy dtype, such as "uint8".'
         ) from None
-    if not torch_has(kind) or any(not isinstance(side, int) or side < 0 for side in shape):
+    if not torch_has(numpy_dtype) or any(not isinstance(n, int) or n < 0 for n in shape):
         raise UsageError(
-            f"shape={shape}, dtype={dtype!r}: batch memory holds numbers of a dtype that torch has, such as float32, "
-            "in a shape such as (3, 224, 224)."
+            f"shape={shape}, dtype={dtype!r}: batch memory holds numbers of a dtype that torch has,"
+            " such as float32, in a shape such as (3, 224, 224)."
         )
-    return NumpyArray(field_names(names), Example(tuple(shape), kind.name))
+    return NumpyArray(field_names(names), Example(tuple(shape), numpy_dtype.name))
 
 
 def read_field(field: Field, name: str, data: memoryview, out: Array | None, draws: Draws) -> Any:
-    """The value that a field has for one sample; None where it was written to `out`.
+    """Return the value of a field for one sample; None if it was written to `out`.
 
-    A field of the user's own gets copies of the bytes and draws, and an `out` of zeros: torch writes to read-only memory, too.
+    A user's field gets copies of the bytes and draws, because torch writes to read-only memory
+    without an error. It also gets a zeroed `out`.
     """
-    if _is_ours(type(field)):
+    if _is_built_in(type(field)):
         return field.read(name, data, out, draws)
-    data, draws = (
-        memoryview(bytearray(data)).toreadonly(),
-        draws.copy(),
-    )  # Python may share a bytes object of one byte
+    # bytearray: Python may share a bytes object of one byte
+    data = memoryview(bytearray(data)).toreadonly()
+    draws = draws.copy()
     draws.flags.writeable = False
     if out is None:
         value = field.read(name, data, None, draws)
-        return (
-            bytes(value) if isinstance(value, memoryview) else value
-        )  # a view cannot be sent from a worker process
+        # a memoryview cannot be pickled by a worker process
+        return bytes(value) if isinstance(value, memoryview) else value
     out[...] = 0
     value = field.read(name, data, out, draws)
-    if value is not None and not (
-        isinstance(value, np.ndarray) and np.may_share_memory(value, out)
-    ):
+    is_out = isinstance(value, np.ndarray) and np.may_share_memory(value, out)
+    if value is not None and not is_out:
         raise SampleError(
-            f"read() returned {type(value).__name__}, and a field with an example writes its value to out. "
-            "Write to out[...], or set example = None"
+            f"read() returned {type(value).__name__}, and a field with an example writes its value "
+            "to out. Write to out[...], or set example = None"
         )
     return None
 
 
 @lru_cache(maxsize=256)
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+def _is_built_in(field_type: type) -> bool:
+    """Return whether a class of fields belongs to this package."""
+    return field_type.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 @lru_cache(maxsize=256)
 def torch_has(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has tensors of this dtype, in this machine's byte order."""
-    return dtype.kind in "biufc" and dtype.newbyteorder("=").name in _OF_TORCH
+    """Return whether torch supports this dtype, in this machine's byte order."""
+    return dtype.kind in "biufc" and dtype.newbyteorder("=").name in _TORCH_DTYPES
 
 
-def lies_in_batches(example: Example) -> bool:
-    """Whether a tensor can lie over values like this one."""
+def fits_batch_memory(example: Example) -> bool:
+    """Return whether values like this example can be shown as a tensor without conversion."""
     try:
         dtype = np.dtype(example.dtype)
     except TypeError:
@@ -263,9 +334,9 @@ def lies_in_batches(example: Example) -> bool:
 
 
 def field_names(names: str) -> tuple[str, ...]:
-    if not isinstance(names, str):
-        raise UsageError(f'{names!r} names no field. Give for example "jpg;png".')
-    found = tuple(name.strip().lower() for name in names.split(";") if name.strip())
-    if not found:
-        raise UsageError(f'{names!r} names no field. Give for example "jpg;png".')
-    return found
+    """Return the tar fields named in "jpg;png", in lower case. Raises UsageError without any."""
+    parts = names.split(";") if isinstance(names, str) else []
+    stripped = tuple(part.strip().lower() for part in parts if part.strip())
+    if not stripped:
+        raise UsageError(f'{names!r} names no field. Give tar fields such as "jpg;png".')
+    return stripped

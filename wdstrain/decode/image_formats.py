@@ -1,8 +1,8 @@
-"""Which picture formats are read: a list, because everything else would be more than reading.
+"""The image formats that are opened, and no others.
 
-Left to itself Pillow opens some forty formats by their first bytes, whatever a file is called. One of them is EPS, for which it
-starts Ghostscript, so that a "picture" in a stranger's shard would be a program that is run; others are parsers that nobody has
-looked at for years. Only the formats below are ever opened.
+Pillow knows some forty formats and chooses by the first bytes, not by the file name. For EPS it
+starts Ghostscript: an "image" in a shard of unknown origin would run as a program. Others have
+parsers that are rarely reviewed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from functools import lru_cache
 from PIL import Image
 
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif")
-MAX_PIXELS = 178_956_970  # Pillow's own bound for an image that is taken for an attack
+MAX_PIXELS = 178_956_970  # Pillow's own limit against decompression bombs
 _FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
 
 
 def open_picture(data: bytes | memoryview) -> Image.Image:
-    """A picture of one of our formats whose header was read and no pixel yet. Raises whatever Pillow's parsers meet."""
-    return Image.open(io.BytesIO(data), formats=_known())
+    """Return an image whose header was read, and no pixels yet.
+
+    Raises any error of Pillow's parsers; UnidentifiedImageError for other formats.
+    """
+    return Image.open(io.BytesIO(data), formats=_available_formats())
 
 
 @lru_cache(maxsize=1)
-def _known() -> tuple[str, ...]:
-    """Those that this Pillow has: AVIF came late."""
+def _available_formats() -> tuple[str, ...]:
+    """Return the formats that this release of Pillow supports. Older ones lack AVIF."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)

@@ -1,8 +1,8 @@
-"""Which part of an image is taken and which way round, from random numbers that are given.
+"""Random crops and flips of images, computed from given random numbers.
 
-The numbers belong to the sample (see `bits.uniform`), so the same sample of the same epoch gives the same pixels in any
-worker, after a resume, on any number of ranks; and all images of one sample (a picture and its mask) are cut alike.
-The crop is the one of Inception training (Szegedy et al., 2014) as torchvision draws it: area 8-100 %, aspect 3/4-4/3.
+The random numbers belong to the sample (see `wdstrain.order.rng.uniform`). The pixels of a sample
+in an epoch are therefore the same in any worker, after a resume, and on any number of ranks. All
+images of one sample, such as an image and its mask, get the same crop and flip.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import numpy.typing as npt
 from PIL import Image
 
 from wdstrain.decode import augment_policies
+from wdstrain.decode.orientation import Box, Pixels
 from wdstrain.errors import UsageError
 
-Pixels = npt.NDArray[np.uint8]
 Draws = npt.NDArray[np.float64]
 
-_OF_CROP = 23  # ten tries of area and aspect, a place in two axes, a flip
-DRAWS = _OF_CROP + augment_policies.DRAWS  # numbers in [0, 1) for one sample
-_TRIES = 10
+# order of a sample's random numbers
+_TRIES = 10  # numbers 0 to 19: area and aspect ratio of up to ten crops
+_TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, _POLICY_DRAWS = 20, 21, 22, 23
+DRAWS = _POLICY_DRAWS + augment_policies.DRAWS  # random numbers of one sample, in [0, 1)
+
+_MIN_AREA = 0.08  # of a crop, as a share of the image
+_MIN_ASPECT, _MAX_ASPECT = 3 / 4, 4 / 3  # width / height of a crop
 _POLICIES = {
     "trivialaugment": augment_policies.trivial_augment,
     "randaugment": augment_policies.rand_augment,
@@ -31,77 +35,94 @@ _POLICIES = {
 
 @dataclass(frozen=True)
 class Augment:
-    """What is varied. `parse` reads it as people type it: "rrc+flip"."""
+    """Augmentation of images.
 
-    rrc: bool = False  # random resized crop
-    flip: bool = False  # left-right, half of the time
-    policy: str = ""  # trivialaugment or randaugment
+    rrc: random resized crop. flip: mirror left-right, with probability 0.5.
+    policy: "trivialaugment", "randaugment", or "" for neither.
+    """
+
+    rrc: bool = False
+    flip: bool = False
+    policy: str = ""
 
     @classmethod
     def parse(cls, text: str | None) -> Augment:
+        """Return the augmentation for text such as "rrc+flip"; None, "" and "none" are none.
+
+        Raises UsageError for unknown words, and for two policies.
+        """
         words = [] if text in (None, "", "none") else str(text).split("+")
-        drawn = [word for word in words if word in _POLICIES]
+        policies = [word for word in words if word in _POLICIES]
         for word in words:
             if word not in ("rrc", "flip", *_POLICIES):
                 raise UsageError(
-                    f"augment={text!r}: {word!r} is not known. Use rrc, flip, {' or '.join(_POLICIES)}, with + between, or none."
+                    f"augment={text!r}: {word!r} is not known. "
+                    f"Use rrc, flip, {' or '.join(_POLICIES)}, joined by +, or none."
                 )
-        if len(drawn) > 1:
-            raise UsageError(
-                f"augment={text!r}: {' and '.join(drawn)} are two ways to do one thing. Use one of them."
-            )
-        return cls(rrc="rrc" in words, flip="flip" in words, policy=drawn[0] if drawn else "")
+        if len(policies) > 1:
+            raise UsageError(f"augment={text!r}: use one of {' and '.join(policies)}, not both.")
+        return cls(rrc="rrc" in words, flip="flip" in words, policy="".join(policies))
 
-    def change(self, pixels: Pixels, draws: Draws) -> None:
-        """Change the colours or the shape of a picture by the policy, in its place. pixels: uint8[h, w, 3]; draws: a sample's own."""
+    def apply_policy(self, pixels: Pixels, draws: Draws) -> None:
+        """Apply the policy in place. pixels: uint8[h, w, 3]. draws: float64[DRAWS] of the sample."""
         if self.policy:
-            pixels[...] = np.asarray(
-                _POLICIES[self.policy](Image.fromarray(pixels), draws[_OF_CROP:])
-            )
+            policy = _POLICIES[self.policy]
+            pixels[...] = np.asarray(policy(Image.fromarray(pixels), draws[_POLICY_DRAWS:]))
 
 
-def random_crop(height: int, width: int, draws: Draws) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of a random region of an image."""
+def region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws) -> Box:
+    """Return the region of an image that is resized to `size` (height, width).
+
+    With rrc a random crop, else the largest region in the center with the aspect ratio of `size`.
+    """
+    if augment.rrc:
+        return random_crop(height, width, draws)
+    return center_crop(height, width, size[1] / size[0])
+
+
+def random_crop(height: int, width: int, draws: Draws) -> Box:
+    """Return the region of a random resized crop of a height x width image.
+
+    As torchvision draws it (Inception training, Szegedy et al., 2014): 8 to 100 % of the area,
+    aspect ratio 3/4 to 4/3. draws: float64[DRAWS] of the sample.
+    """
     for attempt in range(_TRIES):
-        area = height * width * (0.08 + 0.92 * draws[2 * attempt])
-        aspect = math.exp(math.log(3 / 4) + draws[2 * attempt + 1] * math.log(16 / 9))
+        area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[2 * attempt])
+        log_range = math.log(_MAX_ASPECT / _MIN_ASPECT)
+        aspect = math.exp(math.log(_MIN_ASPECT) + draws[2 * attempt + 1] * log_range)
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            return int(draws[20] * (height - h + 1)), int(draws[21] * (width - w + 1)), h, w
-    return middle_crop(height, width, min(max(width / height, 3 / 4), 4 / 3))
+            top = int(draws[_TOP_DRAW] * (height - h + 1))
+            return top, int(draws[_LEFT_DRAW] * (width - w + 1)), h, w
+    return _fallback_crop(height, width)
 
 
 def random_crops(height: int, width: int, draws: Draws) -> npt.NDArray[np.int64]:
-    """`random_crop` for many pictures of one size at once: int64[b, 4] for draws float64[b, 23 or more]."""
-    area = height * width * (0.08 + 0.92 * draws[:, 0 : 2 * _TRIES : 2])
-    aspect = np.exp(math.log(3 / 4) + draws[:, 1 : 2 * _TRIES : 2] * math.log(16 / 9))
-    w, h = (
-        np.rint(np.sqrt(area * aspect)).astype(np.int64),
-        np.rint(np.sqrt(area / aspect)).astype(np.int64),
-    )
+    """Return `random_crop` of b images of one size at once. int64[b, 4]; draws: float64[b, DRAWS].
+
+    One image takes ten times as long as with `random_crop`; a batch is much faster.
+    """
+    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[:, 0 : 2 * _TRIES : 2])
+    log_range = math.log(_MAX_ASPECT / _MIN_ASPECT)
+    aspect = np.exp(math.log(_MIN_ASPECT) + draws[:, 1 : 2 * _TRIES : 2] * log_range)
+    w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
+    h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
     fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= width, h > 0, h <= height])
     rows, first = np.arange(len(draws)), fits.argmax(1)
     w, h = w[rows, first], h[rows, first]
-    top, left = (
-        (draws[:, 20] * (height - h + 1)).astype(np.int64),
-        (draws[:, 21] * (width - w + 1)).astype(np.int64),
-    )
-    fallback = middle_crop(height, width, min(max(width / height, 3 / 4), 4 / 3))
-    drawn = np.stack([top, left, h, w], 1)
-    drawn[~np.logical_or.reduce(fits, axis=1)] = fallback
-    return drawn
+    top = (draws[:, _TOP_DRAW] * (height - h + 1)).astype(np.int64)
+    left = (draws[:, _LEFT_DRAW] * (width - w + 1)).astype(np.int64)
+    crops = np.stack([top, left, h, w], 1)
+    crops[~np.logical_or.reduce(fits, axis=1)] = _fallback_crop(height, width)
+    return crops
 
 
-def middle_crop(height: int, width: int, aspect: float) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the largest region in the middle with this ratio of width to height."""
+def center_crop(height: int, width: int, aspect: float) -> Box:
+    """Return the largest region in the center of an image with this ratio of width to height."""
     w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def region(
-    height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws
-) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of the part of an image that is taken for this size."""
-    if augment.rrc:
-        return random_crop(height, width, draws)
-    return middle_crop(height, width, size[1] / size[0])
+def _fallback_crop(height: int, width: int) -> Box:
+    """Return the crop of an image so narrow that no random crop fits."""
+    return center_crop(height, width, min(max(width / height, _MIN_ASPECT), _MAX_ASPECT))

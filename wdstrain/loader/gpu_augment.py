@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from wdstrain.decode.transforms import Augment, middle_crop, random_crops
+from wdstrain.decode.transforms import Augment, center_crop, random_crops
 from wdstrain.errors import UsageError
 
 Batch = dict[str, Any]
@@ -162,7 +162,7 @@ class Augmentation:
             boxes = random_crops(height, width, draws)
         else:
             boxes = np.broadcast_to(
-                np.array(middle_crop(height, width, out[1] / out[0])), (count, 4)
+                np.array(center_crop(height, width, out[1] / out[0])), (count, 4)
             )
         if (boxes == (0, 0, *out)).all():  # nothing is cut and nothing resized
             turned = (

@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from wdstrain.decode import jpeg_region
-from wdstrain.decode.fields import Field, Image, lies_in_batches
+from wdstrain.decode import libjpeg_turbo
+from wdstrain.decode.fields import Field, Image, fits_batch_memory
 from wdstrain.decode.label_fields import reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.settings import Collate, Transform
@@ -489,7 +489,7 @@ def _log_slow_paths() -> None:
             "The compiled part of wdstrain is missing or older than its source, so slower generic code is used. To get the fast "
             "one, install a C compiler and reinstall wdstrain (in a clone: python scripts/compile.py)."
         )
-    if jpeg_region.functions() is None:
+    if libjpeg_turbo.functions() is None:
         _log.info(
             "libjpeg-turbo 3 was not found, so each JPEG is decoded as a whole, also where a crop takes only a part of it. To get "
             "the faster decoding: pip install turbojpeg"
@@ -563,7 +563,7 @@ def _check_fields(index: Index, fields: Mapping[str, Field] | None) -> None:
             raise UsageError(
                 f"field {name!r} is {field!r}, which is no field. Write for example wt.image('jpg', size=64)."
             )
-        if field.example is not None and not lies_in_batches(field.example):
+        if field.example is not None and not fits_batch_memory(field.example):
             raise UsageError(
                 f"field {name!r} has an example of {field.example.dtype!r}, no dtype that torch has. Use for example float32."
             )

@@ -498,10 +498,19 @@ static int is_complete(const unsigned char *data, int64_t size) {
     return size >= 4 && !memcmp(data, "\xff\xd8\xff", 3) && !memcmp(data + size - 2, "\xff\xd9", 2);
 }
 
+/* Return whether the first end marker is at the end. A progressive JPEG with an earlier one may lack
+ * scans, which releases of libjpeg smooth differently. */
+static int has_one_end(const unsigned char *data, int64_t size) {
+    const unsigned char *last = data + size - 2, *byte = data;
+    while ((byte = memchr(byte, 0xff, (size_t)(last - byte))) && byte[1] != 0xd9)
+        byte++;
+    return !byte;
+}
+
 /* Write height, width (both as stored) and orientation of each image to `shape`. Height and width
- * are 0 for an image that `decode_regions` must not get: not a complete JPEG, progressive, an
- * unusual color space or subsampling, an unclear orientation. Every image gets a new handle: a
- * handle keeps tables of the image before. */
+ * are 0 for an image that `decode_regions` must not get: not a complete JPEG, progressive with an
+ * early end marker, an unusual color space or subsampling, an unclear orientation. Every image gets
+ * a new handle: a handle keeps tables of the image before. */
 void read_headers(const turbo *library, int64_t count, const uint64_t *address, const int64_t *size,
                   int32_t *shape) {
     for (int64_t i = 0; i < count; i++, shape += 3) {
@@ -515,7 +524,8 @@ void read_headers(const turbo *library, int64_t count, const uint64_t *address, 
             int subsampling = library->get(handle, SUBSAMPLING),
                 colorspace = library->get(handle, COLORSPACE);
             if (subsampling >= 0 && subsampling < SUBSAMPLINGS && colorspace >= 0 &&
-                colorspace <= 2 && library->get(handle, PROGRESSIVE) == 0) {
+                colorspace <= 2 &&
+                (library->get(handle, PROGRESSIVE) == 0 || has_one_end(data, size[i]))) {
                 shape[0] = library->get(handle, HEIGHT);
                 shape[1] = library->get(handle, WIDTH);
             }

@@ -103,7 +103,7 @@ def _first_sample_fits(index: Index, fields: list[DirectField]) -> bool:
             for direct in fields:
                 head = bytearray(direct.head)
                 source.read_into([memoryview(head)], int(table.member_offset[direct.member]))
-                if not direct.field.lies_as(bytes(head)):
+                if not direct.field.has_plain_layout(bytes(head)):
                     return False
     except WdstrainError:  # the reader meets the same error and raises or skips it
         return False
@@ -369,7 +369,7 @@ class SlotSink:
             is_suspect = head != self._heads.get(direct.member, -1)
             for i in np.flatnonzero(is_suspect).tolist():
                 run = (i * len(self._fields) + k) * checksums.shape[2]
-                if direct.field.lies_as(bytes(sums.run(run))):
+                if direct.field.has_plain_layout(bytes(sums.run(run))):
                     self._heads[direct.member], is_suspect[i] = int(head[i]), False
             if samples.crc.size:
                 is_suspect |= (checksums[:, k, 1] != samples.crc[:, k]) & (samples.crc[:, k] != 0)
