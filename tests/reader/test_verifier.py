@@ -31,7 +31,7 @@ def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def recorded(self: task_blocks.TaskBlock, *words: Any, **named: Any) -> Any:
         task = original(self, *words, **named)
-        found.append(len(task.unverified))
+        found.append(len(task.members.unverified))
         return task
 
     monkeypatch.setattr(task_blocks.TaskBlock, "task", recorded)

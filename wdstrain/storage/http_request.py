@@ -150,15 +150,18 @@ def request_headers(address: str) -> dict[str, str]:
     return headers
 
 
-def _drop_tracebacks(error: BaseException | None) -> None:
+def _drop_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of an error and of the errors behind it.
 
     A frame of urllib3 refers to its error. The traceback refers to that frame, and so to all
     callers and the buffers that they fill. They would live until the next garbage collection.
     """
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    errors: list[Any] = [error]
+    while errors:
+        if isinstance(behind := errors.pop(), BaseException):
+            behind.__traceback__ = None
+            # urllib3's ProtocolError has the error of the socket among its arguments only.
+            errors += [behind.__cause__, behind.__context__, *behind.args]
 
 
 def _pool_manager(address: str) -> urllib3.PoolManager:

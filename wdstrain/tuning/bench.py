@@ -178,6 +178,8 @@ def _waits(part_setup: Setup, part: Index, threads: Rate) -> bool:
     """
     if int(threads.report["decoders"]) < 2 or threads.rate * threads.compute > _ONE_CORE:
         return False
+    if not part_setup.fits_processes:
+        return False
     process = part_setup.run(part, num_workers=1)
     return process.compute > _COMPUTES * process.decode
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wdstrain.decode.fields import Field
+from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.settings import Transform
+from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader, takes_rng
 from wdstrain.shards.index import Index
 from wdstrain.tuning import stages
@@ -44,6 +46,16 @@ class Setup:
     def decodes(self) -> bool:
         """Whether samples are decoded at all. Without fields and transform they are bytes."""
         return self.fields is not None or self.transform is not None
+
+    @property
+    def fits_processes(self) -> bool:
+        """Whether fields and functions can be sent to worker processes."""
+        functions = {"transform": self.transform, "collate_fn": self.options.get("collate_fn")}
+        try:
+            check_picklable(self.fields, functions, self.options.get("multiprocessing_context"))
+        except UsageError:
+            return False
+        return True
 
     def idle(self, index: Index) -> Setup:
         """Return the same loader with fields or a transform that decode nothing."""

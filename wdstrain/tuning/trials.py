@@ -72,7 +72,7 @@ def settings(index: Index, part: Index, setup: Setup, shuffle_buffer: int) -> li
 
 
 def _settings(index: Index, part: Index, setup: Setup, shuffle_buffer: int) -> Iterator[str]:
-    if setup.decodes:
+    if setup.decodes and setup.fits_processes:
         powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
         for count in sorted({0, cores(), *powers} - {setup.num_workers}):
             yield f"num_workers={count}"
