@@ -39,7 +39,7 @@ class Lane:
 
     epoch_first_batch: batch number of step 0; negative if the epoch was entered in the middle.
     first_step: step at which it was entered. where: ring buffer, place -> offset in the arena;
-    negative for an unreadable sample. ring: verified samples; None if nothing is verified.
+    negative for an unreadable sample. ring: which samples are unverified.
     begun: places whose read was started. read: places that were read.
     requested: positions of the delivery order that were requested. needed: places that these
     positions need. in_flight: reads that are not settled, in order. block: places read next.
@@ -50,7 +50,7 @@ class Lane:
     epoch_first_batch: int
     first_step: int
     where: Ints
-    ring: VerifiedRing | None
+    ring: VerifiedRing
     stream: LaneStream
     begun: int
     read: int

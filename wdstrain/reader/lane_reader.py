@@ -26,7 +26,7 @@ from wdstrain.storage.remote import is_remote
 class _ReadSamples:
     """The n samples of one read, which are contiguous in a shard.
 
-    count: places of the lane that the read covers. skipped: places before the first sample.
+    count: places of the lane that the read covers.
     rows: the samples among the covered places, a slice or int64[n]. is_partial: whether some
     places after the first sample are not needed.
     ids, starts, stops (extent in the shard), batch_numbers: int64[n].
@@ -35,7 +35,6 @@ class _ReadSamples:
 
     shard: Shard
     count: int
-    skipped: int
     rows: slice | Ints
     is_partial: bool
     ids: Ints
@@ -129,7 +128,6 @@ class LaneReader:
         return _ReadSamples(
             shard,
             count,
-            first,
             rows,
             is_partial,
             ids[rows],
@@ -145,6 +143,7 @@ class LaneReader:
     ) -> Callable[[], StartedRead]:
         """Return the function that reads samples with arrays that go straight into batches."""
         assert block.scatter is not None
+        lane.ring.record(samples.places)  # the decoder verifies the bytes in the arena
         before, memory = lane.begun - block.start, self._resources.arena.memory
         scatter = block.scatter.part(slice(before, before + samples.count)).part(samples.rows)
         placed = Placed(scatter, samples.offsets, sink.slot_offsets(samples.batch_numbers))
@@ -177,7 +176,7 @@ class LaneReader:
             sizes[:, None],
             samples.starts,
             samples.stops,
-            verifier,
+            None if verifier is None else verifier.job,
         )
         leaves = self._leaves_shard(lane, block, samples)
         begin = partial(
@@ -187,13 +186,20 @@ class LaneReader:
 
     def _verifier(self, lane: Lane, samples: _ReadSamples) -> ReadVerifier | None:
         """Return the verifier of a read; None if its samples stay unverified."""
-        if lane.ring is None:
+        table, resources = self._index.table, self._resources
+        if not len(table.member_crc):
             return None
         if samples.is_partial:
-            lane.ring.not_compared(lane.begun, samples.count)
+            lane.ring.record(samples.places)
             return None
-        place, count = lane.begun + samples.skipped, samples.count - samples.skipped
-        return lane.ring.compared(place, int(samples.ids[0]), count)
+        return ReadVerifier(
+            table,
+            resources.needed_fields,
+            resources.arena.memory,
+            int(samples.ids[0]),
+            samples.offsets,
+            samples.places,
+        )
 
     def _leaves_shard(self, lane: Lane, block: ReadBlock, samples: _ReadSamples) -> bool:
         """Return whether the lane reads nothing of the shard after these samples."""
@@ -217,8 +223,7 @@ class LaneReader:
         pending = begin()
         if pending.error is not None and not is_remote(samples.shard.path):
             pending, verifier = self._read_singly(lane, samples), None
-            if lane.ring is not None:
-                lane.ring.not_compared(lane.begun, samples.count)
+            lane.ring.record(samples.places)
         self._stats.read_seconds += time.perf_counter() - begun
         needs_headers = self._index.needs_headers(samples.shard)
         return StartedRead(

@@ -135,7 +135,7 @@ class ReadRun:
 
     def _enter_lane(self, plan: Order, number: int, batch_number: int, step: int) -> Lane:
         """Return a lane that begins at `step`; batch_number: of the epoch's step 0."""
-        index, packed = self._resources.index, self._resources.packed
+        index = self._resources.index
         first = plan.first_place(number, step) if step else 0
         where = np.zeros(min(self._resources.limits.ring, plan.lane_places(number)) or 1, np.int64)
         return Lane(
@@ -144,7 +144,7 @@ class ReadRun:
             epoch_first_batch=batch_number,
             first_step=step,
             where=where,
-            ring=VerifiedRing(packed, where) if packed is not None else None,
+            ring=VerifiedRing(len(where)),
             stream=LaneStream(
                 lambda shard: LocalFile(shard.path, index.expected_state(shard)), self._prefetcher
             ),

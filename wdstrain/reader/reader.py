@@ -229,15 +229,12 @@ class Reader:
 
     def _unverified(self, lanes: list[Lane], block: StepBlock, number: int) -> Bools | None:
         """Return bool[b], True for the unverified samples of a step; None if all are verified."""
-        if self._resources.slot_sink is not None:  # the decoder verifies the bytes in the arena
-            return np.ones(block.firsts[number + 1] - block.firsts[number], bool)
-        if not any(lane.ring is not None and lane.ring.any_unverified for lane in lanes):
+        if not any(lane.ring.any_unverified for lane in lanes):
             return None
         unverified: Bools = _joined(
             [
                 lane.ring.unverified(steps.places[slice(*steps.firsts[number : number + 2])])
                 for lane, steps in zip(lanes, block.lanes, strict=True)
-                if lane.ring is not None
             ]
         )
         return unverified

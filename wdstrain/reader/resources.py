@@ -11,7 +11,6 @@ from wdstrain.order.plan import Order
 from wdstrain.reader.limits import ReadLimits
 from wdstrain.reader.read_blocks import GAP, read_bytes
 from wdstrain.reader.slot_sink import READ_TOGETHER, SlotSink
-from wdstrain.reader.verifier import PackedChecksums
 from wdstrain.shards.index import Index
 from wdstrain.storage.remote import is_remote
 from wdstrain.storage.shard_cache import Cache
@@ -59,8 +58,5 @@ class ReadResources:
         self.scratch = Memory(GAP)
         self.is_remote = any(is_remote(shard.path) for shard in index.shards)
         self.most_bytes = read_bytes(index) if slot_sink is None else READ_TOGETHER  # of a read
-        self.packed: PackedChecksums | None = None
-        if len(index.table.member_crc) and slot_sink is None:
-            fields = index.field_mask(options.needed_fields)
-            self.packed = PackedChecksums(index.table, fields, self.arena.memory)
+        self.needed_fields = index.field_mask(options.needed_fields)
         self.unreadable: dict[int, str] = {}

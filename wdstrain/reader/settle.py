@@ -43,7 +43,7 @@ class Settler:
                 if read.pending.error is not None or read.pending.failed:
                     self._fail_batches(read)
                 elif read.verifier is not None:
-                    read.verifier.settle()
+                    lane.ring.record(read.verifier.places, read.verifier.unverified_rows())
                 lane.read += read.places
                 self._stats.bytes += read.size
             if lane.read > before:
