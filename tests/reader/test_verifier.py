@@ -22,7 +22,8 @@ from wdstrain.reader.step_blocks import step_blocks
 from wdstrain.reader.verifier import ReadVerifier, VerifiedRing
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage.shard_cache import BLOCK, Cache
+from wdstrain.storage.block_map import BLOCK
+from wdstrain.storage.shard_cache import Cache
 
 COUNT = 60
 FIELDS = {"image": wt.image(size=16), "label": wt.label()}

@@ -34,10 +34,11 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.plan import Order
+from wdstrain.reader.direct_fields import direct_fields
 from wdstrain.reader.limits import batches_begun
 from wdstrain.reader.reader import CollectedBatch, Reader
 from wdstrain.reader.resources import ReadOptions
-from wdstrain.reader.slot_sink import SlotSink, direct_fields
+from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.reader.step_blocks import step_blocks
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from wdstrain.errors import WdstrainError
 from wdstrain.order.plan import Order
 from wdstrain.reader.read_blocks import ReadBlock
 from wdstrain.reader.step_blocks import LaneSteps
-from wdstrain.reader.verifier import ReadVerifier, VerifiedRing
+from wdstrain.reader.verifier import VerifiedRing
 from wdstrain.shards.index import Ints, Shard
 from wdstrain.storage.prefetch import LaneStream, PendingRead
 
@@ -18,8 +20,7 @@ class StartedRead:
     """A read of consecutive places of a lane, started or complete.
 
     batch_numbers: batch numbers of its samples, int64[n]. places: how many places it covers.
-    size: bytes. verifier: of its samples, if any are verified.
-    check_headers: (ids, ring positions) of samples whose headers must be compared with the index.
+    size: bytes. check: checks the samples of a complete read and returns an error; None: no check.
     position: shard and offset where it begins. is_last: whether the lane ends with it.
     """
 
@@ -27,8 +28,7 @@ class StartedRead:
     batch_numbers: Ints
     places: int
     size: int = 0
-    verifier: ReadVerifier | None = None
-    check_headers: tuple[Ints, Ints] | None = None
+    check: Callable[[], WdstrainError | None] | None = None
     position: tuple[Shard, int] | None = None
     is_last: bool = False
 

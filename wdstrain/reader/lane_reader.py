@@ -4,50 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from wdstrain.memory.scatter import Bools, scatter_samples
+from wdstrain.memory.scatter import Bools
 from wdstrain.reader.lane import Lane, StartedRead
 from wdstrain.reader.read_blocks import ReadBlock
 from wdstrain.reader.resources import ReadResources
 from wdstrain.reader.run_state import ReadStats, RunState
 from wdstrain.reader.settle import Settler
-from wdstrain.reader.slot_sink import Placed, SlotSink
-from wdstrain.reader.verifier import ReadVerifier
-from wdstrain.shards.index import Ints, Shard
+from wdstrain.reader.sink import ReadSamples
+from wdstrain.shards.index import Ints
 from wdstrain.storage.prefetch import PendingRead
-from wdstrain.storage.remote import is_remote
-
-
-@dataclass(frozen=True, eq=False)
-class _ReadSamples:
-    """The n samples of one read, which are contiguous in a shard.
-
-    count: places of the lane that the read covers.
-    rows: the samples among the covered places, a slice or int64[n]. is_partial: whether some
-    places after the first sample are not needed.
-    ids, starts, stops (extent in the shard), batch_numbers: int64[n].
-    places: positions in the lane's ring. offsets: in the arena. int64[n] each.
-    """
-
-    shard: Shard
-    count: int
-    rows: slice | Ints
-    is_partial: bool
-    ids: Ints
-    starts: Ints
-    stops: Ints
-    batch_numbers: Ints
-    places: Ints
-    offsets: Ints
-
-    @property
-    def bytes(self) -> int:
-        """Bytes from the first sample's start to the last one's end."""
-        return int(self.stops[-1] - self.starts[0])
 
 
 class LaneReader:
@@ -66,19 +35,18 @@ class LaneReader:
         # late. Read without it, because that may take long.
         with self._state.lock:
             read = self._plan(lane, block)
-        self._add(lane, read())
+        begun = time.perf_counter()
+        started = read()
+        self._stats.read_seconds += time.perf_counter() - begun
+        self._add(lane, started)
 
     def block_of(self, lane: Lane) -> ReadBlock:
         """Return the block with the next places of a lane; plan one if the last is used up."""
         block, resources = lane.block, self._resources
         if block is None or not block.covers_read(lane.begun):
+            destinations = partial(resources.sink.scatter, lane.plan, resources.rank, lane.number)
             block = lane.block = ReadBlock.of(
-                self._index,
-                lane.plan,
-                resources.rank,
-                lane.number,
-                lane.begun,
-                resources.slot_sink,
+                self._index, lane.plan, lane.number, lane.begun, destinations
             )
         return block
 
@@ -101,31 +69,27 @@ class LaneReader:
             return partial(StartedRead, PendingRead(), due[:0], len(due))
         samples = self._choose(lane, block, wanted)
         self._state.position = (samples.shard, int(samples.starts[0]))
-        sink = self._resources.slot_sink
-        if sink is not None:
-            return self._plan_into_slots(sink, lane, block, samples)
-        return self._plan_into_arena(lane, block, samples)
+        return self._resources.sink.plan(lane, block, samples, self._settler.settle_all)
 
-    def _choose(self, lane: Lane, block: ReadBlock, wanted: Bools) -> _ReadSamples:
+    def _choose(self, lane: Lane, block: ReadBlock, wanted: Bools) -> ReadSamples:
         """Return the samples of the next read, with their places in the arena."""
         due, ids, starts, stops = block.read_rows(lane.begun)
         resources = self._resources
         first = int(np.argmax(wanted))
         count = min(len(ids), block.next_break(lane.begun + first) + 1 - lane.begun)
-        limit = starts[first] + resources.most_bytes
+        limit = starts[first] + resources.sink.most_bytes
         count = first + max(1, int(np.searchsorted(stops[first:count], limit, side="right")))
         is_partial = not wanted[first:count].all()
         rows: Ints | slice = slice(first, count)
         if is_partial:
             rows = first + np.flatnonzero(wanted[first:count])
-        batch_numbers, sizes = lane.epoch_first_batch + due[rows], (stops - starts)[rows]
-        if resources.slot_sink is not None:
-            sizes = sizes - resources.slot_sink.bytes
+        batch_numbers = lane.epoch_first_batch + due[rows]
+        sizes = (stops - starts)[rows] - resources.sink.bytes_elsewhere
         places = np.arange(lane.begun, lane.begun + count)[rows] % resources.limits.ring
         offsets = resources.arena.place(batch_numbers // resources.limits.bucket, sizes)
         lane.where[places] = offsets
         shard = self._index.shards[int(self._index.shard_of(ids[rows][:1])[0])]
-        return _ReadSamples(
+        return ReadSamples(
             shard,
             count,
             rows,
@@ -136,121 +100,5 @@ class LaneReader:
             batch_numbers,
             places,
             offsets,
-        )
-
-    def _plan_into_slots(
-        self, sink: SlotSink, lane: Lane, block: ReadBlock, samples: _ReadSamples
-    ) -> Callable[[], StartedRead]:
-        """Return the function that reads samples with arrays that go straight into batches."""
-        assert block.scatter is not None
-        lane.ring.record(samples.places)  # the decoder verifies the bytes in the arena
-        before, memory = lane.begun - block.start, self._resources.arena.memory
-        scatter = block.scatter.part(slice(before, before + samples.count)).part(samples.rows)
-        placed = Placed(scatter, samples.offsets, sink.slot_offsets(samples.batch_numbers))
-        places, checksums = sink.places(placed, memory)
-
-        def read() -> StartedRead:
-            pending = sink.read(
-                samples.shard,
-                placed,
-                samples.batch_numbers,
-                places,
-                checksums,
-                memory,
-                self._settler.settle_all,
-            )
-            return StartedRead(pending, samples.batch_numbers, samples.count, samples.bytes)
-
-        return read
-
-    def _plan_into_arena(
-        self, lane: Lane, block: ReadBlock, samples: _ReadSamples
-    ) -> Callable[[], StartedRead]:
-        """Return the function that reads local samples into the arena, or starts a remote read."""
-        resources, verifier = self._resources, self._verifier(lane, samples)
-        sizes = samples.stops - samples.starts
-        scatter_list = scatter_samples(
-            (resources.arena.memory, resources.scratch),
-            np.zeros((len(sizes), 1), np.int64),
-            samples.offsets[:, None],
-            sizes[:, None],
-            samples.starts,
-            samples.stops,
-            None if verifier is None else verifier.job,
-        )
-        leaves = self._leaves_shard(lane, block, samples)
-        begin = partial(
-            lane.stream.begin, samples.shard, scatter_list, int(samples.starts[0]), leaving=leaves
-        )
-        return partial(self._read_into_arena, lane, samples, verifier, begin)
-
-    def _verifier(self, lane: Lane, samples: _ReadSamples) -> ReadVerifier | None:
-        """Return the verifier of a read; None if its samples stay unverified."""
-        table, resources = self._index.table, self._resources
-        if not len(table.member_crc):
-            return None
-        if samples.is_partial:
-            lane.ring.record(samples.places)
-            return None
-        return ReadVerifier(
-            table,
-            resources.needed_fields,
             resources.arena.memory,
-            int(samples.ids[0]),
-            samples.offsets,
-            samples.places,
         )
-
-    def _leaves_shard(self, lane: Lane, block: ReadBlock, samples: _ReadSamples) -> bool:
-        """Return whether the lane reads nothing of the shard after these samples."""
-        following = lane.begun + samples.count
-        if following == block.end:
-            return True
-        (number,) = self._index.shard_of(np.array([block.id(following)]))
-        return self._index.shards[int(number)] is not samples.shard
-
-    # --- reading, without the lock ----------------------------------------------------------------
-
-    def _read_into_arena(
-        self,
-        lane: Lane,
-        samples: _ReadSamples,
-        verifier: ReadVerifier | None,
-        begin: Callable[[], PendingRead],
-    ) -> StartedRead:
-        """Read local samples into the arena, or start to read remote ones."""
-        begun = time.perf_counter()
-        pending = begin()
-        if pending.error is not None and not is_remote(samples.shard.path):
-            pending, verifier = self._read_singly(lane, samples), None
-            lane.ring.record(samples.places)
-        self._stats.read_seconds += time.perf_counter() - begun
-        needs_headers = self._index.needs_headers(samples.shard)
-        return StartedRead(
-            pending,
-            samples.batch_numbers,
-            samples.count,
-            samples.bytes,
-            verifier,
-            (samples.ids, samples.places) if needs_headers else None,
-        )
-
-    def _read_singly(self, lane: Lane, samples: _ReadSamples) -> PendingRead:
-        """Read samples of a damaged shard one by one, in the order of their batches.
-
-        Samples that fail are recorded as unreadable, or the first one fails the read.
-        """
-        view, pending = self._resources.arena.memory.view, PendingRead(retries=len(samples.ids))
-        for i in np.argsort(samples.batch_numbers, kind="stable").tolist():
-            start, stop = int(samples.starts[i]), int(samples.stops[i])
-            offset = int(samples.offsets[i])
-            place = view[offset : offset + stop - start]
-            error = lane.stream.begin(samples.shard, [place], start, leaving=False).error
-            if error is not None and not self._resources.skip_unreadable:
-                pending.failed[i] = error
-                break
-            if error is not None:
-                reason = f"it cannot be read ({str(error).rstrip('.')})"
-                self._resources.unreadable[int(samples.ids[i])] = reason
-                lane.where[samples.places[i]] = -1
-        return pending

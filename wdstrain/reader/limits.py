@@ -9,8 +9,7 @@ import numpy as np
 from wdstrain.errors import ShardError
 from wdstrain.memory.arena import Arena
 from wdstrain.order.plan import Order
-from wdstrain.reader.read_blocks import READ_SAMPLES
-from wdstrain.reader.slot_sink import READ_TOGETHER
+from wdstrain.reader.read_blocks import READ_SAMPLES, READ_TOGETHER
 from wdstrain.runtime.machine import memory
 from wdstrain.shards.index import Index
 

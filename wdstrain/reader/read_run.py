@@ -35,7 +35,7 @@ class ReadRun:
     def __init__(self, resources: ReadResources, stats: ReadStats, generation: int) -> None:
         self.generation, self.state, self.released = generation, RunState(stats), 0
         self._resources = resources
-        settler = Settler(resources.index, resources.arena.memory, self.state, stats)
+        settler = Settler(self.state, stats)
         self._prefetcher = RangePrefetcher(
             resources.cache, stats.fetch, settler.settle_all, resources.index
         )
@@ -67,8 +67,7 @@ class ReadRun:
         if self._thread is not None:
             self._thread.join()
         self._prefetcher.stop()
-        if self._resources.slot_sink is not None:
-            self._resources.slot_sink.stop()
+        self._resources.sink.stop()
 
     def may_resume(self) -> bool:
         """Return whether the lanes that wait for room may be read on."""

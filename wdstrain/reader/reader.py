@@ -215,7 +215,7 @@ class Reader:
         """Wait until the requested samples are read, or this batch fails."""
         before = self.stats.shuffle_seconds
         state.wait(lambda: state.error_of(batch_number) is not None or _are_read(lanes))
-        if self._resources.is_remote or self._resources.slot_sink is not None:
+        if self._resources.sink.in_background:
             self.stats.read_seconds += self.stats.shuffle_seconds - before
 
     def _offsets(self, lanes: list[Lane], block: StepBlock, number: int) -> Ints:
@@ -241,7 +241,7 @@ class Reader:
 
     def _unreadable(self, ids: Ints, offsets: Ints) -> dict[int, str]:
         """Return by row why a sample could not be read."""
-        reasons = self._resources.unreadable
+        reasons = self._resources.sink.unreadable.reasons
         if not reasons:
             return {}
         return {row: reasons[int(ids[row])] for row in np.flatnonzero(offsets < 0).tolist()}

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wdstrain.memory.arena import Arena
-from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import Order
+from wdstrain.reader.arena_sink import ArenaSink
 from wdstrain.reader.limits import ReadLimits
-from wdstrain.reader.read_blocks import GAP, read_bytes
-from wdstrain.reader.slot_sink import READ_TOGETHER, SlotSink
+from wdstrain.reader.sink import Sink
+from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.shards.index import Index
 from wdstrain.storage.remote import is_remote
 from wdstrain.storage.shard_cache import Cache
@@ -36,10 +36,7 @@ class ReadOptions:
 
 
 class ReadResources:
-    """Index, memory and limits that all runs of a reader share.
-
-    unreadable: by sample id, why it could not be read.
-    """
+    """Index, memory, limits and sink that all runs of a reader share."""
 
     def __init__(
         self,
@@ -50,13 +47,15 @@ class ReadResources:
         slot_sink: SlotSink | None,
     ) -> None:
         """Reserve the memory. Raises ShardError for a sample too large for this machine."""
-        self.index, self.plans, self.rank, self.slot_sink = index, plans, rank, slot_sink
-        self.cache, self.skip_unreadable = options.cache, options.skip_unreadable
-        plan, bytes_elsewhere = plans(0), 0 if slot_sink is None else slot_sink.bytes
+        self.index, self.plans, self.rank, self.cache = index, plans, rank, options.cache
+        self.sink: Sink = slot_sink or ArenaSink(
+            index,
+            index.field_mask(options.needed_fields),
+            skip_unreadable=options.skip_unreadable,
+        )
+        plan = plans(0)
         self.limits = ReadLimits.of(index, plan, rank, options.ahead)
-        self.arena: Arena = self.limits.arena(index, plan, rank, options.in_flight, bytes_elsewhere)
-        self.scratch = Memory(GAP)
+        self.arena: Arena = self.limits.arena(
+            index, plan, rank, options.in_flight, self.sink.bytes_elsewhere
+        )
         self.is_remote = any(is_remote(shard.path) for shard in index.shards)
-        self.most_bytes = read_bytes(index) if slot_sink is None else READ_TOGETHER  # of a read
-        self.needed_fields = index.field_mask(options.needed_fields)
-        self.unreadable: dict[int, str] = {}

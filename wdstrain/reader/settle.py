@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.memory.shared import Memory
+from wdstrain.errors import WdstrainError
 from wdstrain.reader.lane import Lane, StartedRead
 from wdstrain.reader.run_state import ReadStats, RunState
-from wdstrain.shards.index import Index, Ints, Shard
-from wdstrain.shards.tar import is_sample
 
 
 class Settler:
     """Settles the complete reads of a run."""
 
-    def __init__(self, index: Index, memory: Memory, state: RunState, stats: ReadStats) -> None:
-        """memory: of the arena."""
-        self._index, self._memory, self._state, self._stats = index, memory, state, stats
+    def __init__(self, state: RunState, stats: ReadStats) -> None:
+        self._state, self._stats = state, stats
 
     def settle_all(self) -> None:
         """Settle all lanes. Called in I/O threads after a read.
@@ -37,13 +33,13 @@ class Settler:
         with self._state.lock:
             before = lane.read
             while (read := lane.next_complete()) is not None:
-                self._check_headers(lane, read)
+                pending = read.pending
+                if pending.error is None and read.check is not None:
+                    pending.error = read.check()
                 lane.in_flight.popleft()
-                self._stats.fetch.retries += read.pending.retries
-                if read.pending.error is not None or read.pending.failed:
+                self._stats.fetch.retries += pending.retries
+                if pending.error is not None or pending.failed:
                     self._fail_batches(read)
-                elif read.verifier is not None:
-                    lane.ring.record(read.verifier.places, read.verifier.unverified_rows())
                 lane.read += read.places
                 self._stats.bytes += read.size
             if lane.read > before:
@@ -58,28 +54,3 @@ class Settler:
             failed = {int(np.argmin(batch_numbers)): read.pending.error}
         first = min(failed, key=lambda i: int(batch_numbers[i]))
         self._state.fail_batch(int(batch_numbers[first]), failed[first])
-
-    def _check_headers(self, lane: Lane, read: StartedRead) -> None:
-        """Fail the read if headers that must be compared with the index differ from it."""
-        if read.check_headers is None or read.position is None or read.pending.error is not None:
-            return
-        ids, places = read.check_headers
-        read.pending.error = self._header_error(read.position[0], ids, lane.where[places])
-
-    def _header_error(self, shard: Shard, ids: Ints, offsets: Ints) -> ShardError | None:
-        """Return an error if the headers of these samples differ from the index.
-
-        ids, offsets: ids of the samples and their offsets in the arena. int64[n] each.
-        """
-        table, view = self._index.table, self._memory.view
-        for number, offset in zip(ids.tolist(), offsets.tolist(), strict=True):
-            start, stop = int(table.start[number]), int(table.stop[number])
-            members = self._index.members(number)
-            fields = [(name, member_offset - start, size) for name, member_offset, size in members]
-            sample, key = view[offset : offset + stop - start], self._index.key(number)
-            if not is_sample(sample, key, fields):
-                return ShardError(
-                    f"{shard.shown} was replaced since it was opened: its headers at offset "
-                    f"{start} are not those of '{key}'. Start again with the new shard."
-                )
-        return None
