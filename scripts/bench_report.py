@@ -85,7 +85,7 @@ def _of_a_result() -> float:
     seconds = {"parse_seconds": 0.0, "handoff_seconds": 0.0}
     host: Any = SimpleNamespace(
         _seconds=seconds,
-        _reader=SimpleNamespace(shuffle_seconds=0.0),
+        reader=SimpleNamespace(stats=SimpleNamespace(shuffle_seconds=0.0)),
         _watch=StallWatchdog.disabled(),
         _waiter=0,
         _awaited=0,

@@ -89,7 +89,7 @@ class Batches(Iterator[Batch]):
         self._epoch, self._step, self._bad = start
         self._rows = 0
         self._pipeline: Pipeline | None = None
-        self._turn: int | None = None  # of the pipeline, once it has begun
+        self._generation: int | None = None  # of the pipeline, once it has begun
         self._before = StageTotals()
         self._meter = EpochStats()
         self._last: Taken | None = None
@@ -182,7 +182,7 @@ class Batches(Iterator[Batch]):
                         f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}."
                     )
                 raise StopIteration
-            batch, counts = self._pipeline.next(self._turn)
+            batch, counts = self._pipeline.next(self._generation)
             self._rows += len(counts.ids)
             self._step += 1
             at = (
@@ -225,12 +225,13 @@ class Batches(Iterator[Batch]):
     def abandon(self) -> bool:
         """Whoever waits for a batch in another thread is to wait no more. False if another pass took this one's place: then whoever
         waits does so for that one, and is told."""
-        return self._pipeline is not None and self._pipeline.abandon(self._turn)
+        return self._pipeline is not None and self._pipeline.cancel(self._generation)
 
     def close(self) -> None:
         """Something went wrong: end what the loader started, unless another pass goes on with it. This pass is over."""
         if self._process in (None, os.getpid()):
-            if self._pipeline is not None and self._pipeline.goes_on_for_another(self._turn):
+            pipeline, generation = self._pipeline, self._generation
+            if pipeline is not None and generation not in (None, pipeline.generation):
                 self._host.leave()
             else:
                 self._host.close()
@@ -254,7 +255,7 @@ class Batches(Iterator[Batch]):
             for step in (self._step, 0)
         )
         pipeline = self._pipeline = self._host.open()
-        self._turn = pipeline.seek(self._epoch, self._step, self._until)
+        self._generation = pipeline.seek(self._epoch, self._step, self._until)
         self._before = pipeline.costs()
         self._meter = EpochStats(
             epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders

@@ -362,8 +362,6 @@ class Loader:
         if pipeline is not None:
             with DeferSignals(WORKER_DEATH):  # what it has ends too, and would drop the word
                 pipeline.close()
-            # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
-            pipeline.let_go()
             if self._pipeline is pipeline:  # a loop in another thread may have begun anew
                 self._pipeline = None
 
@@ -418,7 +416,7 @@ class _Host:
             pipeline = None
         if pipeline is None:
             pipeline = self._loader._new_pipeline()
-            pipeline.let_go = weakref.finalize(self._loader, _end, pipeline).detach
+            pipeline.close_with(self._loader)
             self._loader._pipeline = pipeline
         return pipeline
 
@@ -459,18 +457,6 @@ def _copied(
     loader = kind(*sets, **options)
     loader._start = at
     return loader
-
-
-def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline; from another thread if the collector runs this in one of its own, which cannot wait for itself.
-
-    The interpreter waits for that thread before it ends: a reader that it killed instead, inside numpy, would abort it.
-    """
-    if threading.current_thread().name.startswith("wdstrain-"):
-        threading.Thread(target=pipeline.close, daemon=False).start()
-    else:
-        with DeferSignals(WORKER_DEATH):  # of a worker that is about to end, nobody needs to hear
-            pipeline.close()
 
 
 def open_shards(urls: Urls, *, cut: bool = False) -> Index:

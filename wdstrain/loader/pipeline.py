@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -30,10 +31,12 @@ from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.stats import Finding
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.plan import Order
-from wdstrain.reader.reader import Batch, Reader, batches_begun
+from wdstrain.reader.limits import batches_begun
+from wdstrain.reader.reader import CollectedBatch, Reader
+from wdstrain.reader.resources import ReadOptions
 from wdstrain.reader.slot_sink import SlotSink, direct_fields
 from wdstrain.reader.step_blocks import step_blocks
-from wdstrain.runtime.signals import DeferSignals
+from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog, thread_stack
 from wdstrain.shards.index import Index, Ints
 from wdstrain.storage.prefetch import ReadStopped
@@ -146,16 +149,18 @@ class Pipeline:
             if decoded is None
             else {name for field in decoded.values() for name in field.names}
         )
-        self._reader = Reader(
+        self.reader = Reader(
             index,
             plans,
             rank,
-            ahead=ahead,
-            in_flight=busy + 1,
-            needed_fields=wanted,
-            skip_unreadable=replace,
-            cache=cache,
-            slot_sink=landing,
+            ReadOptions(
+                ahead=ahead,
+                in_flight=busy + 1,
+                needed_fields=wanted,
+                skip_unreadable=replace,
+                cache=cache,
+            ),
+            landing,
         )
         self._to_do = TaskBuilder(index, wanted, with_keys=transform is not None, landing=landing)
         self._replace, self._cache, self._transforms = replace, cache, transform is not None
@@ -168,7 +173,7 @@ class Pipeline:
             replace=replace,
             marks=self._marks,
             seed=plan.seed,
-            arena=self._reader.memory,
+            arena=self.reader.memory,
             slots=self._slots.memory,
             layout=layout,
         )
@@ -189,7 +194,7 @@ class Pipeline:
         self._broken: WdstrainError | None = None  # why they ended before
         self._whole = True  # nothing broke off while a batch was made: a stream that was interrupted would seem to have ended
         self._pending: dict[
-            int, tuple[Batch, list[str]]
+            int, tuple[CollectedBatch, list[str]]
         ] = {}  # batch number -> what was asked of the decoders, and its keys
         self._awaited, self._waiter = (
             0,
@@ -200,18 +205,18 @@ class Pipeline:
         self._seconds |= {"collate_seconds": 0.0, "handoff_seconds": 0.0}
         self._reread = 0
         self.closed = False  # or about to be
-        self.let_go: Callable[[], Any] = lambda: None  # whoever had it closed ends it no more
-        self._turn = (
-            0  # grows with every seek: an older loop over the same stream is told that it lost it
-        )
+        # The newest loop. Every seek begins another; a loop of an earlier generation has lost its place.
+        self.generation = 0
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
     @property
     def decoders(self) -> int:
         return self._workers.count
 
     def seek(self, epoch: int, step: int, until: int | None = None) -> int:
-        """The next batch is this one. Returns the turn of who asked, which lasts until another seeks. Raises WdstrainError after
-        the end.
+        """Begin a new generation whose next batch is this one, and return its number.
+
+        Raises WdstrainError after `close`.
 
         until: the epoch of which nothing is read ahead; by default none is read ahead of an epoch that is asked for again.
         """
@@ -220,23 +225,25 @@ class Pipeline:
                 self.closed
             ):  # by another thread, since it was asked for; nobody would close it any more
                 raise WdstrainError(OVER)
-            self._turn += 1
-            self._reader.resume()
+            self.generation += 1
             if not self._whole:  # a worker may have half a message
                 self._workers.close()
-            if self._results is None or self._at != (epoch, step) or not self._whole:
+            goes_on = self._results is not None and self._at == (epoch, step) and self._whole
+            if not (goes_on and self.reader.renew(self.generation)):
                 self._until = epoch + 1 if until is None and epoch == self._epoch else until
                 tasks = self._tasks(epoch, step, self._until)
                 self._results, self._at, self._awaited = self._workers.run(tasks), (epoch, step), 0
                 self._whole = True
             self._epoch = epoch
-            return self._turn
+            return self.generation
 
-    def next(self, turn: int | None) -> tuple[dict[str, Any], BatchInfo]:
-        """The next batch and what is to be counted of it, for the loop that has the turn. Raises SampleError for a bad sample that
-        was not replaced, WdstrainError where another loop has the turn."""
-        with self._using:  # the turn may be lost in waiting for it
-            if turn != self._turn:
+    def next(self, generation: int | None) -> tuple[dict[str, Any], BatchInfo]:
+        """Return the next batch of a generation and what is to be counted of it.
+
+        Raises SampleError for a bad sample that was not replaced, WdstrainError if another loop took this one's place.
+        """
+        with self._using:  # another loop may begin while this one waits for the lock
+            if generation != self.generation:
                 raise WdstrainError(TAKEN)
             return self._next()
 
@@ -270,7 +277,7 @@ class Pipeline:
             made["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if plan.tail == "pad":
             made["__valid__"] = torch.from_numpy(batch.valid.copy())
-        self._reader.release(result.batch_number)
+        self.reader.release(result.batch_number)
         self._seconds["decode_seconds"] += result.read - result.begun
         self._seconds["compute_seconds"] += result.computed
         self._seconds["collate_seconds"] += result.ended - result.read + time.perf_counter() - came
@@ -281,14 +288,14 @@ class Pipeline:
 
     def costs(self) -> StageTotals:
         """What the stages took since the pipeline was made."""
-        reader, tally = self._reader, self._reader.tally
+        read, tally = self.reader.stats, self.reader.stats.fetch
         return StageTotals(
-            reader.read_bytes,
+            read.bytes,
             tally.fetched,
             tally.cached,
             tally.retries,
-            reader.read_seconds,
-            reader.shuffle_seconds,
+            read.read_seconds,
+            read.shuffle_seconds,
             copies=self._slots.copies,
             reread=self._reread,
             **self._seconds,
@@ -298,37 +305,39 @@ class Pipeline:
         """Batch memory is about to be copied to a CUDA device, again and again."""
         self._slots.lock_pages()
 
-    def goes_on_for_another(self, turn: int | None) -> bool:
-        """Whether a loop that had this turn lost it. None: it had none yet."""
-        return turn is not None and turn != self._turn
+    def cancel(self, generation: int | None) -> bool:
+        """End the reads of a generation, for a thread that waits for a batch that may never come.
 
-    def abandon(self, turn: int | None) -> bool:
-        """End the reading, for a thread that waits for what it may never get; another seek starts it again.
-
-        Returns False if the turn is another loop's: nothing is ended then.
+        Returns False if another loop took this one's place; then nothing ends.
         """
-        if turn != self._turn:
+        if generation is None or generation != self.generation:
             return False
-        self._reader.halt()  # it may be about to begin
+        self.reader.cancel(generation)  # before the lock, which the waiting thread holds
         with self._using:
-            self._at = None
+            if generation == self.generation:
+                self._at = None
         return True
+
+    def close_with(self, owner: object) -> None:
+        """Close this pipeline when its owner is garbage collected, unless it is closed before."""
+        self._finalizer = weakref.finalize(owner, _close_without_owner, self)
 
     def close(self) -> None:
         """End the reader's thread and the decoders. A forked child has neither, and leaves those of its parent alone.
 
         A Ctrl-C that comes meanwhile leaves a part of it undone; it can be called again, by several threads at once.
         """
-        if os.getpid() != self.process:
-            return
-        self.closed = True
-        self._reader.end()  # whoever waits for a batch in another thread waits no more, and who is about to wait does not begin
-        with self._using:
-            self._results = self._at = None
-            self._workers.close()
-        self._reader.close()
-        self._watch.close()
-        self._watch = StallWatchdog.disabled()
+        if os.getpid() == self.process:
+            self.closed = True
+            self.reader.close()  # before the lock, which a thread that waits for a batch holds
+            with self._using:
+                self._results = self._at = None
+                self._workers.close()
+            self._watch.close()
+            self._watch = StallWatchdog.disabled()
+        if self._finalizer is not None:
+            # Last: if a second Ctrl-C interrupts this method, the owner's end closes the rest.
+            self._finalizer.detach()
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -336,7 +345,7 @@ class Pipeline:
         """The next result, and what passed from the moment when it was both asked for and made until it was here."""
         asked, others = (
             time.perf_counter(),
-            self._seconds["parse_seconds"] + self._reader.shuffle_seconds,
+            self._seconds["parse_seconds"] + self.reader.stats.shuffle_seconds,
         )
         self._waiter = threading.get_ident()
         self._watch.start_wait()
@@ -355,7 +364,7 @@ class Pipeline:
             finally:
                 del broken  # which refers to this frame
         others = (
-            self._seconds["parse_seconds"] + self._reader.shuffle_seconds - others
+            self._seconds["parse_seconds"] + self.reader.stats.shuffle_seconds - others
         )  # which were done meanwhile
         self._seconds["handoff_seconds"] += max(
             0.0, time.perf_counter() - max(asked, result.ended) - others
@@ -365,7 +374,7 @@ class Pipeline:
 
     def _tell(self, seconds: float) -> None:
         """Nothing came for so long: say who is stuck, and where. Runs in the thread of the watch."""
-        at, behind = self._at, self._reader.behind()
+        at, behind = self._at, self.reader.describe_wait()
         if at is None:
             return
         said = f"no batch for {seconds:.0f} s (epoch {at[0]}, step {at[1]}). "
@@ -392,7 +401,7 @@ class Pipeline:
             said += "".join(f"\n{name}:\n{stack}" for name, stack in idle)
         _log.warning("%s", said)
 
-    def _stuck(self, number: int, asked: tuple[Batch, list[str]] | None, row: int) -> str:
+    def _stuck(self, number: int, asked: tuple[CollectedBatch, list[str]] | None, row: int) -> str:
         name, stack = self._workers.stack(number)
         calls = stack.splitlines()  # what is below the decoder is how a thread or process begins
         ours = [
@@ -412,21 +421,21 @@ class Pipeline:
         """Tasks from this step on, up to an epoch or without end. Runs in the training process, as the DataLoader's sampler or for threads."""
         self._pending.clear()
         self._broken = None
-        self._reader.stop()
+        self.reader.cancel(self.generation - 1)
         self._slots.reset()
-        self._reader.start(epoch, step, until)
+        self.reader.start(self.generation, epoch, step, until)
         if self._patience and not self._watch.is_running:
             with DeferSignals():
                 self._watch = StallWatchdog(self._patience, self._tell)
             self._watch.start_wait()
         batch_number = 0
         while epoch != until:
-            begun, waited = time.perf_counter(), self._reader.shuffle_seconds
+            begun, waited = time.perf_counter(), self.reader.stats.shuffle_seconds
             for stretch in step_blocks(self._plans(epoch), self._rank, step):
                 block = self._to_do.build_block(epoch, stretch.ids, stretch.firsts)
                 for number in range(len(stretch)):
                     try:
-                        batch = self._reader.collect(stretch, number)
+                        batch = self.reader.collect(stretch, number)
                         slot = (
                             self._slots.take()
                             if self._landing is None
@@ -446,21 +455,21 @@ class Pipeline:
                     task = block.task(
                         number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified
                     )
-                    waited = self._reader.shuffle_seconds - waited
+                    waited = self.reader.stats.shuffle_seconds - waited
                     self._seconds["parse_seconds"] += time.perf_counter() - begun - waited
                     yield task
-                    begun, waited = time.perf_counter(), self._reader.shuffle_seconds
+                    begun, waited = time.perf_counter(), self.reader.stats.shuffle_seconds
                     batch_number += 1
             epoch, step = epoch + 1, 0
 
-    def _landed(self, landing: SlotSink, batch_number: int, batch: Batch) -> int:
+    def _landed(self, landing: SlotSink, batch_number: int, batch: CollectedBatch) -> int:
         """The slot into which a batch was read."""
         slot, unreadable, again = landing.slot(batch_number, batch.ids)
         batch.unreadable.update(unreadable)
         self._reread += again
         return slot
 
-    def _again(self, failed: Result, batch: Batch, epoch: int) -> Result:
+    def _again(self, failed: Result, batch: CollectedBatch, epoch: int) -> Result:
         """A batch after what is not as it was packed was read once more, from where it comes."""
         damaged = batch.ids[[one.row for one in failed.bad if one.reason == MISMATCH]]
         self._reread += len(damaged)
@@ -477,7 +486,7 @@ class Pipeline:
         )
         return self._to_do.again(self._decoder, failed, task, batch.offset, seeded=self._seeded)
 
-    def _good(self, result: Result, batch: Batch, epoch: int) -> Result:
+    def _good(self, result: Result, batch: CollectedBatch, epoch: int) -> Result:
         """A batch of which samples are bad, once others stand in for them. Raises SampleError where none does."""
         if any(one.reason == MISMATCH for one in result.bad):
             result = self._again(result, batch, epoch)
@@ -500,7 +509,7 @@ class Pipeline:
             raise SampleError(self._found(batch, unreadable[0]).sentence + more)
         return result
 
-    def _found(self, batch: Batch, bad: Bad) -> Finding:
+    def _found(self, batch: CollectedBatch, bad: Bad) -> Finding:
         number = int(batch.ids[bad.row])
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
         offsets = {name: offset for name, offset, _ in self._index.members(number)}
@@ -510,6 +519,20 @@ class Pipeline:
         ):  # it is missing; the decoder was sent only what is looked for
             bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
         return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
+
+
+def _close_without_owner(pipeline: Pipeline) -> None:
+    """Close a pipeline whose owner was garbage collected.
+
+    In a thread of ours another thread closes it, because a thread cannot wait for itself. The
+    interpreter waits for that thread before it exits: a reader that was killed inside numpy would
+    abort the process.
+    """
+    if threading.current_thread().name.startswith("wdstrain-"):
+        threading.Thread(target=pipeline.close, daemon=False).start()
+    else:
+        with DeferSignals(WORKER_DEATH):  # the death of a worker that ends anyway is no error
+            pipeline.close()
 
 
 def _none_of(value: Any) -> Any:

@@ -32,6 +32,7 @@ from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.memory.shared import Memory
 from wdstrain.order.plan import Plan
 from wdstrain.reader.reader import Reader
+from wdstrain.reader.resources import ReadOptions
 from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.watchdog import ProgressCell
@@ -103,20 +104,21 @@ def excerpt(
 def storage_rate(index: Index, batch_size: int, seconds: float) -> float:
     """Bytes a second that the reader of one rank brings, and compares with their checksums, while nobody decodes."""
     plan = Plan(counts=index.counts, seed=0, epoch=0, batch_size=min(batch_size, len(index)))
-    reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, ahead=_AHEAD, in_flight=2)
+    options = ReadOptions(ahead=_AHEAD, in_flight=2)
+    reader = Reader(index, lambda epoch: replace(plan, epoch=epoch), 0, options)
     try:
-        reader.start(0, 0)
+        reader.start(0, 0, 0)
         begun = before = 0.0
         for batch_number, (stretch, number) in enumerate(_steps(plan)):
             reader.collect(stretch, number)
             reader.release(batch_number)
             if not batch_number:  # the first round trip is not the pace
-                begun, before = time.perf_counter(), reader.read_bytes
-            elif time.perf_counter() - begun >= seconds and reader.read_bytes > before:
+                begun, before = time.perf_counter(), reader.stats.bytes
+            elif time.perf_counter() - begun >= seconds and reader.stats.bytes > before:
                 break
-        return (reader.read_bytes - before) / (time.perf_counter() - begun)
+        return (reader.stats.bytes - before) / (time.perf_counter() - begun)
     finally:
-        reader.stop()
+        reader.close()
 
 
 def _steps(plan: Plan) -> Iterator[tuple[StepBlock, int]]:
