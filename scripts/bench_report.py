@@ -4,7 +4,7 @@
 
 Two loaders that differ by a percent cannot be told apart on a machine whose turns differ by five. So what is added is timed by itself, a
 hundred thousand times over, in the lines of code that run: for each sample, the row that is written to the decoder's desk; for each
-batch, the desk, `Pipeline._result` beside a bare `next`, and the readings of the clock. Their sum is set against what a sample takes the
+batch, the desk, `Pipeline._next_result` beside a bare `next`, and the readings of the clock. Their sum is set against what a sample takes the
 loader in the same minute, one core for all that decodes and one for the loop: so the share is of the time of processors, and an upper bound
 of what the speed loses. The log's line, once in an epoch, is not counted.
 """
@@ -26,6 +26,8 @@ from PIL import Image
 
 import wdstrain as wt
 from wdstrain.loader.pipeline import Pipeline
+from wdstrain.loader.stage_clock import StageClock
+from wdstrain.reader.run_state import ReadStats
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, StallWatchdog
 
@@ -79,18 +81,14 @@ def _of_a_desk(desk: ProgressCell) -> None:
 
 
 def _of_a_result() -> float:
-    """What `Pipeline._result` takes beyond a bare `next`."""
+    """What `Pipeline._next_result` takes beyond a bare `next`."""
     result = SimpleNamespace(batch_number=1, ended=0.0)
     results = iter(lambda: result, None)
-    seconds = {"parse_seconds": 0.0, "handoff_seconds": 0.0}
+    stream: Any = SimpleNamespace(results=results, tasks=None, batch_number=0)
     host: Any = SimpleNamespace(
-        _seconds=seconds,
-        reader=SimpleNamespace(stats=SimpleNamespace(shuffle_seconds=0.0)),
-        _watch=StallWatchdog.disabled(),
-        _waiter=0,
-        _awaited=0,
+        _clock=StageClock(ReadStats()), _watchdog=StallWatchdog.disabled(), _waiting_thread=0
     )
-    return _each(lambda: Pipeline._result(host, results)) - _each(lambda: next(results))  # type: ignore[arg-type]
+    return _each(lambda: Pipeline._next_result(host, stream)) - _each(lambda: next(results))
 
 
 def _shards(place: Path) -> str:

@@ -14,7 +14,7 @@ import torch
 import wdstrain as wt
 from tests.conftest import write_shards
 from wdstrain.decode import flight
-from wdstrain.decode.worker_queues import careful
+from wdstrain.decode.worker_queues import interruptible_context
 from wdstrain.runtime.machine import cores
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -71,7 +71,7 @@ MESSAGES = 7
 
 @pytest.fixture
 def context() -> Any:
-    return careful(multiprocessing.get_context("spawn"), MESSAGES)
+    return interruptible_context(multiprocessing.get_context("spawn"), MESSAGES)
 
 
 def put_all(queue: Any, texts: list[bytes]) -> None:

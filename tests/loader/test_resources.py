@@ -183,7 +183,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         original(self, pieces, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 0)
+    monkeypatch.setattr("wdstrain.loader.pipeline_parts.AHEAD_BYTES", 0)
     total = []
     for step in (0, 1, 30, 60, 110, 124):
         loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)

@@ -57,7 +57,7 @@ def epoch(
 
 def landing(loader: wt.Loader) -> bool:
     assert loader._pipeline is not None
-    return loader._pipeline._landing is not None
+    return loader._pipeline.reads_into_slots
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

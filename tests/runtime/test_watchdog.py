@@ -229,7 +229,7 @@ def test_storage_that_is_silent_is_told_with_its_shard_and_offset(
         loader.close()
     (told,) = [text for text in heard.said if "Stage read" in text][:1]
     assert ".tar is being read at offset 0" in told
-    assert "reader.py" in told or "forward.py" in told
+    assert "read_run.py" in told
 
 
 def test_nobody_is_told_of_while_batches_come_or_the_loop_is_busy(

@@ -127,7 +127,7 @@ class _Event:
         return self._memory.view[0] == 1
 
 
-def careful(context: BaseContext, messages: int) -> BaseContext:
+def interruptible_context(context: BaseContext, messages: int) -> BaseContext:
     """What begins worker processes, as torch takes it, with our queues and events. messages: most that are in a queue at one time."""
     ours = copy(context)
     ours.Queue = partial(_Queue, ctx=context, messages=messages)  # type: ignore[method-assign]

@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.loader.pipeline import BatchInfo, Pipeline, StageTotals
+from wdstrain.loader.batch_assembly import BatchInfo
+from wdstrain.loader.pipeline import Pipeline
+from wdstrain.loader.stage_clock import StageTotals
 from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.plan import Order
 from wdstrain.order.rng import uniform
@@ -188,7 +190,7 @@ class Batches(Iterator[Batch]):
             at = (
                 (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
             )
-            return Taken(batch, counts, self._pipeline.costs(), at, self._plan)
+            return Taken(batch, counts, self._pipeline.totals(), at, self._plan)
 
     def give(
         self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0
@@ -256,7 +258,7 @@ class Batches(Iterator[Batch]):
         )
         pipeline = self._pipeline = self._host.open()
         self._generation = pipeline.seek(self._epoch, self._step, self._until)
-        self._before = pipeline.costs()
+        self._before = pipeline.totals()
         self._meter = EpochStats(
             epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
         )

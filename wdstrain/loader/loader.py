@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,7 @@ from wdstrain.decode.pickling import check_picklable
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.epoch import Batches, Position
 from wdstrain.loader.pipeline import OVER, Pipeline
+from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.stats import EpochStats, Report
 from wdstrain.native import kernels
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
@@ -175,11 +177,7 @@ class Loader:
         )
         self.plan: Callable[[int], Order] = lru_cache(maxsize=4)(lambda epoch: make(epoch=epoch))
         self.plan(0)  # sizes that do not fit are told at once
-        self._new_pipeline = partial(
-            Pipeline,
-            self.index,
-            self.plan,
-            self.rank,
+        self._pipeline_options = PipelineOptions(
             fields=fields,
             transform=transform,
             takes_rng=transform is not None and takes_rng(transform),
@@ -343,7 +341,7 @@ class Loader:
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._new_pipeline = partial(self._new_pipeline, num_workers=0)
+        other._pipeline_options = replace(self._pipeline_options, num_workers=0)
         other._pipeline, other._meter, other._host = None, EpochStats(), lambda: None
         return other
 
@@ -415,7 +413,12 @@ class _Host:
             self._loader.close()
             pipeline = None
         if pipeline is None:
-            pipeline = self._loader._new_pipeline()
+            pipeline = Pipeline(
+                self._loader.index,
+                self._loader.plan,
+                self._loader.rank,
+                self._loader._pipeline_options,
+            )
             pipeline.close_with(self._loader)
             self._loader._pipeline = pipeline
         return pipeline

@@ -26,7 +26,7 @@ from wdstrain.decode.batch_slots import Layout
 from wdstrain.decode.decoder import Collate, Decoder, Task, Transform
 from wdstrain.decode.fields import Example, Field, read_field
 from wdstrain.decode.transforms import Draws
-from wdstrain.decode.workers import OneCoreEach
+from wdstrain.decode.workers import OneCorePerThread
 from wdstrain.errors import SampleError, WdstrainError
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.memory.shared import Memory
@@ -232,7 +232,7 @@ class Bare:
 
     def threads(self, count: int, seconds: float) -> float:
         """Samples a second of so many threads."""
-        one_each = OneCoreEach(count)
+        one_each = OneCorePerThread(count)
         with ThreadPoolExecutor(count, "wdstrain-decoder", one_each) as pool:
             with one_each:
                 ran = pool.map(self.run, range(count), [seconds] * count)
