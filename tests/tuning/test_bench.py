@@ -92,14 +92,6 @@ def test_slow_storage_is_named_and_local_shards_are_tried(tmp_path: Path) -> Non
     assert "--cache-dir DIR" in result.advice
 
 
-@pytest.mark.alone  # the hand-off is compared with reading, so both need a core of their own
-def test_a_slow_hand_off_is_named(texts: Path) -> None:
-    """Batches of a single short text cost more to deliver than to read or decode."""
-    result = wt.bench(texts, {"txt": wt.text()}, batch_size=1, num_workers=1, seconds=0.5)
-    assert result.bottleneck == "hand-off"
-    assert says(result, "hand-off")
-
-
 @pytest.mark.alone  # other programs on the cores look like the GIL
 @pytest.mark.skipif(cores() < 2, reason="one core runs one thread at a time in any case")
 def test_threads_that_wait_for_the_gil_are_named(texts: Path) -> None:
