@@ -1066,10 +1066,14 @@ def _compare_image_field(field: fields.Image, data: bytes, whole: Any, draws: An
         field.read("jpg", memoryview(data), alone[0], draws[0])
         is_read = True
     in_batch = bool(field.read_rows(EncodedImages.of(data), [0], batch, draws)) if data else False
-    _must(is_read or not in_batch, "what is read in a batch is read alone", field)
+    _must(is_read or not in_batch, "an image that decodes in a batch decodes alone", field)
     _must(not in_batch or np.array_equal(alone, batch), "a row of a batch is the same", field)
     if whole is None:  # a JPEG's damage may lie below the region
-        _must(not is_read or data[:2] == b"\xff\xd8", "what is no picture makes no value", field)
+        _must(
+            not is_read or data[:2] == b"\xff\xd8",
+            "data that is not an image gives no value",
+            field,
+        )
         return
     _must(is_read, "a picture makes a value", field)
     assert field.size is not None

@@ -92,6 +92,22 @@ def test_slow_storage_is_named_and_local_shards_are_tried(tmp_path: Path) -> Non
     assert "--cache-dir DIR" in result.advice
 
 
+def test_a_cache_of_limited_size_is_measured(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", [40])
+    wt.index(shards)
+    with serving(shards) as served:
+        result = wt.bench(
+            f"{served.url}/index.json",
+            batch_size=8,
+            seconds=0.1,
+            cache_dir=tmp_path / "cache",
+            cache_limit="1GB",
+            tune=True,
+        )
+    assert result.achieved > 0
+    assert not any("cache_dir" in trial.setting for trial in result.trials)
+
+
 @pytest.mark.alone  # other programs on the cores look like the GIL
 @pytest.mark.skipif(cores() < 2, reason="one core runs one thread at a time in any case")
 def test_threads_that_wait_for_the_gil_are_named(texts: Path) -> None:

@@ -55,9 +55,9 @@ class _Queue(Queue):  # type: ignore[type-arg]
         self._send_bytes = self._thread_sent = _Sent(self._writer)  # type: ignore[attr-defined]
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        # The garbage collector may close the pipe before it finalizes torch's iterator, which puts
-        # its last messages then.
-        if self._writer.closed:  # type: ignore[attr-defined]
+        # The garbage collector may close the pipe before it finalizes torch's iterator, which then
+        # puts None, the end of the work, for workers that are gone.
+        if obj is None and self._writer.closed:  # type: ignore[attr-defined]
             return
         with DeferSignals():
             if not self._written(obj):

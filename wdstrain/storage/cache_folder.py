@@ -112,7 +112,7 @@ class CacheFolder:
                 sync_folder(self.path)
 
     def open_in_use(self, path: str, flags: int, stopping: threading.Event) -> int | None:
-        """Return the descriptor of a file that is marked as in use; None if there is no file."""
+        """Open a file and mark it as in use. Returns its descriptor; None if it is missing."""
         while True:
             try:
                 fd = file_locks.open_file(path, flags)

@@ -157,8 +157,11 @@ def _drop_tracebacks(error: BaseException) -> None:
     callers and the buffers that they fill. They would live until the next garbage collection.
     """
     errors: list[Any] = [error]
+    seen = set[int]()  # errors may refer to each other
     while errors:
-        if isinstance(behind := errors.pop(), BaseException):
+        behind = errors.pop()
+        if isinstance(behind, BaseException) and id(behind) not in seen:
+            seen.add(id(behind))
             behind.__traceback__ = None
             # urllib3's ProtocolError has the error of the socket among its arguments only.
             errors += [behind.__cause__, behind.__context__, *behind.args]

@@ -1,4 +1,4 @@
-"""Retry policy for servers: pauses between attempts, the time limit, and what is logged meanwhile.
+"""Retry policy for servers: pauses, time limit and log messages.
 
 The environment variable WDSTRAIN_NETWORK_TIMEOUT sets the time limit of all servers: seconds
 without a byte.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 from wdstrain.tuning import stages
-from wdstrain.tuning.result import Bench
+from wdstrain.tuning.result import Bench, Trial
 from wdstrain.tuning.run import Rate, Setup
 from wdstrain.tuning.trials import Subject, settings
 
@@ -34,7 +34,7 @@ _STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited 
 _ONE_CORE = 1.2  # cores: threads that use less may wait for the GIL
 _COMPUTES = 0.3  # share of its time in which a worker process computes, if it does not wait
 
-Note = Callable[[str, int, int], None]  # (what is measured next, its number, how many there are)
+Note = Callable[[str, int, int], None]  # (next measurement, its number, total)
 
 
 def bench(
@@ -69,7 +69,9 @@ def bench(
     loader = Loader(index, fields, transform, num_workers=num_workers, **options)  # checks options
     with tempfile.TemporaryDirectory() as folder:
         part = stages.excerpt(index, max(_EXCERPT, 4 * batch_size), os.path.join(folder, "a.tar"))
-        on_part = {**options, "batch_size": min(batch_size, len(part)), "cache_dir": None}
+        on_part = {**options, "batch_size": min(batch_size, len(part))}
+        # The excerpt is a local file, and may be smaller than a global batch of all ranks.
+        on_part |= {"cache_dir": None, "cache_limit": None, "rank": 0, "world_size": 1, "lanes": 1}
         part_setup = replace(setup, options=on_part)
         changes = settings(index, part, setup, loader.shuffle_buffer) if tune else []
         progress = _Progress(note, 3 + 2 * setup.decodes + len(changes))
@@ -79,12 +81,14 @@ def bench(
             part,
             setup,
             part_setup,
-            loader.shuffle_buffer,
             folder,
             result.achieved,
             part_rate,
         )
-        trials = [subject.run(change) for change in progress.over(changes)]
+        trials = list[Trial]()
+        for name, value in changes:
+            progress.step(f"{name}={value}")
+            trials.append(subject.run(name, value))
     return replace(result, trials=tuple(trials))
 
 
@@ -120,12 +124,6 @@ class _Progress:
         if self._note is not None:
             self._note(what, self._number, self._total)
         self._number += 1
-
-    def over(self, whats: list[str]) -> Iterator[str]:
-        """Yield each of these after reporting it."""
-        for what in whats:
-            self.step(what)
-            yield what
 
 
 def _measure(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,22 +30,21 @@ class Subject:
     """The loader whose settings are varied.
 
     index: the whole set. part: an excerpt on this machine. setup, part_setup: the loader over each.
-    shuffle_buffer: samples. folder: for files that a trial makes. rate, part_rate: samples/s of the
-    settings in use, over the whole set and over the excerpt.
+    folder: for files that a trial makes. rate, part_rate: samples/s of the settings in use, over the
+    whole set and over the excerpt.
     """
 
     index: Index
     part: Index
     setup: Setup
     part_setup: Setup
-    shuffle_buffer: int
     folder: str
     rate: float
     part_rate: float
 
-    def run(self, setting: str) -> Trial:
+    def run(self, name: str, value: int | str) -> Trial:
         """Run one of `settings(...)`."""
-        name, _, value = setting.partition("=")
+        setting = f"{name}={value}"
         if name == "num_workers":
             rate = self.setup.run(self.index, num_workers=int(value)).rate
             return Trial(setting, rate, self.rate, f"--num-workers {value}")
@@ -66,23 +64,23 @@ class Subject:
         return Trial(setting, rate, self.part_rate, advice)
 
 
-def settings(index: Index, part: Index, setup: Setup, shuffle_buffer: int) -> list[str]:
-    """Return the settings to try, as "name=value", without those in use."""
-    return list(_settings(index, part, setup, shuffle_buffer))
-
-
-def _settings(index: Index, part: Index, setup: Setup, shuffle_buffer: int) -> Iterator[str]:
+def settings(
+    index: Index, part: Index, setup: Setup, shuffle_buffer: int
+) -> list[tuple[str, int | str]]:
+    """Return the settings to try, as (name, value), without those in use."""
+    chosen: list[tuple[str, int | str]] = []
     if setup.decodes and setup.fits_processes:
         powers = [2**power for power in range(cores().bit_length()) if 2**power <= cores()]
         for count in sorted({0, cores(), *powers} - {setup.num_workers}):
-            yield f"num_workers={count}"
+            chosen.append(("num_workers", count))
     if setup.options.get("shuffle", True) and shuffle_buffer < len(index):
-        yield f"shuffle_buffer={min(_WIDER_BUFFER * shuffle_buffer, len(index))}"
+        chosen.append(("shuffle_buffer", min(_WIDER_BUFFER * shuffle_buffer, len(index))))
     remote = any(is_remote(shard.path) for shard in index.shards)
     if remote and setup.options.get("cache_dir") is None:
-        yield "cache_dir=DIR (all shards in it)"
+        chosen.append(("cache_dir", "DIR (full)"))
     if (side := _smaller_side(part, setup)) is not None:
-        yield f"resize={side}"
+        chosen.append(("resize", side))
+    return chosen
 
 
 def _smaller_side(part: Index, setup: Setup) -> int | None:
