@@ -1322,9 +1322,9 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(shards: Path) -> None:
 
 KILLED_LOOKING = """
     import multiprocessing
-    from wdstrain.decode.worker_queues import careful
+    from wdstrain.decode.worker_queues import interruptible_context
 
-    context = careful(multiprocessing.get_context("fork"), 7)
+    context = interruptible_context(multiprocessing.get_context("fork"), 7)
     event = context.Event()
 
     def look(end):

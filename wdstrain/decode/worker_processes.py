@@ -1,14 +1,17 @@
-"""Worker processes: those of torch's DataLoader, used as it is meant. Our tasks are its sampler, which runs in this process, and the
-decoder is its data set. So its care for dead workers, start methods and shutdown is torch's, well kept.
+"""Decoders in worker processes, those of a torch DataLoader.
 
-Torch gives tasks in turn and results in order, and a worker on a core that others use too holds all of them back: of sixteen,
-one that is half as fast takes half of the speed, by simulation. So whoever is done has the next task (`in_order=False`, from
-torch 2.7 on), and the order is made here.
+Our tasks are the DataLoader's sampler, which runs in this process, and the decoder is its data set.
+So torch looks after dead workers, start methods and shutdown.
+
+By default torch gives tasks to the workers by turns. A worker on a busy core then holds all others
+back. Here the next idle worker gets the next task (`in_order=False`, from torch 2.7 on), and this
+module restores the order.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -16,7 +19,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator
 from functools import partial
-from itertools import count as upwards
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -29,15 +31,15 @@ from wdstrain.decode.bad_samples import BadSample
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.flight import PREFETCH, Flight
 from wdstrain.decode.task import Result, Task
-from wdstrain.decode.worker_queues import careful
+from wdstrain.decode.worker_queues import interruptible_context
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import ProgressBoard, WorkerStacks
 
-_SMALL = 256 << 10  # bytes of a tensor that is sent as it is
-_KNOWN_TO_NUMPY = (
+_SMALL = 256 << 10  # most bytes of a tensor that is pickled by value
+_NUMPY_DTYPES = (
     torch.uint8,
     torch.int8,
     torch.int16,
@@ -49,106 +51,131 @@ _KNOWN_TO_NUMPY = (
     torch.bool,
 )
 
-Message = tuple[int, tuple[Task, ...]]  # its number, and some tasks
-Answer = tuple[int, list[bytes]]  # of that number: results, pickled
+_Message = tuple[int, tuple[Task, ...]]  # number of the message, and its tasks
+_Answer = tuple[int, list[bytes]]  # number of the message, and the pickled results
 
 
 class WorkerProcesses:
-    """Decodes in worker processes of a DataLoader, which live until `close`."""
+    """Worker processes that decode. They start with the first task and live until `close`.
+
+    Three private attributes of the DataLoader's iterator are used, because it has no public method
+    to shut down, to leave its workers alone in a forked child, or to ask the sampler again.
+    """
 
     def __init__(self, decoder: Decoder, flight: Flight, context: str | None) -> None:
-        self.count = count = flight.decoders
-        self.desks, self._stacks = ProgressBoard(count), WorkerStacks()
-        self._stream = _Stream(flight)
-        self._made: list[BaseProcess] = []  # by a start that is under way
-        own_context = careful(multiprocessing.get_context(context), (PREFETCH + 1) * count + 1)
-        self._loader: DataLoader[Any] = DataLoader(
-            _Remote(decoder, self.desks),
-            batch_size=None,  # a task is a batch already, or some
-            sampler=self._stream,
-            num_workers=count,
-            prefetch_factor=PREFETCH,
-            persistent_workers=True,
-            in_order=torch.__version__
-            < "2.7",  # which gives to whoever is next in turn, whatever he has
-            collate_fn=_as_it_is,
-            worker_init_fn=partial(_begin_worker, self._stacks, self.desks, decoder.slots),
-            multiprocessing_context=child_process.recording_context(own_context, self._made),
-            generator=torch.Generator(),  # the training process's own random numbers stay as they are
-        )
-        self._iterator: Any = None
-        _living.add(self)
+        """context: start method; None: Python's default."""
+        self.count = flight.decoders
+        self.progress, self._stacks = ProgressBoard(self.count), WorkerStacks()
+        self._decoder, self._context = decoder, context
+        self._sampler = _MessageSampler(flight)
+        self._processes: list[BaseProcess] = []  # by number; all of them once they have started
+        self._loader: DataLoader[Any] | None = None
+        self._iterator: Any = None  # of the DataLoader
+        _instances.add(self)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Results of a new stream of tasks; the DataLoader waits for what is in flight of an earlier one and drops it."""
+        """Yield the results of a new stream of tasks.
+
+        The DataLoader first waits for the tasks in flight of an earlier stream, and drops them.
+        """
         with WorkerDeathsAsErrors():
             self._iterator = iterator = self._start(tasks)
-            early: dict[int, list[bytes]] = {}
-            for turn in upwards():
-                while turn not in early:
+            early: dict[int, list[bytes]] = {}  # answers that came before their turn
+            for number in itertools.count():
+                while number not in early:
                     answer = next(iterator, None)
-                    if answer is None:  # the tasks are at their end
+                    if answer is None:
                         return
                     early[answer[0]] = answer[1]
-                if self._stream.take():
+                if self._sampler.take():
+                    # The sampler refused a message, and the DataLoader asks again only after a
+                    # further answer. If none is under way, the loop would wait forever.
                     iterator._try_put_index()
-                yield from map(pickle.loads, early.pop(turn))
-
-    def _start(self, tasks: Iterator[Task]) -> Any:
-        """The DataLoader's iterator. It starts the workers and then asks for its first tasks, which may take long."""
-        try:
-            with (
-                DeferSignals() as held
-            ):  # Ctrl-C would be swallowed by Python's own hooks around a fork
-                self._stream.tasks = _begun(held, tasks)
-                return iter(self._loader)
-        except BaseException:  # the iterator that would end them was never given to us
-            with DeferSignals(WORKER_DEATH):  # of these, nobody needs to hear
-                for worker in self._made:
-                    if worker.pid is not None:  # it was started
-                        worker.kill()  # a program's own answer to SIGTERM is theirs too
-                        worker.join()
-            raise
-        finally:
-            self._made.clear()
+                yield from map(pickle.loads, early.pop(number))
 
     def stack(self, number: int) -> tuple[str, str]:
-        """(name, Python stack) of a worker process."""
-        process = getattr(self._loader._iterator, "_workers", {number: None})[number]
-        if (
-            process is None or process.pid is None or self.desks[number].state[0] == -2
-        ):  # a signal would end it
+        """Return (name, Python stack) of a worker process."""
+        process = self._processes[number] if number < len(self._processes) else None
+        has_begun = self.progress[number].state[0] != -2
+        if process is None or process.pid is None or not has_begun:
+            # The signal that asks for the stack would end a process that has no handler yet.
             return f"worker process {number}", "  (it has not begun yet)"
         return f"worker process {number} (pid {process.pid})", self._stacks.read(process.pid)
 
     def leave(self) -> None:
-        """In a forked child: the workers are the parent's, and go on.
+        """Leave the workers alone in a forked child: they belong to the parent.
 
-        Torch would end them when its iterator is dropped here, multiprocessing when this process ends.
+        Torch would end them when the child drops its iterator, and multiprocessing when the child
+        exits. The parent's loop would then wait forever.
         """
-        iterator: Any = self._loader._iterator
-        if hasattr(iterator, "_shutdown"):
-            iterator._shutdown = True
-            multiprocessing.process._children.difference_update(iterator._workers)  # type: ignore[attr-defined]
+        if hasattr(self._iterator, "_shutdown"):
+            self._iterator._shutdown = True
+        multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        iterator, self._iterator, self._loader._iterator = self._iterator, None, None
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        """End the workers; a worker that does not answer is killed."""
+        # Dropping the iterator would not do: a traceback may hold it, and its workers would wait
+        # for tasks as long.
+        iterator, self._iterator, self._loader = self._iterator, None, None
+        if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
-            for worker in getattr(iterator, "_workers", ()):
-                if (
-                    worker.is_alive()
-                ):  # it was asked to end and told to; one that is stopped or hangs hears neither
-                    worker.kill()
-                    worker.join()
-        self._stream.tasks = iter(())  # they refer to whoever uses these workers
+        # A worker that is stopped or hangs ignores torch's request and its SIGTERM. The exit of
+        # this process would wait for it.
+        self._kill()
+        self._sampler.tasks = iter(())  # they refer to the pipeline
+
+    def _start(self, tasks: Iterator[Task]) -> Any:
+        """Start the workers, unless they run, and return the DataLoader's iterator.
+
+        The iterator asks for its first tasks, which may take long.
+        """
+        try:
+            # Hooks of Python around a fork would swallow a Ctrl-C.
+            with DeferSignals() as deferred:
+                if self._loader is None:
+                    self._loader = self._new_loader()
+                self._sampler.tasks = _release_signals(deferred, tasks)
+                return iter(self._loader)
+        except BaseException:
+            if self._iterator is None:  # only the iterator, which was not returned, ends workers
+                with DeferSignals(WORKER_DEATH):  # the death of these workers is no error
+                    self._kill()
+            raise
+
+    def _new_loader(self) -> DataLoader[Any]:
+        """Return a DataLoader whose workers decode messages. They start with its iterator."""
+        context = interruptible_context(
+            multiprocessing.get_context(self._context), (PREFETCH + 1) * self.count + 1
+        )
+        begin = partial(_begin_worker, self._stacks, self.progress, self._decoder.slots)
+        return DataLoader(
+            _DecodingDataset(self._decoder, self.progress),
+            batch_size=None,  # a message has whole batches
+            sampler=self._sampler,
+            num_workers=self.count,
+            prefetch_factor=PREFETCH,
+            persistent_workers=True,
+            in_order=torch.__version__ < "2.7",
+            collate_fn=_unchanged,
+            worker_init_fn=begin,
+            multiprocessing_context=child_process.recording_context(context, self._processes),
+            generator=torch.Generator(),  # so that torch's global generator does not advance
+        )
+
+    def _kill(self) -> None:
+        """Kill the workers that are alive. Not by SIGTERM: workers inherit a program's handler."""
+        for worker in self._processes:
+            if worker.pid is not None and worker.is_alive():
+                worker.kill()
+                worker.join()
+        self._processes.clear()
 
 
-_living: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
+_instances: weakref.WeakSet[WorkerProcesses] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
-    for processes in list(_living):
+    for processes in list(_instances):
         processes.leave()
 
 
@@ -157,142 +184,156 @@ if hasattr(os, "register_at_fork"):
 
 
 def worker_death_error(error: RuntimeError) -> WdstrainError | None:
-    """What torch's error says of a worker process that died, as a sentence; None of another error.
+    """Return an error that explains the death of a worker process; None for any other error.
 
-    Torch tells of it by a signal, wherever the program is: mostly while it waits for a batch, but also in the loop's own code.
+    Torch raises it from a signal handler, wherever the main thread is. Mostly that is while it
+    waits for a batch, but it can also be the loop's own code.
     """
     if "DataLoader worker" not in str(error):
         return None
+    reason = str(error).splitlines()[0].rstrip(". ")
     return WdstrainError(
-        f"a worker process of the loader died ({str(error).splitlines()[0].rstrip('. ')}). If the system killed it for memory, lower "
+        f"a worker process of the loader died ({reason}). If the system killed it for memory, lower "
         f"num_workers or batch_size; dmesg tells."
     )
 
 
 class WorkerDeathsAsErrors(ContextDecorator):
-    """In here the death of a worker process is an error in words. Also a decorator.
+    """Context manager and decorator that explains the death of a worker process.
 
-    No generator: through one, Python 3.10 keeps an exception together with all frames that it passed until the collector comes.
+    Not a generator: through a generator, Python 3.10 keeps an exception with all frames that it
+    passed until the garbage collector runs.
     """
 
     def __enter__(self) -> None:
-        """Nothing begins."""
+        pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
             raise death from error
 
 
-def _begun(held: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
-    """The tasks; when the first is asked for, the workers run and Ctrl-C works again."""
-    held.release()
+def _release_signals(deferred: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
+    """Yield the tasks. The workers run when the first is requested, so Ctrl-C works from then on."""
+    deferred.release()
     yield from tasks
 
 
-class _Stream(Iterator[Message]):
-    """The DataLoader's sampler: whatever stream of tasks is current, some at a time but for the first, which are waited for.
+class _MessageSampler(Iterator[_Message]):
+    """Sampler of the DataLoader: messages with the next tasks of the current stream.
 
-    Before all each worker has a message without a task. With its answer it starts the thread that sends answers, while there is memory:
-    where there is none, Python waits for ever for a thread that could not begin, and the loop for the worker.
+    tasks: the current stream. The first messages have one task each, because the loop waits for
+    them; later ones have several.
 
-    It ends with the tasks. It also raises StopIteration where as many messages are under way as may be: the DataLoader then sends
-    nothing, and may ask again.
+    Each worker first gets a message without tasks. Its answer starts the thread that sends answers
+    while there is memory. Later a thread may not start for want of memory: multiprocessing would
+    wait forever for it, and the loop for the worker.
+
+    Raises StopIteration at the end of the tasks, and also when the most messages are under way.
+    The DataLoader then sends nothing, and may ask again.
     """
 
     tasks: Iterator[Task]
 
     def __init__(self, flight: Flight) -> None:
-        self._workers, self._messages, self._together = (
+        self._workers, self._most, self._together = (
             flight.decoders,
             flight.messages,
             flight.together,
         )
 
-    def __iter__(self) -> _Stream:
+    def __iter__(self) -> _MessageSampler:
         self._sent = self._taken = self._refused = 0
         return self
 
-    def __next__(self) -> Message:
+    def __next__(self) -> _Message:
         number = self._sent
-        if number - self._taken == self._messages:
+        if number - self._taken == self._most:
             self._refused += 1
             raise StopIteration
         tasks = tuple[Task, ...]()
         if number >= self._workers:
-            tasks = tuple(
-                islice(self.tasks, 1 if number < (1 + PREFETCH) * self._workers else self._together)
-            )
+            count = 1 if number < (1 + PREFETCH) * self._workers else self._together
+            tasks = tuple(islice(self.tasks, count))
             if not tasks:
                 raise StopIteration
         self._sent += 1
         return number, tasks
 
     def take(self) -> bool:
-        """The answer to the next message has been taken. Whether one that was refused can be sent now."""
+        """Note that the next answer was taken. Returns whether a refused message can go now."""
         self._taken += 1
-        self._refused -= (again := self._refused > 0)
-        return again
+        can_send = self._refused > 0
+        self._refused -= can_send
+        return can_send
 
 
-class _Remote(Dataset[Answer]):
-    """The DataLoader's data set: `remote[message]` decodes its tasks.
+class _DecodingDataset(Dataset[_Answer]):
+    """Data set of the DataLoader: `dataset[message]` decodes its tasks.
 
-    Results are pickled here and not by the queue, whose thread would drop what cannot be pickled and let the loop wait.
+    Results are pickled here. The thread of a queue would drop a result that cannot be pickled, and
+    the loop would wait forever.
     """
 
-    def __init__(self, decoder: Decoder, desks: ProgressBoard) -> None:
-        self._decoder, self._desks = decoder, desks
+    def __init__(self, decoder: Decoder, progress: ProgressBoard) -> None:
+        self._decoder, self._progress = decoder, progress
 
-    def __getitem__(self, message: Message) -> Answer:
+    def __getitem__(self, message: _Message) -> _Answer:
         number, tasks = message
         worker = get_worker_info()
         assert worker is not None
-        desk = self._desks[worker.id]
-        return number, [_pickled(self._decoder(task, desk, own_process=True)) for task in tasks]
+        cell = self._progress[worker.id]
+        return number, [_pickled(self._decoder(task, cell, own_process=True)) for task in tasks]
 
 
 def _pickled(result: Result) -> bytes:
+    """Return a result as bytes; if it cannot be pickled, a result that says so."""
     try:
-        return _Pickler.of(result)
-    except Exception as error:  # what pickling raises depends on the object
+        return _ResultPickler.bytes_of(result)
+    except Exception as error:  # any type, depending on the object
         reason = (
             f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
         )
-        return _Pickler.of(result._replace(values={}, bad=[BadSample(0, "", reason)]))
+        return _ResultPickler.bytes_of(result._replace(values={}, bad=[BadSample(0, "", reason)]))
 
 
-class _Pickler(ForkingPickler):
-    """Sends small tensors, such as the labels of a batch, as they are.
+class _ResultPickler(ForkingPickler):
+    """Pickler that sends small tensors by value.
 
-    Torch sends each by a file in memory, which is fetched over a socket of its own: 1.2 ms each, half of it here; a copy of 256 bytes
-    takes 0.2 ms, of 256 KB 0.7. And a worker that is in the midst of it when Ctrl-C ends the loop prints a traceback.
+    Torch sends each tensor as a file in memory, over a socket of its own, which takes longer. A
+    worker that is doing so when a Ctrl-C ends the loop also prints a traceback.
     """
 
     @classmethod
-    def of(cls, result: Result) -> bytes:
-        into = io.BytesIO()
-        cls(into).dump(result)
-        return into.getvalue()
+    def bytes_of(cls, result: Result) -> bytes:
+        """Return the pickled result."""
+        buffer = io.BytesIO()
+        cls(buffer).dump(result)
+        return buffer.getvalue()
 
     def reducer_override(self, obj: Any) -> Any:
-        plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout == torch.strided
+        is_plain = type(obj) is torch.Tensor and obj.is_cpu and obj.layout == torch.strided
         if (
-            plain
+            is_plain
             and not obj.requires_grad
             and not obj.is_neg()
-            and obj.dtype in _KNOWN_TO_NUMPY
+            and obj.dtype in _NUMPY_DTYPES
             and obj.nbytes <= _SMALL
         ):
             return torch.from_numpy, (obj.numpy(),)
         return NotImplemented
 
 
-def _as_it_is(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
+    """Return the value. As collate_fn it keeps torch from converting answers."""
     return value
 
 
-def _begin_worker(stacks: WorkerStacks, desks: ProgressBoard, slots: Memory, worker: int) -> None:
+def _begin_worker(
+    stacks: WorkerStacks, progress: ProgressBoard, slots: Memory, worker: int
+) -> None:
+    """Set up a worker process."""
     child_process.set_up_worker()
     slots.map_shared()
     stacks.answer_signals()
-    desks[worker].set_idle()
+    progress[worker].set_idle()

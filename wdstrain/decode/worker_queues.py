@@ -1,11 +1,9 @@
-"""Between the training process and worker processes: what torch's DataLoader takes for queues and an event, made careful.
+"""Queues and an event between the training process and worker processes, for torch's DataLoader.
 
-A queue of multiprocessing gives all to a thread, which writes when it gets the interpreter's lock. A worker that decodes gives
-that lock away and takes it back at each picture, and the two of them wait for each other: a picture of 128x128 took 118 us,
-and takes 112 where the worker writes itself, as means of ten starts. So what fits into the pipe, whoever reads, is written at
-once; while another writes, and for what is larger, there is the thread. What one process puts comes in its order: while the
-thread has something, it has the next, too. The DataLoader needs that: a worker's word that it is done with an older stream
-comes after the last answer to that.
+A `multiprocessing.Queue` leaves every write to a thread. In a worker that thread and the decoder
+then compete for the GIL at every image. Its locks also do not survive a Ctrl-C or the death of a
+worker: the next process that takes the lock waits forever. The classes here have the methods that
+the DataLoader calls, and neither problem.
 """
 
 from __future__ import annotations
@@ -14,126 +12,173 @@ import fcntl
 import resource
 import struct
 import termios
+import threading
 from contextlib import suppress
 from copy import copy
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
+from multiprocessing.synchronize import Lock
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime.signals import DeferSignals
 
-_FREE = 8  # pages that a pipe shall have beside one for each message
-_MOST = 256  # pages of a pipe that the system lets everybody have
+_SPARE_PAGES = 8  # pages of a pipe beside a page for each message
+_MOST_PAGES = 256  # of a pipe; the system's default limit for users
 _PAGE = resource.getpagesize()
-_HEAD = 12  # bytes before a message, at most
+_HEADER = 12  # most bytes that a connection sends before a message
 
 
-class _Queue(Queue):  # type: ignore[type-arg]
-    """A queue into which a Ctrl-C, or word of a worker's death, comes before or after something is put: between, it would leave it
-    locked, and whoever closes it.
+class MessageQueue:
+    """Queue from any number of processes to one process, through a pipe.
+
+    A message that fits in the pipe is written by the caller. A thread writes messages that do not
+    fit, and those that come while another process writes, so `put` never waits for the reader. It
+    keeps the order of a process: while the thread has messages, it gets the next ones too. The
+    DataLoader needs that order: a worker's answer that an older stream is over must come last.
     """
 
-    def __init__(self, *, ctx: BaseContext, messages: int) -> None:
-        super().__init__(ctx=ctx)
-        self._pages = _pages(self._writer.fileno(), messages)  # type: ignore[attr-defined]
+    _sender: _Sender | None = None  # of this process, from its first `put` on
+    _is_closed = False
 
-    def __getstate__(self) -> Any:
-        return (*super().__getstate__(), self._pages)  # type: ignore[misc]
+    def __init__(self, context: BaseContext, messages: int) -> None:
+        """messages: most messages that are in the queue at a time."""
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._write_lock = context.Lock()  # across processes
+        self._pages = _usable_pages(self._writer.fileno(), messages)
 
-    def __setstate__(self, state: Any) -> None:
-        *others, self._pages = state
-        super().__setstate__(tuple(others))  # type: ignore[arg-type]
+    @property
+    def unsent(self) -> int:
+        """Messages of this process that wait for room in the pipe."""
+        return 0 if self._sender is None else self._sender.given - self._sender.sent
 
-    def _reset(self, after_fork: bool = False) -> None:
-        """As a process begins to use it, multiprocessing calls this."""
-        super()._reset(after_fork)  # type: ignore[misc]
-        self._given = 0  # messages, to the thread
-        self._send_bytes = self._thread_sent = _Sent(self._writer)  # type: ignore[attr-defined]
-
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        # The garbage collector may close the pipe before it finalizes torch's iterator, which then
-        # puts None, the end of the work, for workers that are gone.
-        if obj is None and self._writer.closed:  # type: ignore[attr-defined]
+    def put(self, message: object) -> None:
+        """Send a message. Raises ValueError after `close`, and what pickling raises."""
+        # The garbage collector may close the pipe before it finalizes the DataLoader's iterator.
+        # The iterator then sends None, the request to end, to workers that have already ended.
+        if message is None and (self._is_closed or self._writer.closed):
             return
-        with DeferSignals():
-            if not self._written(obj):
-                super().put(obj, block, timeout)
-                self._given += 1
+        if self._is_closed:
+            raise ValueError("the queue is closed")
+        with DeferSignals():  # an exception between two steps could leave the lock locked
+            if self._sender is None:
+                self._sender = _Sender(self._writer, self._write_lock)
+            pickled = ForkingPickler.dumps(message)
+            if self.unsent or not self._write(pickled):
+                self._sender.send(pickled)
 
-    def _written(self, obj: Any) -> bool:
-        """Write it now, if there is room and nobody else writes. The first begins the thread, while there is memory for one."""
-        queue: Any = self
-        if (
-            queue._thread is None
-            or queue._closed
-            or self._thread_sent.count < self._given
-            or self._pages <= 0
-        ):
-            return False
-        message = ForkingPickler.dumps(obj)
-        if not queue._wlock.acquire(False):
+    def get(self, timeout: float) -> Any:
+        """Return the next message. Raises queue.Empty if there is none within `timeout` seconds."""
+        if not self._reader.poll(timeout):
+            raise Empty
+        return self._reader.recv()
+
+    def close(self) -> None:
+        """Close both ends in this process, the writer's once all messages are sent."""
+        self._is_closed = True
+        self._reader.close()
+        if self._sender is None:
+            self._writer.close()
+        else:
+            self._sender.end()
+
+    def __del__(self) -> None:
+        if self._sender is not None:  # its thread would keep the pipe
+            self.close()
+
+    def cancel_join_thread(self) -> None:
+        """Do nothing. The DataLoader calls this; the exit of a process never waits for messages."""
+
+    def _write(self, pickled: memoryview) -> bool:
+        """Write a message if no other process writes and there is room. Returns whether it did."""
+        if not self._write_lock.acquire(block=False):
             return False
         try:
-            if (
-                len(message) + _HEAD
-                > (self._pages - _waiting(queue._writer.fileno()) // _PAGE) * _PAGE
-            ):
+            free = self._pages - _unread_bytes(self._writer.fileno()) // _PAGE
+            if len(pickled) + _HEADER > free * _PAGE:
                 return False
-            queue._sem.acquire()
-            queue._writer.send_bytes(message)
+            self._writer.send_bytes(pickled)
         finally:
-            queue._wlock.release()
+            self._write_lock.release()
         return True
 
 
-def _pages(pipe: int, messages: int) -> int:
-    """Pages of a pipe without those that are filled in part, by so many messages and one more; 0 where the system does not say."""
-    if not hasattr(fcntl, "F_SETPIPE_SZ"):
-        return 0
-    if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < (messages + _FREE) * _PAGE:
-        with suppress(OSError):  # not for this user, who has many
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, min(messages + _FREE, _MOST) * _PAGE)
-    return int(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)) // _PAGE - messages - 1
+class _Sender:
+    """Thread that writes messages to a pipe. It does not refer to its queue, so the queue can be freed.
+
+    given, sent: numbers of messages. Each is changed by one thread, so neither needs a lock.
+    """
+
+    def __init__(self, writer: Connection, lock: Lock) -> None:
+        self._writer, self._lock = writer, lock
+        self._messages: SimpleQueue[memoryview | None] = SimpleQueue()
+        self.given = self.sent = 0
+        threading.Thread(target=self._run, name="message-sender", daemon=True).start()
+
+    def send(self, message: memoryview) -> None:
+        """Write a message later."""
+        self.given += 1
+        self._messages.put(message)
+
+    def end(self) -> None:
+        """Close the pipe after the messages, and end the thread."""
+        self._messages.put(None)
+
+    def _run(self) -> None:
+        with suppress(OSError), self._writer:  # nobody reads any more
+            while (message := self._messages.get()) is not None:
+                with self._lock:
+                    self._writer.send_bytes(message)
+                self.sent += 1
 
 
-def _waiting(pipe: int) -> int:
-    """Bytes in a pipe that were not read yet."""
-    return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0])
+class EndEvent:
+    """Event that tells workers to end.
 
-
-class _Sent:
-    """What the thread writes with; counts its messages."""
-
-    def __init__(self, writer: Connection) -> None:
-        self._writer, self.count = writer, 0
-
-    def __call__(self, message: bytes) -> None:
-        self._writer.send_bytes(message)
-        self.count += 1
-
-
-class _Event:
-    """What tells workers to end. Without the lock of multiprocessing's, which a worker that is killed while it looks leaves locked:
-    whoever sets the event then waits for ever.
+    The event of multiprocessing has a lock. A worker that is killed while it checks the event
+    leaves the lock locked, and the process that sets the event then waits forever.
     """
 
     def __init__(self) -> None:
         self._memory = Memory(1)
 
     def set(self) -> None:
+        """Set the event."""
         self._memory.view[0] = 1
 
     def is_set(self) -> bool:
+        """Return whether the event is set."""
         return self._memory.view[0] == 1
 
 
-def careful(context: BaseContext, messages: int) -> BaseContext:
-    """What begins worker processes, as torch takes it, with our queues and events. messages: most that are in a queue at one time."""
-    ours = copy(context)
-    ours.Queue = partial(_Queue, ctx=context, messages=messages)  # type: ignore[method-assign]
-    ours.Event = _Event  # type: ignore[method-assign, assignment]
-    return ours
+def interruptible_context(context: BaseContext, messages: int) -> BaseContext:
+    """Return a copy of a start context for the DataLoader, with the queues and events above.
+
+    messages: most messages that are in a queue at a time.
+    """
+    changed = copy(context)
+    changed.Queue = partial(MessageQueue, context, messages)  # type: ignore[method-assign, assignment]
+    changed.Event = EndEvent  # type: ignore[method-assign, assignment]
+    return changed
+
+
+def _usable_pages(pipe: int, messages: int) -> int:
+    """Return the pages of a pipe that can be filled; 0 if the system does not say.
+
+    Each message may leave one page partly filled, and so may the message that is being written.
+    """
+    if not hasattr(fcntl, "F_SETPIPE_SZ"):
+        return 0
+    if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < (messages + _SPARE_PAGES) * _PAGE:
+        with suppress(OSError):  # the pages of all pipes of a user are limited
+            pages = min(messages + _SPARE_PAGES, _MOST_PAGES)
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, pages * _PAGE)
+    return int(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)) // _PAGE - messages - 1
+
+
+def _unread_bytes(pipe: int) -> int:
+    """Return the bytes in a pipe that are not read yet."""
+    return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0])

@@ -1,6 +1,6 @@
-"""Who runs the decoder: the loop itself, threads of this process, or worker processes (`processes`).
+"""Decoders that run in the loop's own thread or in threads of this process.
 
-All take an iterator of tasks and give results in the order of the tasks, with a bounded number in flight.
+`worker_processes` has those that run in worker processes. All of them are `Workers`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -19,51 +20,84 @@ from wdstrain.decode.task import Result, Task
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, thread_stack
 
-_Box = SimpleQueue["Result | BaseException"]  # for one result
+_ResultBox = SimpleQueue["Result | BaseException"]  # of one task
+
+
+class Workers(Protocol):
+    """Decoders of a pipeline. Results come in the order of the tasks, few of them in flight."""
+
+    @property
+    def count(self) -> int:
+        """Number of decoders."""
+        ...
+
+    @property
+    def progress(self) -> ProgressBoard:
+        """Progress of each decoder; empty if the loop's own thread decodes."""
+        ...
+
+    def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
+        """Yield the results of a new stream of tasks. An older stream has ended before its start.
+
+        `tasks` is advanced in the thread that takes the results.
+        """
+        ...
+
+    def stack(self, number: int) -> tuple[str, str]:
+        """Return (name, Python stack) of a decoder."""
+        ...
+
+    def close(self) -> None:
+        """End threads and processes. `run` starts new ones."""
+        ...
 
 
 class InlineDecoder:
-    """Decodes when the result is asked for; where decoding is nothing but taking bytes."""
+    """Decoder in the thread that takes the results. For tasks that only copy bytes."""
 
     count = 1
 
     def __init__(self, decoder: Decoder) -> None:
-        self._decoder, self._desk, self.desks = decoder, ProgressCell.unwatched(), ProgressBoard(0)
+        self._decoder, self._cell = decoder, ProgressCell.unwatched()
+        self.progress = ProgressBoard(0)
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        return (self._decoder(task, self._desk) for task in tasks)
+        """Yield the results of the tasks."""
+        return (self._decoder(task, self._cell) for task in tasks)
 
     def stack(self, number: int) -> tuple[str, str]:
-        """There is no decoder but the loop itself."""
+        """Raise IndexError: there is no decoder besides the loop."""
         raise IndexError(number)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class DecoderThreads:
-    """Decodes in threads, one per core as far as memory allows; for num_workers=0.
+    """Decoder threads, one per core as far as memory allows. For num_workers=0.
 
-    Not an executor of the standard library: its futures are Conditions, which a Ctrl-C can leave locked for ever.
+    An executor of the standard library will not do: its futures are Conditions, and a Ctrl-C can
+    leave a Condition locked.
     """
 
     def __init__(self, decoder: Decoder, flight: Flight) -> None:
         self._decoder, self._flight = decoder, flight
         self.count = flight.decoders
-        self.desks = ProgressBoard(self.count)
+        self.progress = ProgressBoard(self.count)
         self._threads: list[threading.Thread] = []
-        self._todo: SimpleQueue[tuple[Task, _Box] | None] = SimpleQueue()
-        self._boxes: deque[_Box] = (
-            deque()
-        )  # into which the results of what is in flight are put, in order
+        self._todo: SimpleQueue[tuple[Task, _ResultBox] | None] = SimpleQueue()
+        self._boxes: deque[_ResultBox] = deque()  # of the tasks in flight, in order
 
     def run(self, tasks: Iterator[Task]) -> Iterator[Result]:
-        """Results of a new stream of tasks, in new threads: so nothing is in flight of an earlier one."""
+        """Yield the results of a new stream of tasks.
+
+        The threads are new, so nothing of an earlier stream is in flight.
+        """
         self.close()
         with DeferSignals():
-            self._begin()
+            self._start()
         for task in tasks:
-            box = _Box()
+            box = _ResultBox()
             self._boxes.append(box)
             self._todo.put((task, box))
             if len(self._boxes) == self._flight.batches:
@@ -71,53 +105,15 @@ class DecoderThreads:
         while self._boxes:
             yield self._result()
 
-    def _result(self) -> Result:
-        result = self._boxes.popleft().get()
-        if isinstance(result, BaseException):
-            try:
-                raise result
-            finally:
-                del result  # which refers to this frame
-        return result
-
-    def _begin(self) -> None:
-        self._todo, one_each = SimpleQueue(), OneCoreEach(self.count)
-        threads = [
-            threading.Thread(
-                target=self._work,
-                args=(number, one_each),
-                name=f"wdstrain-decoder_{number}",
-                daemon=True,
-            )
-            for number in range(self.count)
-        ]
-        with one_each:
-            for thread in threads:
-                thread.start()
-        self._threads = threads
-
-    def _work(self, number: int, one_each: OneCoreEach) -> None:
-        one_each()
-        desk = self.desks[number]
-        while (given := self._todo.get()) is not None:
-            task, box = given
-            result: Result | BaseException
-            try:
-                result = self._decoder(task, desk)
-            except BaseException as error:  # the loop raises it
-                result = error
-            box.put(result)
-            del given, task, box, result  # the memory of a batch is the loop's alone
-
     def stack(self, number: int) -> tuple[str, str]:
-        """(name, Python stack) of a decoder."""
-        return f"decoder thread {number}", thread_stack(
-            self._threads[number].ident if self._threads else None
-        )
+        """Return (name, Python stack) of a thread."""
+        thread = self._threads[number].ident if self._threads else None
+        return f"decoder thread {number}", thread_stack(thread)
 
     def close(self) -> None:
+        """End the threads. Tasks that no thread has begun are dropped."""
         with DeferSignals():
-            with suppress(Empty):  # what nobody began is not decoded any more
+            with suppress(Empty):
                 while True:
                     self._todo.get_nowait()
             for _ in self._threads:
@@ -127,23 +123,66 @@ class DecoderThreads:
         self._threads = []
         self._boxes.clear()
 
+    def _result(self) -> Result:
+        """Return the next result, or raise the exception of its decoder."""
+        result = self._boxes.popleft().get()
+        if isinstance(result, BaseException):
+            try:
+                raise result
+            finally:
+                del result  # it refers to this frame
+        return result
 
-class OneCoreEach:
-    """Called in each of `count` threads as it begins: torch computes on one core there, its own. They are begun `with` this.
+    def _start(self) -> None:
+        self._todo, one_core = SimpleQueue(), OneCorePerThread(self.count)
+        threads = [
+            threading.Thread(
+                target=self._work,
+                args=(number, one_core),
+                name=f"wdstrain-decoder_{number}",
+                daemon=True,
+            )
+            for number in range(self.count)
+        ]
+        with one_core:
+            for thread in threads:
+                thread.start()
+        self._threads = threads
 
-    torch.set_num_threads is for the calling thread, and for all that have not asked for their number yet: so each of ours asks before
-    it sets its own, or its first computation would take the caller's; that is put back for later threads when all of ours have theirs.
+    def _work(self, number: int, one_core: OneCorePerThread) -> None:
+        """Decode tasks until the end. This is the function of each thread."""
+        one_core()
+        cell = self.progress[number]
+        while (job := self._todo.get()) is not None:
+            task, box = job
+            result: Result | BaseException
+            try:
+                result = self._decoder(task, cell)
+            except BaseException as error:  # the loop raises it
+                result = error
+            box.put(result)
+            del job, task, box, result  # the loop alone may keep the memory of a batch
+
+
+class OneCorePerThread:
+    """Limits torch to one core in each of `count` threads. Start the threads within it.
+
+    Each thread calls the object first. `torch.set_num_threads` sets the number of the calling
+    thread, and the default of all threads that have not asked for their number. Each thread
+    therefore asks first: otherwise its first computation would take the caller's number. When all
+    threads have set theirs, the default is restored for later threads.
     """
 
     def __init__(self, count: int) -> None:
-        self._threads, self._ready = torch.get_num_threads(), threading.Barrier(count + 1)
+        self._default, self._ready = torch.get_num_threads(), threading.Barrier(count + 1)
 
     def __call__(self) -> None:
+        """Limit the calling thread."""
         torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             self._ready.wait()
-        except threading.BrokenBarrierError:  # another could not begin
+        except threading.BrokenBarrierError:  # another thread did not start
             raise SystemExit from None
 
     def __enter__(self) -> None:
@@ -154,4 +193,4 @@ class OneCoreEach:
             self._ready.abort()
             return
         self._ready.wait()
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._default)

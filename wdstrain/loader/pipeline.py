@@ -373,8 +373,8 @@ class Pipeline:
             return
         said = f"no batch for {seconds:.0f} s (epoch {at[0]}, step {at[1]}). "
         states = [
-            (number, *self._workers.desks[number].state)
-            for number in range(self._workers.desks.count)
+            (number, *self._workers.progress[number].state)
+            for number in range(self._workers.progress.count)
         ]
         busy = [
             (number, self._pending.get(batch_number), row)
@@ -387,11 +387,11 @@ class Pipeline:
             said += "Stage decode:\n" + "\n".join(
                 self._stuck(number, batch, row) for number, batch, row in busy
             )
-        elif self._workers.desks.count == 0:
+        elif self._workers.progress.count == 0:
             said += f"Stage decode, in the loop's own thread:\n{thread_stack(self._waiter)}"
         else:
             said += f"Stage hand-off: no decoder has work; the thread that waits:\n{thread_stack(self._waiter)}"
-            idle = [self._workers.stack(number) for number in range(self._workers.desks.count)]
+            idle = [self._workers.stack(number) for number in range(self._workers.progress.count)]
             said += "".join(f"\n{name}:\n{stack}" for name, stack in idle)
         _log.warning("%s", said)
 
