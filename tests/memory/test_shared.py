@@ -109,7 +109,7 @@ def test_columns_of_a_slot_do_not_overlap() -> None:
 
 def test_a_slot_is_reused_when_its_last_tensor_is_freed() -> None:
     slots = Slots(LAYOUT, busy=1, spare=1)
-    batch = slots.hand_out(slots.take(), 2)
+    batch = slots.lease(slots.take(), 2)
     row = batch["image"][1, 0]
     del batch
     gc.collect()
@@ -127,7 +127,7 @@ def test_beyond_the_spare_slots_batches_are_copies() -> None:
     for number in range(5):
         slot = slots.take()
         LAYOUT.arrays(slots.memory.view, slot * LAYOUT.size, 2)["label"][...] = number
-        kept.append(slots.hand_out(slot, 2))
+        kept.append(slots.lease(slot, 2))
     assert [batch["label"].tolist() for batch in kept] == [[n, n] for n in range(5)]
     assert slots.copies == 3
     assert kept[0]["image"].shape == kept[4]["image"].shape == (2, 3, 4, 5)

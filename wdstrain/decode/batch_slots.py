@@ -1,11 +1,12 @@
-"""Batch memory that is reused: what fixed-size values of a batch are written into, and tensors over it.
+"""Batch memory that is reused: slots that decoders write to, and tensors over them.
 
-One allocation for all slots, shared with the workers. A slot goes back when nobody holds any tensor of its batch any more:
-the tensors of a hand-out rest on one small object whose end is watched. The user may therefore keep a batch as long as he
-likes; once he holds more than the spare slots, further batches are copies, so that decoding never waits for him.
+All slots are one allocation, which is shared with the workers. A slot is free again once no tensor
+of its batch exists: all of them refer to one small object, and a weak reference notes its end. The
+user may therefore keep a batch as long as he likes. Once he keeps more batches than there are spare
+slots, further batches are copies, so decoding never waits for him.
 
-A child that he forks has the batches that he holds as they are then, in memory of its own: its parent uses the slots again, and sees
-nothing of what the child writes.
+A forked child keeps the batches of its parent as they are at the fork, in memory of its own: the
+parent reuses its slots, and does not see what the child writes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from wdstrain.memory.shared import Memory, Snapshot
 
 _log = logging.getLogger("wdstrain")
 
-_ALIGN = 4096  # a page, so that columns can be page-locked and copied whole
+_ALIGN = 4096  # bytes of a page: whole columns are page-locked and copied
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each column of a batch lies in a slot. For `rows` rows; offsets in bytes."""
+    """Columns of a batch slot.
+
+    rows: of a batch. columns: by name, the example of a row and the column's offset in bytes.
+    size: bytes of a slot.
+    """
 
     rows: int
     columns: dict[str, tuple[Example, int]]
@@ -45,6 +50,7 @@ class Layout:
 
     @classmethod
     def of(cls, examples: Mapping[str, Example], rows: int) -> Layout:
+        """Return the layout for these columns. examples: of one row, by column."""
         columns, offset = {}, 0
         for name, example in examples.items():
             columns[name] = (example, offset)
@@ -53,7 +59,7 @@ class Layout:
         return cls(rows, columns, offset)
 
     def arrays(self, buffer: Any, start: int, rows: int) -> dict[str, npt.NDArray[Any]]:
-        """The columns of the slot that begins at byte `start`, its first `rows` rows: array[rows, *shape] each."""
+        """Return the columns of the slot at byte `start`. Array[rows, *shape] each, by name."""
         return {
             name: np.ndarray((rows, *example.shape), example.dtype, buffer, start + offset)
             for name, (example, offset) in self.columns.items()
@@ -61,30 +67,36 @@ class Layout:
 
 
 class Slots:
-    """`busy` slots for batches being decoded and `spare` ones for batches in the user's hands."""
+    """Slots for batches that are read or decoded, and for batches that the user keeps.
+
+    copies: batches that the user got as copies.
+    """
 
     def __init__(self, layout: Layout, *, busy: int, spare: int) -> None:
+        """busy: slots for batches that are read or decoded. spare: slots for the user's batches."""
         self.layout, self.busy, self.spare = layout, busy, spare
         self.memory = Memory(max(1, (busy + spare) * layout.size))
-        self.copies = 0  # batches handed out as copies
+        self.copies = 0
         self._lock = threading.Lock()
-        self._free = list(
-            range(busy + spare)
-        )  # a heap: those in front are used again first, the others take no memory
-        self._held: dict[int, _Ground] = {}  # slot -> what its tensors rest on
-        # what ended. It is appended at any time, in any thread: by C alone, because a Ctrl-C that comes while Python code runs
-        # for the end of an object would be swallowed
-        self._ended: deque[_Ground] = deque()
-        self._lock_tried = not layout.columns
-        self._locked: PageLock | None = None
-        _living.add(self)
+        # A heap: the first slots are reused first, so the last ones may never take memory.
+        self._free = list(range(busy + spare))
+        self._leases: dict[int, _Lease] = {}  # by slot
+        # Leases that ended, in any thread and at any time. The weak reference calls `append`, which
+        # is C code: Python drops a Ctrl-C that comes while Python code runs at an object's end.
+        self._ended: deque[_Lease] = deque()
+        self._page_lock_tried = not layout.columns
+        self._page_lock: PageLock | None = None
+        _instances.add(self)
 
     def lock_pages(self) -> None:
-        """Page-lock the memory for copies to a CUDA device, once. Where the system refuses, it is told, and copies take longer."""
-        if not self._lock_tried:
-            self._lock_tried = True
+        """Page-lock the memory for copies to a CUDA device, once.
+
+        If the system refuses, a warning is logged, and copies take longer.
+        """
+        if not self._page_lock_tried:
+            self._page_lock_tried = True
             try:
-                self._locked = PageLock(self.memory)
+                self._page_lock = PageLock(self.memory)
             except OSError as error:
                 _log.warning(
                     "%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).",
@@ -92,13 +104,13 @@ class Slots:
                 )
 
     def reset(self) -> None:
-        """Take back every slot that is not in the user's hands."""
+        """Free every slot whose batch the user does not keep."""
         with self._lock:
             self._collect()
-            self._free = sorted(set(range(self.busy + self.spare)) - self._held.keys())
+            self._free = sorted(set(range(self.busy + self.spare)) - self._leases.keys())
 
     def take(self) -> int:
-        """A slot to decode a batch into."""
+        """Return a free slot for a batch. Raises WdstrainError if there is none."""
         with self._lock:
             self._collect()
             if not self._free:
@@ -107,102 +119,106 @@ class Slots:
                 )
             return heappop(self._free)
 
-    def hand_out(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
-        """The batch as tensors. Over the slot while there are spare ones, else a copy."""
+    def lease(self, slot: int, rows: int) -> dict[str, torch.Tensor]:
+        """Return the first rows of a slot as tensors by name: copies if no slot is spare."""
         with self._lock:
             self._collect()
-            keeps = len(self._held) < self.spare and bool(self.layout.columns)
-        if not keeps:
+            has_spare = len(self._leases) < self.spare and bool(self.layout.columns)
+        if not has_spare:
             arrays = self.layout.arrays(self.memory.view, slot * self.layout.size, rows)
-            tensors = {
-                name: _tensor(array.copy(), self.layout.columns[name][0])
-                for name, array in arrays.items()
-            }
+            copies = self._tensors({name: array.copy() for name, array in arrays.items()})
             self.copies += bool(self.layout.columns)
             with self._lock:
                 heappush(self._free, slot)
-            return tensors
-        ground = (ctypes.c_char * self.layout.size).from_buffer(
+            return copies
+        base = (ctypes.c_char * self.layout.size).from_buffer(
             self.memory.map, slot * self.layout.size
         )
-        ground.locked = self._locked  # type: ignore[attr-defined]  # as long as its tensors live
-        held = _Ground(ground, self._ended.append)
-        held.slot = slot
+        base.page_lock = self._page_lock  # type: ignore[attr-defined]  # for as long as the tensors
+        lease = _Lease(base, self._ended.append)
+        lease.slot = slot
         with self._lock:
-            self._held[slot] = held
-        arrays = self.layout.arrays(ground, 0, rows)
-        return {
-            name: _tensor(array, self.layout.columns[name][0]) for name, array in arrays.items()
-        }
+            self._leases[slot] = lease
+        return self._tensors(self.layout.arrays(base, 0, rows))
 
-    def stop(self) -> None:
-        """Hand nothing out until `go_on`: a process is about to be forked."""
+    def pause(self) -> None:
+        """Let no slot change its state until `resume`: a process is about to be forked."""
         self._lock.acquire()
 
-    def go_on(self) -> None:
-        """It was."""
+    def resume(self) -> None:
+        """Go on after the fork."""
         self._lock.release()
 
-    def held(self) -> list[Snapshot]:
-        """The batches in the user's hands, while it is stopped."""
+    def snapshots(self) -> list[Snapshot]:
+        """Return copies of the batches that the user keeps. Call this while paused."""
         self._collect()
         return [
-            Snapshot(self.memory, slot * self.layout.size, self.layout.size) for slot in self._held
+            Snapshot(self.memory, slot * self.layout.size, self.layout.size)
+            for slot in self._leases
         ]
 
+    def _tensors(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        """Return the columns as tensors; images have their channels before height and width."""
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        for name, (example, _) in self.layout.columns.items():
+            if example.channels_last:
+                tensors[name] = tensors[name].permute(0, 3, 1, 2)
+        return tensors
+
     def _collect(self) -> None:
+        """Free the slots whose leases ended."""
         while self._ended:
             slot = self._ended.popleft().slot
-            del self._held[slot]
+            del self._leases[slot]
             heappush(self._free, slot)
 
 
-class _Ground(weakref.ref[Any]):
-    """What the tensors of a batch rest on, until its end."""
+class _Lease(weakref.ref[Any]):
+    """Weak reference to the memory under the tensors of a batch."""
 
     __slots__ = ("slot",)
     slot: int
 
 
-def _tensor(array: npt.NDArray[Any], example: Example) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.permute(0, 3, 1, 2) if example.channels_last else tensor
-
-
-class _Fork:
-    """What is done around a fork."""
+class _ForkHooks:
+    """Give a forked child copies of the batches that the user keeps."""
 
     def __init__(self) -> None:
-        self._alone = threading.Lock()
-        self._stopped, self._held = list[Slots](), list[Snapshot]()
+        self._lock = threading.Lock()  # two threads may fork at the same time
+        self._paused, self._snapshots = list[Slots](), list[Snapshot]()
 
-    def begin(self) -> None:
-        self._alone.acquire()
-        for slots in list(_living):
-            slots.stop()
-            self._stopped.append(slots)
-            self._held += slots.held()
+    def before(self) -> None:
+        """Pause all slots and copy the batches."""
+        self._lock.acquire()
+        for slots in list(_instances):
+            slots.pause()
+            self._paused.append(slots)
+            self._snapshots += slots.snapshots()
 
-    def end_in_parent(self) -> None:
-        for snapshot in self._held:
+    def after_in_parent(self) -> None:
+        """Drop the copies."""
+        for snapshot in self._snapshots:
             snapshot.discard()
-        self._end()
+        self._resume()
 
-    def end_in_child(self) -> None:
-        for snapshot in self._held:
+    def after_in_child(self) -> None:
+        """Replace the batches by the copies."""
+        for snapshot in self._snapshots:
             snapshot.install()
-        self._end()
+        self._resume()
 
-    def _end(self) -> None:
-        for slots in self._stopped:
-            slots.go_on()
-        self._stopped, self._held = [], []
-        self._alone.release()
+    def _resume(self) -> None:
+        for slots in self._paused:
+            slots.resume()
+        self._paused, self._snapshots = [], []
+        self._lock.release()
 
 
-_living: weakref.WeakSet[Slots] = weakref.WeakSet()
+_instances: weakref.WeakSet[Slots] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    _fork = _Fork()
+    _hooks = _ForkHooks()
     os.register_at_fork(
-        before=_fork.begin, after_in_parent=_fork.end_in_parent, after_in_child=_fork.end_in_child
+        before=_hooks.before,
+        after_in_parent=_hooks.after_in_parent,
+        after_in_child=_hooks.after_in_child,
     )

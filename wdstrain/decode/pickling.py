@@ -26,7 +26,7 @@ from typing import Any
 from wdstrain.errors import UsageError
 
 # pickled as a name in a module
-_PICKLED_BY_NAME = (FunctionType, type, functools._lru_cache_wrapper)
+_PICKLED_BY_NAME = (FunctionType, type, type(functools.cache(len)))
 
 
 def check_picklable(

@@ -264,7 +264,7 @@ class Pipeline:
                 name: _none_of(value) if self._transforms else value[:0]
                 for name, value in values.items()
             }
-        made: dict[str, Any] = self._slots.hand_out(result.slot, rows) | values
+        made: dict[str, Any] = self._slots.lease(result.slot, rows) | values
         made["__key__"] = self._index.keys(given[:rows]) if result.bad else keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, given, side="right") - 1
