@@ -29,7 +29,7 @@ from works import Converting, Filling, Remembering, Training, Work, closing, epo
 
 import wdstrain as wt
 from wdstrain.errors import WdstrainError
-from wdstrain.loader import pipeline
+from wdstrain.loader import pipeline_parts
 from wdstrain.reader import read_blocks
 from wdstrain.serving import Server
 from wdstrain.storage import prefetch
@@ -386,7 +386,7 @@ def _samples(
         else {"bin": _Bytes()}
     )
     # little is read ahead, so that what happens does so in time
-    read_blocks.READ_SAMPLES, pipeline._AHEAD_BYTES, prefetch.RANGE = 8, 1 << 14, 1 << 13
+    read_blocks.READ_SAMPLES, pipeline_parts.AHEAD_BYTES, prefetch.RANGE = 8, 1 << 14, 1 << 13
     loader = wt.Loader(
         address,
         fields,

@@ -230,9 +230,9 @@ def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_
         loader.close()
 
 
-@pytest.mark.parametrize(("how", "turns"), [("close", ()), ("abandon", (1,))])
+@pytest.mark.parametrize(("how", "generations"), [("close", ()), ("cancel", (1,))])
 def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, turns: tuple[int, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, generations: tuple[int, ...]
 ) -> None:
     """Which may never come, from a server that does not answer."""
     write_shards(tmp_path, [40])
@@ -241,7 +241,9 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
 
     def start(self: Reader, *words: Any) -> None:
         if not closers:
-            closers.append(threading.Thread(target=getattr(loader._pipeline, how), args=turns))
+            closers.append(
+                threading.Thread(target=getattr(loader._pipeline, how), args=generations)
+            )
             closers[0].start()
             end = time.monotonic() + 20
             while not (self._ended or self._halted) and time.monotonic() < end:
@@ -284,7 +286,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
     def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
         slot = dict.get(self, batch_number, default)
         assert loader._pipeline is not None
-        closer = threading.Thread(target=loader._pipeline._reader.end)
+        closer = threading.Thread(target=loader._pipeline.reader.end)
         closer.start()
         closer.join(20)
         return slot

@@ -41,7 +41,7 @@ def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
     held = []
     for _ in loader:
         assert loader._pipeline is not None
-        held.append(loader._pipeline._reader._arena.held)
+        held.append(loader._pipeline.reader._arena.held)
     ahead = 64 << 20
     read = 16 << 20  # begun as long as there is room at all
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
@@ -55,7 +55,7 @@ def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path:
     loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
     next(iter(loader))
     assert loader._pipeline is not None
-    reader, end = loader._pipeline._reader, time.monotonic() + 20
+    reader, end = loader._pipeline.reader, time.monotonic() + 20
     while not reader._paused and time.monotonic() < end:  # until it has read all that it may
         time.sleep(0.001)
     # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch that was given
@@ -85,7 +85,7 @@ sizes = []
 for epoch in range(10):
     for batch in loader:
         # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
-        reader = loader._pipeline._reader
+        reader = loader._pipeline.reader
         while epoch == 0 and not reader._paused and reader.read_bytes < 2 * extents and reader._error is None:
             os.sched_yield()
     sizes.append(tree())
@@ -183,7 +183,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         original(self, pieces, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 0)
+    monkeypatch.setattr("wdstrain.loader.pipeline_parts.AHEAD_BYTES", 0)
     total = []
     for step in (0, 1, 30, 60, 110, 124):
         loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)

@@ -15,7 +15,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
 from wdstrain.errors import PlanError, UsageError
-from wdstrain.loader import pipeline
+from wdstrain.loader import pipeline_parts
 from wdstrain.order.mixture import Mixture, _turns
 from wdstrain.reader import read_blocks, reader
 
@@ -196,7 +196,7 @@ def test_a_source_is_not_read_over_what_waits_while_another_has_room(
     """Windows go by the sizes of the sources; what is read ahead is one number for all."""
     for module in (read_blocks, reader):
         monkeypatch.setattr(module, "READ_SAMPLES", 16)
-    monkeypatch.setattr(pipeline, "_AHEAD_BYTES", 16 << 10)
+    monkeypatch.setattr(pipeline_parts, "AHEAD_BYTES", 16 << 10)
     sources = {"a": 3000, "b": 1000}
     for name, count in sources.items():
         write_tar(

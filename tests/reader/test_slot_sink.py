@@ -56,7 +56,7 @@ def epoch(
 
 def landing(loader: wt.Loader) -> bool:
     assert loader._pipeline is not None
-    return loader._pipeline._landing is not None
+    return loader._pipeline.reads_into_slots
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
@@ -437,7 +437,7 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
         for step, batch in enumerate(loader.epoch(number)):
             assert batch["x"][0, 0] == batch["x"][0, -1] == int(batch["__key__"][0][1:])
             if step % 97 == 0:  # the reader is as far ahead as it may be
-                reader = loader._pipeline._reader  # type: ignore[union-attr]
+                reader = loader._pipeline.reader  # type: ignore[union-attr]
                 with reader._lock:
                     reader._changed.wait_for(lambda r=reader: _is_ahead(r), timeout=0.05)  # type: ignore[misc]
     loader.close()

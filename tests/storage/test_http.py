@@ -257,12 +257,12 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         shuffle=False,
     )
     monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
-    monkeypatch.setattr("wdstrain.loader.pipeline._AHEAD_BYTES", 128 << 10)
+    monkeypatch.setattr("wdstrain.loader.pipeline_parts.AHEAD_BYTES", 128 << 10)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
         begun, held = [0], []
         for step, _ in enumerate(loader):
-            reader = loader._pipeline._reader  # type: ignore[union-attr]
+            reader = loader._pipeline.reader  # type: ignore[union-attr]
             with reader._lock:
                 assert reader._changed.wait_for(
                     lambda r=reader: r._paused or len(r._runs) != 1, timeout=30

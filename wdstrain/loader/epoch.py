@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from operator import sub
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -19,7 +18,9 @@ import numpy.typing as npt
 
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, UsageError, WdstrainError
-from wdstrain.loader.pipeline import BatchInfo, Pipeline, StageTotals
+from wdstrain.loader.batch_assembly import BatchInfo
+from wdstrain.loader.pipeline import Pipeline
+from wdstrain.loader.pipeline_parts import StageTotals
 from wdstrain.loader.stats import EpochStats, Finding
 from wdstrain.order.plan import Order
 from wdstrain.order.rng import uniform
@@ -89,7 +90,7 @@ class Batches(Iterator[Batch]):
         self._epoch, self._step, self._bad = start
         self._rows = 0
         self._pipeline: Pipeline | None = None
-        self._turn: int | None = None  # of the pipeline, once it has begun
+        self._generation: int | None = None  # of the pipeline, once it has begun
         self._before = StageTotals()
         self._meter = EpochStats()
         self._last: Taken | None = None
@@ -182,13 +183,13 @@ class Batches(Iterator[Batch]):
                         f"epoch {self._epoch} promised {self._promised} samples and gave {self._rows}."
                     )
                 raise StopIteration
-            batch, counts = self._pipeline.next(self._turn)
+            batch, counts = self._pipeline.next(self._generation)
             self._rows += len(counts.ids)
             self._step += 1
             at = (
                 (self._epoch, self._step) if self._step < self._plan.steps else (self._epoch + 1, 0)
             )
-            return Taken(batch, counts, self._pipeline.costs(), at, self._plan)
+            return Taken(batch, counts, self._pipeline.totals(), at, self._plan)
 
     def give(
         self, taken: Taken, asked: float, batch: Batch | None = None, copy_seconds: float = 0.0
@@ -200,9 +201,7 @@ class Batches(Iterator[Batch]):
         self._meter.copy_seconds += copy_seconds
         self._count(taken.counts)
         self._host.moved(Position(*taken.position, self._bad if taken.position[1] else 0))
-        vars(self._meter).update(
-            zip(StageTotals._fields, map(sub, taken.costs, self._before), strict=True)
-        )
+        vars(self._meter).update(taken.costs.since(self._before))
         self._last = Taken({}, *taken[1:])  # the memory of a batch is the loop's alone
         self._given_at = time.perf_counter()
         self._meter.wait_seconds += self._given_at - asked
@@ -225,12 +224,13 @@ class Batches(Iterator[Batch]):
     def abandon(self) -> bool:
         """Whoever waits for a batch in another thread is to wait no more. False if another pass took this one's place: then whoever
         waits does so for that one, and is told."""
-        return self._pipeline is not None and self._pipeline.abandon(self._turn)
+        return self._pipeline is not None and self._pipeline.cancel(self._generation)
 
     def close(self) -> None:
         """Something went wrong: end what the loader started, unless another pass goes on with it. This pass is over."""
         if self._process in (None, os.getpid()):
-            if self._pipeline is not None and self._pipeline.goes_on_for_another(self._turn):
+            pipeline, generation = self._pipeline, self._generation
+            if pipeline is not None and generation not in (None, pipeline.generation):
                 self._host.leave()
             else:
                 self._host.close()
@@ -254,8 +254,8 @@ class Batches(Iterator[Batch]):
             for step in (self._step, 0)
         )
         pipeline = self._pipeline = self._host.open()
-        self._turn = pipeline.seek(self._epoch, self._step, self._until)
-        self._before = pipeline.costs()
+        self._generation = pipeline.seek(self._epoch, self._step, self._until)
+        self._before = pipeline.totals()
         self._meter = EpochStats(
             epoch=self._epoch, left_out=plan.left_out, decoders=pipeline.decoders
         )

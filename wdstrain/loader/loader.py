@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -23,8 +24,10 @@ from wdstrain.decode.label_fields import reader_of, with_classes
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.settings import Collate, Transform
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.loader.batch_stream import OVER
 from wdstrain.loader.epoch import Batches, Position
-from wdstrain.loader.pipeline import OVER, Pipeline
+from wdstrain.loader.pipeline import Pipeline
+from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.stats import EpochStats, Report
 from wdstrain.native import kernels
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
@@ -175,11 +178,7 @@ class Loader:
         )
         self.plan: Callable[[int], Order] = lru_cache(maxsize=4)(lambda epoch: make(epoch=epoch))
         self.plan(0)  # sizes that do not fit are told at once
-        self._new_pipeline = partial(
-            Pipeline,
-            self.index,
-            self.plan,
-            self.rank,
+        self._pipeline_options = PipelineOptions(
             fields=fields,
             transform=transform,
             takes_rng=transform is not None and takes_rng(transform),
@@ -343,7 +342,7 @@ class Loader:
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        other._new_pipeline = partial(self._new_pipeline, num_workers=0)
+        other._pipeline_options = replace(self._pipeline_options, num_workers=0)
         other._pipeline, other._meter, other._host = None, EpochStats(), lambda: None
         return other
 
@@ -362,8 +361,6 @@ class Loader:
         if pipeline is not None:
             with DeferSignals(WORKER_DEATH):  # what it has ends too, and would drop the word
                 pipeline.close()
-            # not before: what a second Ctrl-C leaves undone is done when the loader is used again, or ends
-            pipeline.let_go()
             if self._pipeline is pipeline:  # a loop in another thread may have begun anew
                 self._pipeline = None
 
@@ -417,8 +414,10 @@ class _Host:
             self._loader.close()
             pipeline = None
         if pipeline is None:
-            pipeline = self._loader._new_pipeline()
-            pipeline.let_go = weakref.finalize(self._loader, _end, pipeline).detach
+            loader = self._loader
+            pipeline = Pipeline(loader.index, loader.plan, loader.rank, loader._pipeline_options)
+            del loader  # see above
+            pipeline.close_with(self._loader)
             self._loader._pipeline = pipeline
         return pipeline
 
@@ -459,18 +458,6 @@ def _copied(
     loader = kind(*sets, **options)
     loader._start = at
     return loader
-
-
-def _end(pipeline: Pipeline) -> None:
-    """Close a pipeline; from another thread if the collector runs this in one of its own, which cannot wait for itself.
-
-    The interpreter waits for that thread before it ends: a reader that it killed instead, inside numpy, would abort it.
-    """
-    if threading.current_thread().name.startswith("wdstrain-"):
-        threading.Thread(target=pipeline.close, daemon=False).start()
-    else:
-        with DeferSignals(WORKER_DEATH):  # of a worker that is about to end, nobody needs to hear
-            pipeline.close()
 
 
 def open_shards(urls: Urls, *, cut: bool = False) -> Index:

@@ -1,0 +1,151 @@
+"""The loop's batches, made of decoded ones: bad samples, keys, sources and the mask of padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from wdstrain.decode.bad_samples import MISMATCH, BadSample
+from wdstrain.decode.task import Result
+from wdstrain.decode.worker_processes import WorkerProcesses
+from wdstrain.errors import SampleError
+from wdstrain.loader.pipeline_parts import PipelineParts
+from wdstrain.loader.stats import Finding
+from wdstrain.order.plan import Order
+from wdstrain.reader.reader import Batch
+from wdstrain.shards.index import Ints
+
+
+class BatchInfo(NamedTuple):
+    """Counts of one batch of b rows.
+
+    ids: sample ids in the rows, int64[b]. own: bool[b], whether a row has the sample that the plan
+    put there; in the others a substitute replaces a bad sample. padded: rows of padding.
+    bad: the bad samples, without padding.
+    """
+
+    ids: Ints
+    own: npt.NDArray[np.bool_]
+    padded: int
+    bad: list[Finding]
+
+
+class BatchAssembler:
+    """Makes the loop's batches. It runs in the training process."""
+
+    def __init__(self, parts: PipelineParts) -> None:
+        self._parts, self._index = parts, parts.index
+        sources = parts.options.sources or {}
+        self._source_names = list(sources)
+        self._source_firsts = np.array(list(sources.values()), np.int64)
+        # Worker processes seed the global random generators for each sample.
+        self._seeded = isinstance(parts.workers, WorkerProcesses)
+
+    def assemble(
+        self, result: Result, batch: Batch, keys: list[str], plan: Order
+    ) -> tuple[dict[str, Any], BatchInfo]:
+        """Return the batch and its counts. keys: of its samples.
+
+        Raises SampleError for a bad sample that is not replaced.
+        """
+        ids, findings = batch.ids.copy(), list[Finding]()
+        own = np.ones(len(ids), bool)
+        if result.bad:
+            result = self._repair(result, batch, plan.epoch)
+            for bad in result.bad:
+                ids[bad.row], own[bad.row] = bad.substitute, False
+                if batch.valid[bad.row]:
+                    findings.append(self._finding(batch, bad))
+        valid = len(ids) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
+        rows = valid if plan.tail == "keep" else len(ids)
+        values: dict[str, Any] = self._parts.slots.lease(result.slot, rows)
+        values |= result.values if rows else self._empty(result.values)
+        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else keys[:rows]
+        if self._source_names:
+            numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
+            values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
+        if plan.tail == "pad":
+            values["__valid__"] = torch.from_numpy(batch.valid.copy())
+        return values, BatchInfo(ids[:rows], own[:rows], rows - valid, findings)
+
+    def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values of decoders without their rows."""
+        if self._parts.options.transform is not None:
+            return {name: _without_rows(value) for name, value in values.items()}
+        return {name: value[:0] for name, value in values.items()}
+
+    # --- bad samples ------------------------------------------------------------------------------
+
+    def _repair(self, result: Result, batch: Batch, epoch: int) -> Result:
+        """Return the batch after its bad samples were read again or replaced.
+
+        Raises SampleError if a bad sample is left.
+        """
+        if any(bad.reason == MISMATCH for bad in result.bad):
+            result = self._reread(result, batch, epoch)
+        if self._parts.options.on_bad == "replace" and len(result.bad) == len(batch.ids):
+            result = self._parts.task_builder.substitute_batch(
+                self._parts.decoder, result, epoch, batch.ids, seeded=self._seeded
+            )
+        left = [bad for bad in result.bad if bad.substitute < 0]
+        if left:
+            raise SampleError(self._message(batch, left))
+        return result
+
+    def _reread(self, failed: Result, batch: Batch, epoch: int) -> Result:
+        """Return the batch decoded again, after its damaged samples were read past any cache."""
+        parts = self._parts
+        damaged = batch.ids[[bad.row for bad in failed.bad if bad.reason == MISMATCH]]
+        parts.totals.reread += len(damaged)
+        if parts.options.cache is not None:
+            for number in set(self._index.shard_of(damaged).tolist()):
+                parts.options.cache.forget(self._index.shards[number])
+        if parts.sink is not None:
+            # The decoder may have copied other samples over the arrays in the rows of bad ones.
+            for row in {bad.row for bad in failed.bad} - batch.unreadable.keys():
+                parts.sink.reread(int(batch.ids[row]), row, failed.slot)
+        task = parts.task_builder.make(
+            failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable
+        )
+        return parts.task_builder.again(
+            parts.decoder, failed, task, batch.offset, seeded=self._seeded
+        )
+
+    def _message(self, batch: Batch, left: list[BadSample]) -> str:
+        """Return the error message for the bad samples of a batch that are not replaced."""
+        sentence = self._finding(batch, left[0]).sentence
+        if left[0].whole_batch:
+            return f"a batch that begins with {sentence}"
+        count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
+        if self._parts.options.on_bad == "raise":
+            return f'{sentence}{count} on_bad="replace" goes on without it.'
+        return f"{sentence}{count} No good sample was found near it to take its place."
+
+    def _finding(self, batch: Batch, bad: BadSample) -> Finding:
+        """Return where a bad sample of a batch is and what is wrong with it."""
+        number = int(batch.ids[bad.row])
+        shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
+        offsets = {name: offset for name, offset, _ in self._index.members(number)}
+        offset = offsets.get(bad.field, int(self._index.table.start[number]))
+        if bad.field and bad.field not in offsets:
+            # The field is missing. The decoder knows only the fields it needs, so name all here.
+            bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")
+        return Finding(shard.shown, self._index.key(number), bad.field, offset, bad.reason)
+
+
+def _without_rows(value: Any) -> Any:
+    """Return a collated value without its rows, of the same type."""
+    if isinstance(value, torch.Tensor):
+        return value[:0]
+    if isinstance(value, Mapping):
+        return {name: _without_rows(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(part, (torch.Tensor, Mapping)) for part in value
+    ):
+        # default_collate makes a column for each position of a sequence
+        return type(value)(map(_without_rows, value))
+    return []

@@ -1,0 +1,175 @@
+"""Stream of decoded batches of one rank, in plan order, over the ends of epochs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from wdstrain.decode.task import Result, Task
+from wdstrain.errors import WdstrainError
+from wdstrain.loader.pipeline_parts import PipelineParts
+from wdstrain.loader.task_blocks import TaskBlock
+from wdstrain.reader.reader import Batch
+from wdstrain.reader.step_blocks import StepBlock, step_blocks
+from wdstrain.runtime.watchdog import thread_stack
+from wdstrain.storage.prefetch import ReadStopped
+
+OVER = (
+    "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
+)
+
+
+class BatchStream:
+    """Decoded batches from a step on.
+
+    first: (epoch, step) of the first batch. until: the first epoch that is not read, if any.
+    position: (epoch, step) of the next batch; None after the last one.
+    is_interrupted: an exception came while a batch was made, so the next batch may be lost.
+    """
+
+    def __init__(self, parts: PipelineParts, epoch: int, step: int, until: int | None) -> None:
+        self.first, self.until = (epoch, step), until
+        self.position: tuple[int, int] | None = self.first
+        self.is_interrupted = False
+        self._parts = parts
+        # By batch number, the samples and keys of the batches in flight.
+        self._pending: dict[int, tuple[Batch, list[str]]] = {}
+        self._batch_number = 0  # of the next batch; counts from the start
+        # Why the tasks ended early. The loop gets the batches before it, and then raises it.
+        self._error: WdstrainError | None = None
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield the tasks of all batches, each once its samples are read.
+
+        The reader must have started. Raises ReadStopped if it is stopped.
+        """
+        reader, totals = self._parts.reader, self._parts.totals
+        begun, waited = time.perf_counter(), reader.shuffle_seconds
+        for batch_number, (block, steps, number) in enumerate(self._steps()):
+            try:
+                task = self._task(block, steps, number, batch_number)
+            except ReadStopped:
+                raise
+            except WdstrainError as error:
+                self._error = error
+                return
+            waited = reader.shuffle_seconds - waited
+            totals.parse_seconds += time.perf_counter() - begun - waited
+            yield task
+            begun, waited = time.perf_counter(), reader.shuffle_seconds
+
+    def next(self, results: Iterator[Result]) -> tuple[Result, Batch, list[str]]:
+        """Return the next decoded batch, with its samples and their keys.
+
+        results: of the decoders for `tasks`. They refer to this object, so it does not keep them.
+        Raises WdstrainError if there is none.
+        """
+        totals = self._parts.totals
+        begun, others = time.perf_counter(), self._seconds_before_decoding
+        try:
+            result = next(results, None)
+        except MemoryError as error:  # for one sample it would be the reason why it is bad
+            raise WdstrainError(
+                "there was no memory to make a batch. Lower batch_size, num_workers or "
+                "shuffle_buffer, or give it more memory."
+            ) from error
+        if result is None:  # all batches before the one that cannot be read were delivered
+            reason, self._error = self._error, None
+            try:
+                raise reason or WdstrainError(OVER)
+            finally:
+                del reason  # it refers to this frame
+        # The hand-off is the time in which a batch was both requested and decoded, but not here.
+        # This thread did other work meanwhile.
+        others = self._seconds_before_decoding - others
+        handoff = time.perf_counter() - max(begun, result.finished) - others
+        totals.handoff_seconds += max(0.0, handoff)
+        totals.decode_seconds += result.rows_done - result.started
+        totals.compute_seconds += result.cpu_seconds
+        totals.collate_seconds += result.finished - result.rows_done
+        self._batch_number = result.batch_number + 1
+        return result, *self._pending.pop(result.batch_number)
+
+    def advance(self, steps: int) -> None:
+        """Go on to the next position. steps: of the epoch."""
+        assert self.position is not None
+        epoch, step = self.position
+        after = (epoch, step + 1) if step + 1 < steps else (epoch + 1, 0)
+        self.position = after if after[0] != self.until else None
+
+    def describe_stall(self, thread: int) -> str:
+        """Return which stage is stuck, its shard and key, and its Python stack.
+
+        thread: identity of the thread that waits for a batch. Runs in the watchdog's thread.
+        """
+        parts = self._parts
+        reading = parts.reader.behind()
+        if reading is not None:
+            return f"Stage read: {reading}"
+        progress = parts.workers.progress
+        decoders = [(number, *progress[number].state) for number in range(progress.count)]
+        busy = [
+            self._describe_decoder(number, batch_number, row)
+            for number, batch_number, row in decoders
+            if batch_number >= self._batch_number
+        ]
+        if busy:
+            return "Stage decode:\n" + "\n".join(busy)
+        stack = thread_stack(thread)
+        if not decoders:
+            return f"Stage decode, in the loop's own thread:\n{stack}"
+        idle = [parts.workers.stack(number) for number in range(progress.count)]
+        stacks = [("the thread that waits", stack), *idle]
+        return "Stage hand-off: no decoder has work; " + "\n".join(
+            f"{name}:\n{text}" for name, text in stacks
+        )
+
+    def _describe_decoder(self, number: int, batch_number: int, row: int) -> str:
+        """Return what a decoder works on, with its stack."""
+        name, stack = self._parts.workers.stack(number)
+        calls = stack.splitlines()
+        for i, call in enumerate(calls):  # the calls below the decoder start the thread or process
+            if "decoder.py" in call and call.endswith("in __call__"):
+                calls = calls[: i + 1]
+                break
+        stack, index = "\n".join(calls), self._parts.index
+        if batch_number not in self._pending:
+            return f"{name}:\n{stack}"
+        ids = self._pending[batch_number][0].ids[row : row + 1]
+        shard, sample = index.shards[int(index.shard_of(ids)[0])], int(ids[0])
+        offset = int(index.table.start[sample])
+        return (
+            f"{name} is at {shard.shown}: '{index.key(sample)}' at offset {offset} "
+            f"(row {row} of its batch):\n{stack}"
+        )
+
+    @property
+    def _seconds_before_decoding(self) -> float:
+        """Seconds in which the loop's thread built tasks or waited for samples."""
+        return self._parts.totals.parse_seconds + self._parts.reader.shuffle_seconds
+
+    def _steps(self) -> Iterator[tuple[TaskBlock, StepBlock, int]]:
+        """Yield for each batch a block of tasks, its steps, and the batch's number in the block."""
+        parts, (epoch, step) = self._parts, self.first
+        while epoch != self.until:
+            for steps in step_blocks(parts.plans(epoch), parts.rank, step):
+                block = parts.task_builder.build_block(epoch, steps.ids, steps.firsts)
+                for number in range(len(steps)):
+                    yield block, steps, number
+            epoch, step = epoch + 1, 0
+
+    def _task(self, block: TaskBlock, steps: StepBlock, number: int, batch_number: int) -> Task:
+        """Return the task of a step of the block, once its samples are read."""
+        parts = self._parts
+        batch = parts.reader.collect(steps, number)
+        if parts.sink is None:
+            slot = parts.slots.take()
+        else:
+            slot, unreadable, reread = parts.sink.slot(batch_number, batch.ids)
+            batch.unreadable.update(unreadable)
+            parts.totals.reread += reread
+        keys = block.keys[steps.firsts[number] : steps.firsts[number + 1]]
+        self._pending[batch_number] = batch, keys
+        return block.task(
+            number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified
+        )
