@@ -1,13 +1,14 @@
-"""Mixtures: shares are exact, nothing comes twice, and everything a plan promises holds."""
+"""Mixtures: shares are exact, no sample comes twice, and all promises of a plan hold."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ import pytest
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
 from wdstrain.errors import PlanError, UsageError
-from wdstrain.loader import pipeline_parts
-from wdstrain.order.mixture import Mixture, _turns
-from wdstrain.reader import read_blocks, reader
+from wdstrain.order.mixture import Mixture
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.step_blocks import step_blocks
 
 
 def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mixture:
@@ -35,8 +36,16 @@ def make(counts: list[list[int]], shares: list[Fraction], **options: Any) -> Mix
     return Mixture(counts=[np.array(c) for c in counts], names=names, shares=shares, **given)
 
 
-def grid() -> list[Mixture]:
-    found = []
+class Case(NamedTuple):
+    """A mixture, the samples of each source, and the shares of the sources."""
+
+    plan: Mixture
+    samples: list[int]
+    shares: list[Fraction]
+
+
+def grid() -> list[Case]:
+    cases = []
     for counts, weights, world, lanes, batch, window in itertools.product(
         [[[30, 7], [50]], [[9], [4, 0, 5], [200]], [[300], [9], [20], [300]]],
         [(1, 1, 1, 1), (5, 2, 1, 3), (77, 2, 5, 80)],
@@ -48,12 +57,13 @@ def grid() -> list[Mixture]:
         total = sum(weights[: len(counts)])
         shares = [Fraction(weight, total) for weight in weights[: len(counts)]]
         try:
-            found.append(
-                make(counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window)
+            plan = make(
+                counts, shares, world_size=world, lanes=lanes, batch_size=batch, window=window
             )
         except PlanError:
             continue
-    return found
+        cases.append(Case(plan, [sum(count) for count in counts], shares))
+    return cases
 
 
 GRID = grid()
@@ -67,51 +77,59 @@ def batch(plan: Mixture, rank: int, step: int) -> list[int]:
     ]
 
 
-def test_every_batch_is_full_and_nothing_comes_twice() -> None:
+def turns(shares: list[Fraction], count: int) -> list[int]:
+    """Return the source of each of the first `count` turns, a multiple of the denominators."""
+    counts = [[int(share * count)] for share in shares]
+    plan = make(counts, shares, batch_size=1, shuffle=False)
+    assert plan.steps == count
+    sources = np.empty(count, np.int64)
+    for source, (samples,) in enumerate(counts):
+        sources[plan.due(source, 0, samples)] = source
+    return sources.tolist()
+
+
+def test_every_batch_is_full_and_no_sample_comes_twice() -> None:
     assert len(GRID) > 40
-    for plan in GRID:
+    for plan, _, _ in GRID:
         ids = []
         for rank, step in itertools.product(range(plan.world_size), range(plan.steps)):
-            one = batch(plan, rank, step)
-            assert len(one) == plan.batch_size
-            ids += one
+            sample_ids = batch(plan, rank, step)
+            assert len(sample_ids) == plan.batch_size
+            ids += sample_ids
         assert len(set(ids)) == len(ids) == plan.samples - plan.left_out
 
 
 def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
-    for plan in GRID:
-        shares = plan._turns[:, -1] / plan._turns[:, -1].sum()
-        edges = np.array(plan._firsts)
+    for plan, samples, fractions in GRID:
+        shares, edges = np.array(fractions, float), np.cumsum([0, *samples])
         taken = np.zeros(len(shares))
         for step in range(plan.steps):
             for rank in range(plan.world_size):
                 taken += np.histogram(batch(plan, rank, step), edges)[0]
-            assert (abs(taken - shares * plan.global_batch * (step + 1)) <= plan.lane_count).all()
+            differences = abs(taken - shares * plan.global_batch * (step + 1))
+            assert (differences <= plan.lane_count).all()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_of_so_many_turns_each_source_has_its_share_rounded_down_or_up(seed: int) -> None:
-    """And what it had it keeps, also where it has a turn but once in thousands."""
+def test_each_source_has_its_share_of_any_number_of_turns_rounded_down_or_up(seed: int) -> None:
+    """This holds also for a source that takes one turn in thousands."""
     bits = random.Random(seed)
     edges = sorted(
         {0, 65536, *(bits.randrange(1, 65536) for _ in range(bits.choice([1, 2, 3, 9])))}
     )
     edges = edges if seed % 2 else sorted({*edges, 1, 7, 65535})
-    shares = tuple(Fraction(high - low, 65536) for low, high in itertools.pairwise(edges))
-    had = _turns(shares)
-    turns = np.arange(had.shape[1])
-    assert (had.sum(0) == turns).all()
-    assert (np.diff(had) >= 0).all()
+    shares = [Fraction(high - low, 65536) for low, high in itertools.pairwise(edges)]
+    sources, count = np.array(turns(shares, 65536)), np.arange(1, 65537)
     for source, share in enumerate(shares):
-        exact = turns * share.numerator
-        assert (had[source] >= exact // share.denominator).all()
-        assert (had[source] <= -(-exact // share.denominator)).all()
+        taken, exact = np.cumsum(sources == source), count * int(share * 65536)
+        assert (taken >= exact // 65536).all()
+        assert (taken <= -(-exact // 65536)).all()
 
 
 def test_golden_turns_never_change() -> None:
-    # literal numbers: a change here is a change of everybody's mixtures and needs a new TURNS in mixing.py
-    taken = np.diff(_turns((Fraction(5, 8), Fraction(1, 8), Fraction(1, 4)))).argmax(0)
-    assert taken.tolist() == [0, 0, 2, 0, 0, 1, 0, 2]
+    # Literal numbers: a change here changes every mixture, and needs a new `mixture.TURNS`.
+    shares = [Fraction(5, 8), Fraction(1, 8), Fraction(1, 4)]
+    assert turns(shares, 8) == [0, 0, 2, 0, 0, 1, 0, 2]
 
 
 def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:
@@ -121,8 +139,8 @@ def test_the_epoch_ends_when_a_source_cannot_fill_its_share() -> None:
 
 
 def test_due_and_first_places_are_those_of_the_steps() -> None:
-    for plan in GRID:
-        for lane in range(plan.lane_count * len(plan._plans)):
+    for plan, samples, _ in GRID:
+        for lane in range(plan.lane_count * len(samples)):
             last = np.full(plan.lane_places(lane), -1)
             for step in range(plan.steps):
                 places = plan.order(lane, *plan.span(lane, step))
@@ -190,23 +208,30 @@ def test_a_mixed_loader_says_where_its_samples_are_from_and_can_be_resumed(
         wt.mix(sources, fields, batch_size=8, seed=4).load_state_dict(first.state_dict())
 
 
-def test_a_source_is_not_read_over_what_waits_while_another_has_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_samples_that_wait_are_not_overwritten_while_another_source_has_room(
+    tmp_path: Path,
 ) -> None:
-    """Windows go by the sizes of the sources; what is read ahead is one number for all."""
-    for module in (read_blocks, reader):
-        monkeypatch.setattr(module, "READ_SAMPLES", 16)
-    monkeypatch.setattr(pipeline_parts, "AHEAD_BYTES", 16 << 10)
-    sources = {"a": 3000, "b": 1000}
+    """Sources have windows by their sizes, but one limit for the samples that are read ahead."""
+    sources = {"a": 90_000, "b": 30_000}
     for name, count in sources.items():
         write_tar(
-            tmp_path / name / "x.tar", [(f"{i:06d}", {"cls": b"%d" % i}) for i in range(count)]
+            tmp_path / name / "x.tar", [(f"{i:06d}", {"cls": b"%06d" % i}) for i in range(count)]
         )
-    loader = wt.mix({name: tmp_path / name for name in sources}, batch_size=8, shuffle_buffer=400)
-    pairs = [pair for one in loader for pair in zip(one["__key__"], one["cls"], strict=True)]
-    loader.close()
-    assert len(pairs) == 4000
-    assert [(key, bytes(number)) for key, number in pairs if int(key) != int(bytes(number))] == []
+    loader = wt.mix(
+        {name: tmp_path / name for name in sources}, batch_size=64, shuffle_buffer=60_000
+    )
+    index, numbers = loader.index, list[int]()
+    # The reader alone: a loader reads 64 MiB ahead, which is more than these sources have.
+    with closing(Reader(index, loader.plan, 0, ahead=16 << 10, in_flight=2)) as reader:
+        reader.start(0, 0, until=1)
+        for steps in step_blocks(loader.plan(0), 0, 0):
+            for number in range(len(steps)):
+                read = reader.collect(steps, number)
+                for offset in read.offset.tolist():
+                    numbers.append(int(bytes(reader.memory.view[offset + 512 : offset + 518])))
+                assert numbers[-64:] == [int(key) for key in index.keys(read.ids)]
+                reader.release(len(numbers) // 64 - 1)
+    assert len(numbers) == 120_000
 
 
 def test_by_default_sources_are_mixed_by_their_sizes(sources: dict[str, Path]) -> None:
