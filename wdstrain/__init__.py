@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from wdstrain.loader.gpu_augment import Augmentation
     from wdstrain.loader.loader import Loader
     from wdstrain.loader.mixture import mix
-    from wdstrain.loader.webdataset import Stream, stream, to_example
+    from wdstrain.loader.stream import Stream, stream
+    from wdstrain.loader.to_example import to_example
+    from wdstrain.loader.webdataset import WebDataset
     from wdstrain.looking.doors import Peek, peek
     from wdstrain.order.plan import Plan
     from wdstrain.packing.doors import (
@@ -75,6 +77,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "WdstrainError",
+    "WebDataset",
     "array",
     "bench",
     "evaluate",
@@ -118,7 +121,9 @@ _NAMES = {
     "loader.gpu_augment": "Augmentation",
     "loader.loader": "Loader",
     "loader.mixture": "mix",
-    "loader.webdataset": "Stream stream to_example",
+    "loader.stream": "Stream stream",
+    "loader.to_example": "to_example",
+    "loader.webdataset": "WebDataset",
     "looking.doors": "Peek peek",
     "order.plan": "Plan",
     "packing.doors": "pack pack_arrays pack_folder pack_hdf5 pack_table pack_tars pack_torchvision",

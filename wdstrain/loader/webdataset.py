@@ -1,255 +1,301 @@
-"""With webdataset, both ways: our reading under its stages, its samples through our fields.
+"""A drop-in for `wds.WebDataset` that reads through the loader.
 
-    pipeline = wds.DataPipeline(wt.stream("shards/train-*.tar"), wds.map(my_function), wds.batched(32))
-    pipeline = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), wds.map(wt.to_example(fields)))
+    dataset = wt.WebDataset(urls, shardshuffle=100).shuffle(1000).decode("pil").to_tuple("jpg", "cls")
 
-A stream has the order, the forward reading and the checks of a loader. What it gives up: it knows nothing of batches, so
-ranks differ by a sample or so where the samples do not divide, and each worker process of a torch DataLoader above it
-reads a share of its own, so the order depends on their number. Use `wt.Loader` where that matters.
+The fluid methods are webdataset's own. Only the stages before them differ. Plain shards are planned
+as by `wt.Loader`: ranks and worker processes get their samples by count, each once per epoch. Where
+that is impossible, whole shards are streamed (`shard_samples`), and the reason is logged once.
 """
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
+import logging
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from torch.utils.data import IterableDataset, get_worker_info
+from webdataset import cache, compat, filters, handlers, shardlists
+from webdataset.pipeline import DataPipeline
 
-from wdstrain.decode.fields import Field, read_field
-from wdstrain.decode.label_fields import Label, differing_labels, label_of_set, with_classes
-from wdstrain.decode.transforms import DRAWS
-from wdstrain.errors import SampleError, UsageError
-from wdstrain.loader.loader import Loader, open_shards, rank_of
-from wdstrain.memory.shared import Memory
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.loader.loader import open_shards, rank_of
+from wdstrain.loader.shard_samples import (
+    RESERVED,
+    Handler,
+    LoggedHandler,
+    ShardList,
+    ShardSamples,
+    ShardSplit,
+    origin_of,
+    split_by_worker,
+)
+from wdstrain.loader.stream import PlannedSamples
+from wdstrain.loader.tar_stream import is_compressed, shown
+from wdstrain.loader.webdataset_urls import addresses_of, has_compressed_name, names_of, paths_of
 from wdstrain.order.plan import integer
-from wdstrain.order.rng import key, uniform
 from wdstrain.shards.index import Index
-from wdstrain.storage.addresses import Urls
+from wdstrain.shards.tar import BLOCK
+from wdstrain.storage.addresses import is_json
+from wdstrain.storage.local import open_source
 
-_BATCH = 64  # samples taken from the pipeline at a time
-_WORKERS = 4096  # most worker processes of a DataLoader
-_PASSES = 4096  # passes of worker processes that are remembered, the last ones
+_YAML = (".yaml", ".yml")
+_BY_COUNT = (shardlists.single_node_only, shardlists.split_by_node)
+
+_log = logging.getLogger("wdstrain")
 
 
-class Stream(IterableDataset[dict[str, Any]]):
-    """Samples as webdataset has them: {"__key__", "__url__", "__epoch__", field: bytes}; every `for` is the next epoch.
+class WebDataset(compat.WebDataset):  # type: ignore[misc]
+    """`wds.WebDataset` over this package's reader: the same arguments, methods and samples.
 
-    Of sets that number their classes differently a sample also has "__labels__", by which `to_example` numbers them as one.
+    urls            as in webdataset, or a folder, a glob or an index.json. A `pipe:` command that
+                    only prints a file (curl, cat, gsutil cat, aws s3 cp) means that file; nothing is
+                    run
+    handler         as in webdataset; errors that it skips are logged and counted
+    shardshuffle    True or a number: permute all shards, anew in each epoch
+    seed            of that order; default: WDS_SEED, or 0. All ranks need the same
+    nodesplitter    default or `wds.split_by_node`: split over ranks. None: each rank reads all
+    workersplitter  default: split over the worker processes of a DataLoader. None: each reads all
+    select_files    gets names with the extension in lower case
+    cache_dir, cache_size   the loader's cache of shards on servers
 
-    Every sample comes once per epoch over all ranks and worker processes, whatever their number was before. All processes count
-    epochs together, in shared memory: a `for` here, or one pass of a DataLoader over all of its worker processes.
+    The arguments detshuffle, repeat, url_to_name and verbose change nothing. Raises UsageError and
+    ShardError at once for shards that cannot be read, unless `handler` goes on.
     """
 
-    def __init__(self, index: Index, **options: Any) -> None:
-        """options: of a `Loader`."""
-        self._index, self._options = index, options
-        self._ranks = rank_of(None, None)
-        self._epochs = _Epochs()
-        self._process: int | None = None  # whose the loader is; a forked child makes its own
-        self._loader: Loader | None = None
+    def __init__(
+        self,
+        urls: Any,
+        handler: Handler = handlers.reraise_exception,
+        mode: str | None = None,
+        resampled: bool = False,
+        repeat: bool = False,
+        shardshuffle: bool | int | None = None,
+        cache_size: int = -1,
+        cache_dir: str | os.PathLike[str] | None = None,
+        url_to_name: Callable[[str], str] = cache.pipe_cleaner,
+        detshuffle: bool = False,
+        nodesplitter: Callable[..., Any] | None = shardlists.single_node_only,
+        workersplitter: Callable[..., Any] | None = shardlists.split_by_worker,
+        select_files: Callable[[str], bool] | None = None,
+        rename_files: Callable[[str], str] | None = None,
+        empty_check: bool = True,
+        verbose: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        DataPipeline.__init__(self)
+        self.seed = integer("seed", int(os.environ.get("WDS_SEED", 0)) if seed is None else seed)
+        if repeat:
+            warnings.warn("WebDataset(repeat=True) changes nothing. Use .repeat()", stacklevel=2)
+        if mode not in (None, "resampled"):
+            raise UsageError(f'mode={mode!r}: must be None or "resampled".')
+        options = _Options(
+            handler=handler,
+            shuffle=bool(shardshuffle),
+            seed=self.seed,
+            nodesplitter=nodesplitter,
+            workersplitter=workersplitter,
+            select_files=select_files,
+            rename_files=rename_files,
+            cache=_cache_options(cache_dir, cache_size),
+        )
+        is_yaml = isinstance(urls, (str, os.PathLike)) and os.fspath(urls).endswith(_YAML)
+        if isinstance(urls, dict) or is_yaml:
+            stages = options.by_shards(shardlists.MultiShardSample(urls), "a YAML list names them")
+        elif resampled or mode == "resampled":
+            stages = options.resampled(addresses_of(urls))
+        else:
+            stages = options.stages(addresses_of(urls))
+        for stage in stages:
+            self.append(stage)
+        if empty_check and not isinstance(stages[0], CountedSamples):
+            self.append(compat.check_empty)
 
     def set_epoch(self, number: int) -> None:
-        """The next `for` is this epoch, in every worker process."""
-        self._epochs.set(number)
+        """Make `number` the epoch of the next pass: its order of shards."""
+        if hasattr(self.pipeline[0], "set_epoch"):
+            self.pipeline[0].set_epoch(number)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        if self._process != os.getpid():
-            self._process, self._loader, self._calls = os.getpid(), None, itertools.count()
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        call = next(self._calls)
-        epoch = (
-            self._epochs.next()
-            if info is None
-            else self._epochs.joined(info.seed - worker, call, worker, workers)
+    def with_length(self, *args: Any, **options: Any) -> WebDataset:
+        """As in webdataset; the result can be pickled, so that worker processes can be spawned."""
+        sized: WebDataset = super().with_length(*args, **options)
+        sized.__class__ = SizedWebDataset
+        return sized
+
+
+class SizedWebDataset(WebDataset):
+    """A `WebDataset` after `.with_length(n)`."""
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+
+class CountedSamples(PlannedSamples):
+    """Samples as in webdataset, split by count; every `for` is the next epoch."""
+
+    def __init__(
+        self,
+        index: Index,
+        handler: LoggedHandler | None,
+        select_files: Callable[[str], bool] | None,
+        **options: Any,
+    ) -> None:
+        """handler: decides about errors; None: they are raised. options: of `PlannedSamples`."""
+        super().__init__(index, **options)
+        self._on_error, self._select = handler, select_files
+        self._origins = [origin_of(shard.path) for shard in index.shards]
+
+    def _sample(
+        self, shard: int, key: str, fields: dict[str, bytes], epoch: int
+    ) -> dict[str, Any] | None:
+        if self._select is not None:
+            fields = {name: fields[name] for name in fields if self._is_selected(f"{key}.{name}")}
+            if not fields:
+                return None
+        return {"__key__": key, **self._origins[shard], **fields}
+
+    def _is_selected(self, name: str) -> bool:
+        assert self._select is not None
+        try:
+            return bool(self._select(name))
+        except Exception as error:  # of the caller's function
+            if self._on_error is None or not self._on_error(error, 0):
+                raise
+            return False
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Arguments of `WebDataset` that choose and make its first stages."""
+
+    handler: Handler
+    shuffle: bool
+    seed: int
+    nodesplitter: Callable[..., Any] | None
+    workersplitter: Callable[..., Any] | None
+    select_files: Callable[[str], bool] | None
+    rename_files: Callable[[str], str] | None
+    cache: dict[str, Any]
+
+    @property
+    def raises(self) -> bool:
+        return self.handler in (handlers.reraise_exception, filters.reraise_exception)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        return (0, 1) if self.nodesplitter is None else rank_of(None, None)
+
+    def stages(self, addresses: list[str]) -> list[Any]:
+        """Return the stages that read each shard once per epoch, split by count if possible."""
+        paths, index, reason = self._resolve(addresses)
+        if index is None or reason:
+            return self.by_shards(ShardList(paths, shuffle=self.shuffle, seed=self.seed), reason)
+        samples = CountedSamples(
+            index,
+            None if self.raises else LoggedHandler(self.handler),
+            self.select_files,
+            ranks=self.ranks,
+            by_worker=bool(self.workersplitter),
+            shuffle=self.shuffle,
+            shuffle_buffer=1,  # shards are permuted, samples keep their order in a shard
+            seed=self.seed,
+            on_bad="raise" if self.raises else "mark",
+            max_bad=1.0,
+            **self.cache,
         )
-        if self._loader is None:
-            rank, world_size = self._ranks[0] * workers + worker, self._ranks[1] * workers
-            self._loader = Loader(
-                self._index,
-                batch_size=_BATCH,
-                tail="pad",
-                rank=rank,
-                world_size=world_size,
-                **self._options,
+        return [samples]
+
+    def resampled(self, addresses: list[str]) -> list[Any]:
+        """Return the stages that draw shards with replacement, without end."""
+        paths = paths_of(addresses)
+        if any(map(is_json, paths)):
+            paths = [shard.path for shard in open_shards(paths).shards]
+        alone = replace(self, nodesplitter=None) if self.nodesplitter in _BY_COUNT else self
+        if alone.workersplitter is shardlists.split_by_worker:
+            alone = replace(alone, workersplitter=None)
+        return alone.by_shards(shardlists.ResampledShards(paths), "")
+
+    def by_shards(self, source: Any, reason: str) -> list[Any]:
+        """Return the stages that read whole shards. reason: why, for the log; "" logs nothing."""
+        if reason:
+            _log.warning(
+                "Whole shards are streamed without an index, because %s. Ranks and worker "
+                "processes get whole shards, so they may differ in samples, and no pass can be "
+                "resumed. Damage is noticed when a shard is read.%s",
+                reason.rstrip("."),
+                " cache_dir is not used." if self.cache else "",
             )
-        return self._samples(self._loader, epoch)
+        stages = [source]
+        if self.nodesplitter is not None and self.nodesplitter not in _BY_COUNT:
+            stages.append(self.nodesplitter)
+        elif self.nodesplitter is not None:
+            stages.append(ShardSplit(self.ranks))
+        if self.workersplitter is shardlists.split_by_worker:
+            stages.append(split_by_worker)
+        elif self.workersplitter:
+            stages.append(self.workersplitter)
+        read = ShardSamples(LoggedHandler(self.handler), self.select_files, self.rename_files)
+        return [*stages, read]
 
-    def _samples(self, loader: Loader, epoch: int) -> Iterator[dict[str, Any]]:
-        plan, labels = loader.plan(epoch), differing_labels(self._index)
-        (lane,) = plan.lanes_of(loader.rank)
-        for step, batch in enumerate(loader.epoch(epoch)):
-            ids = plan.ids(lane, plan.order(lane, *plan.span(lane, step)))
-            shards = self._index.shard_of(ids)
-            for row in np.flatnonzero(batch["__valid__"].numpy()).tolist():
-                url = self._index.shards[int(shards[row])].shown
-                sample = {
-                    name: batch[name][row]
-                    for name in self._index.fields
-                    if batch[name][row] is not None
-                }
-                sample |= {"__key__": batch["__key__"][row], "__url__": url, "__epoch__": epoch}
-                yield sample | ({"__labels__": labels[int(shards[row])]} if labels else {})
+    def _resolve(self, addresses: list[str]) -> tuple[list[str], Index | None, str]:
+        """Return (paths of shards, their index, the reason why they cannot be split by count)."""
+        try:
+            paths = paths_of(addresses)
+        except WdstrainError as error:
+            if self.raises:
+                raise
+            return names_of(addresses), None, f"of an error: {error}"
+        reason = self._reason(paths)
+        has_index = any(map(is_json, paths))
+        if reason and not has_index:
+            return paths, None, reason
+        try:
+            index = open_shards(paths)
+        except WdstrainError as error:
+            if compressed := _first_compressed(paths):
+                return paths, None, f"{shown(compressed)} is compressed"
+            if self.raises or has_index:
+                raise
+            return paths, None, f"of an error: {error}"
+        paths = [shard.path for shard in index.shards]
+        if not len(index):
+            return paths, None, "they hold no samples"
+        if reserved := sorted(RESERVED & set(index.fields)):
+            return paths, None, f"they hold the field {reserved[0]}"
+        return paths, index, reason
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_calls"}
-        return {**state, "_process": None, "_loader": None}  # threads and open files stay here
-
-
-class _Epochs:
-    """The number of the next epoch, and those of the last passes of worker processes, in memory that all processes share.
-
-    The worker processes of a DataLoader begin a pass one by one, and their parent does not say which. So the first that begins it
-    takes the next number, and the others find that: what torch gives all of them, the seed of their pass, and the how many-th pass
-    of their process it is are the same. Where a program seeds torch alike before each pass, worker processes of another pass have
-    begun already, and Python numbers processes.
-    """
-
-    def __init__(self) -> None:
-        self._memory = Memory(8 * (2 + 6 * _PASSES) + _PASSES * _WORKERS // 8)
-
-    def set(self, number: int) -> None:
-        with self._memory.exclusive():
-            self._counts[0] = number
-
-    def next(self) -> int:
-        """The next epoch, for the caller alone."""
-        with self._memory.exclusive():
-            self._counts[0] += 1
-            return int(self._counts[0]) - 1
-
-    def joined(self, seed: int, call: int, worker: int, workers: int) -> int:
-        """The epoch of the pass that a worker process begins. seed: of all worker processes; call: how often it began one before."""
-        if workers > _WORKERS:
-            raise UsageError(
-                f"num_workers={workers} of the DataLoader: a stream must have {_WORKERS} worker processes at most."
-            )
-        identity = multiprocessing.current_process()._identity
-        first = (
-            identity[-1] - worker if identity else 0
-        )  # the number of the pass's first process, if no others began meanwhile
-        with self._memory.exclusive():
-            passes, counts = self._passes, self._counts
-            begun = int(counts[1])
-            same = np.flatnonzero(
-                (passes[: min(begun, _PASSES), :3] == (seed, call, workers)).all(axis=1)
-            )
-            free = [i for i in same.tolist() if not self._has(i, worker)]
-            free.sort(
-                key=lambda i: (passes[i, 4] == first, (i - begun) % _PASSES), reverse=True
-            )  # its own, else the latest
-            if free and (passes[free[0], 4] == first or _is_alive(int(passes[free[0], 5]))):
-                number = free[0]
-            else:
-                number = begun % _PASSES
-                passes[number] = seed, call, workers, counts[0], first, os.getpid()
-                self._workers[number] = 0
-                counts += 1
-            self._workers[number, worker // 8] |= 1 << worker % 8
-            return int(passes[number, 3])
-
-    def _has(self, number: int, worker: int) -> bool:
-        return bool(self._workers[number, worker // 8] >> (worker % 8) & 1)
-
-    @property
-    def _counts(self) -> npt.NDArray[np.int64]:
-        """int64[2]: the next epoch, and how many passes worker processes began."""
-        return np.frombuffer(self._memory.view, np.int64, 2)
-
-    @property
-    def _passes(self) -> npt.NDArray[np.int64]:
-        """int64[_PASSES, 6]: seed, call, worker processes, epoch, number of the first process, process that was there first."""
-        return np.frombuffer(self._memory.view, np.int64, 6 * _PASSES, 16).reshape(_PASSES, 6)
-
-    @property
-    def _workers(self) -> npt.NDArray[np.uint8]:
-        """uint8[_PASSES, _WORKERS / 8]: a bit for each worker process that began the pass."""
-        return np.frombuffer(self._memory.view, np.uint8, offset=16 + 48 * _PASSES).reshape(
-            _PASSES, _WORKERS // 8
-        )
+    def _reason(self, paths: list[str]) -> str:
+        """Return why shards cannot be split by count, as far as their paths say; "" if they can."""
+        if self.nodesplitter is not None and self.nodesplitter not in _BY_COUNT:
+            return "nodesplitter splits shards"
+        if self.workersplitter and self.workersplitter is not shardlists.split_by_worker:
+            return "workersplitter splits shards"
+        if self.rename_files is not None:
+            return "rename_files changes which members make a sample"
+        if len(set(paths)) < len(paths):
+            return "some are named several times"
+        compressed = next(filter(has_compressed_name, paths), None)
+        return f"{shown(compressed)} is compressed" if compressed else ""
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+def _first_compressed(paths: list[str]) -> str | None:
+    """Return the first shard whose first bytes are those of a compressed file."""
+    for path in paths:
+        with suppress(WdstrainError), open_source(path) as source:
+            if is_compressed(bytes(source.read(0, min(source.size, BLOCK)))):
+                return path
+    return None
 
 
-def stream(
-    urls: Urls,
-    *,
-    shuffle: bool = True,
-    shuffle_buffer: int | None = None,
-    seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
-    cache_limit: int | str | None = None,
-) -> Stream:
-    """Samples of shards as an iterable stage for `wds.DataPipeline`, or for torch's DataLoader; words as in `Loader`."""
-    return Stream(
-        open_shards(urls),
-        shuffle=shuffle,
-        shuffle_buffer=shuffle_buffer,
-        seed=integer("seed", seed),
-        cache_dir=cache_dir,
-        cache_limit=cache_limit,
-    )
-
-
-class ToExample:
-    """Applies fields to one sample of bytes; see `to_example`."""
-
-    def __init__(self, fields: Mapping[str, Field], seed: int) -> None:
-        self._fields = {name: with_classes(field, None) for name, field in fields.items()}
-        self._seed = integer("seed", seed)
-
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        if "__epoch__" in sample:
-            number = np.array([key(sample["__key__"])], np.uint64)
-            draws = uniform(number, DRAWS, "decode", self._seed, sample["__epoch__"])[0]
-        else:  # nobody says which epoch it is; the worker's own generator moves on
-            draws = np.random.random(DRAWS)
-        draws.flags.writeable = False  # all fields of a sample have the same
-        example: dict[str, Any] = {"__key__": sample["__key__"]}
-        labels = sample.get("__labels__")
-        for name, field in self._fields.items():
-            found = next((one for one in field.names if one in sample), None)
-            if found is None:
-                has = ", ".join(one for one in sample if not one.startswith("__"))
-                raise SampleError(
-                    f"'{sample['__key__']}' has none of {', '.join(field.names)} (but {has})."
-                )
-            if labels and isinstance(field, Label):
-                field = label_of_set(field, labels)
-            out = (
-                np.empty(field.example.shape, field.example.dtype)
-                if field.example is not None
-                else None
-            )
-            try:
-                value = read_field(field, found, memoryview(sample[found]), out, draws)
-            except Exception as error:
-                where = (
-                    f"{sample.get('__url__', 'a shard')}: '{sample['__key__']}', field '{found}'"
-                )
-                raise SampleError(f"{where}: {error}.") from error
-            planes = field.example is not None and field.example.channels_last
-            example[name] = value if out is None else np.moveaxis(out, -1, 0) if planes else out
-        return example
-
-
-def to_example(fields: Mapping[str, Field], *, seed: int = 0) -> ToExample:
-    """A function from a sample of bytes, as webdataset has them, to an example: numpy arrays and values by field name.
-
-    Random augmentation depends on seed, epoch and key for samples of `wt.stream`, which say their epoch; for others on
-    numpy's global generator. Raises SampleError naming shard, key and field.
-    """
-    return ToExample(fields, seed)
+def _cache_options(folder: str | os.PathLike[str] | None, size: int) -> dict[str, Any]:
+    """Return the loader's options for a cache. WDS_CACHE and WDS_CACHE_SIZE come first."""
+    folder = os.environ.get("WDS_CACHE", folder)
+    size = int(os.environ.get("WDS_CACHE_SIZE", size))
+    if folder is None or size == 0:
+        return {}
+    return {
+        "cache_dir": os.path.expanduser(folder),
+        "cache_limit": size if size > 0 else None,
+    }
