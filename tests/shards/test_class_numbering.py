@@ -67,7 +67,7 @@ def test_a_stream_of_joined_sets_delivers_one_numbering(sets: tuple[Path, Path])
         example = wt.to_example({"y": wt.label(classes=classes), "txt": wt.text()})
         found = {one["txt"]: classes[one["y"]] for one in map(example, wt.stream(order))}
         assert found == dict(PETS + WILD)
-        with pytest.raises(UsageError, match="another label in each of the joined sets.*classes="):
+        with pytest.raises(UsageError, match="different labels in the joined sets.*classes="):
             list(map(wt.to_example({"y": wt.label()}), wt.stream(order)))
         with pytest.raises(UsageError, match="lacks 'wolf'"):
             list(map(wt.to_example({"y": wt.label(classes=classes[:3])}), wt.stream(order)))

@@ -99,7 +99,8 @@ class Slots:
                 self._page_lock = PageLock(self.memory)
             except OSError as error:
                 _log.warning(
-                    "%s: the processor takes part in every copy to the device. Raise the limit (ulimit -l).",
+                    "%s: the processor takes part in every copy to the device. "
+                    "Raise the limit (ulimit -l).",
                     error,
                 )
 
@@ -115,7 +116,8 @@ class Slots:
             self._collect()
             if not self._free:
                 raise WdstrainError(
-                    f"all {self.busy + self.spare} slots for batches are in use. Lower shuffle_buffer."
+                    f"all {self.busy + self.spare} slots for batches are in use. "
+                    f"Lower shuffle_buffer."
                 )
             return heappop(self._free)
 

@@ -110,7 +110,8 @@ class WorkerProcesses:
         """
         if hasattr(self._iterator, "_shutdown"):
             self._iterator._shutdown = True
-        multiprocessing.process._children.difference_update(self._processes)  # type: ignore[attr-defined]
+        process_module: Any = multiprocessing.process
+        process_module._children.difference_update(self._processes)
 
     def close(self) -> None:
         """End the workers; a worker that does not answer is killed."""
@@ -193,8 +194,8 @@ def worker_death_error(error: RuntimeError) -> WdstrainError | None:
         return None
     reason = str(error).splitlines()[0].rstrip(". ")
     return WdstrainError(
-        f"a worker process of the loader died ({reason}). If the system killed it for memory, lower "
-        f"num_workers or batch_size; dmesg tells."
+        f"a worker process of the loader died ({reason}). If the system killed it for memory, "
+        f"lower num_workers or batch_size; dmesg tells."
     )
 
 
@@ -214,7 +215,7 @@ class WorkerDeathsAsErrors(ContextDecorator):
 
 
 def _release_signals(deferred: DeferSignals, tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield the tasks. The workers run when the first is requested, so Ctrl-C works from then on."""
+    """Yield the tasks. When the first is requested the workers run, and Ctrl-C works again."""
     deferred.release()
     yield from tasks
 

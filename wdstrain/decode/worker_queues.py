@@ -107,7 +107,7 @@ class MessageQueue:
 
 
 class _Sender:
-    """Thread that writes messages to a pipe. It does not refer to its queue, so the queue can be freed.
+    """Thread that writes messages to a pipe. It does not keep its queue alive.
 
     given, sent: numbers of messages. Each is changed by one thread, so neither needs a lock.
     """

@@ -414,9 +414,12 @@ class _Host:
             self._loader.close()
             pipeline = None
         if pipeline is None:
-            loader = self._loader
-            pipeline = Pipeline(loader.index, loader.plan, loader.rank, loader._pipeline_options)
-            del loader  # see above
+            pipeline = Pipeline(
+                self._loader.index,
+                self._loader.plan,
+                self._loader.rank,
+                self._loader._pipeline_options,
+            )
             pipeline.close_with(self._loader)
             self._loader._pipeline = pipeline
         return pipeline

@@ -1,4 +1,4 @@
-"""Parts of a pipeline: options, memory, reader and decoders, which stay while streams begin and end."""
+"""Parts of a pipeline that outlive its streams: options, memory, reader and decoders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
-from wdstrain.decode.flight import flight_of
+from wdstrain.decode.flight import Flight, flight_of
 from wdstrain.decode.label_fields import is_light
 from wdstrain.decode.settings import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
@@ -69,12 +69,12 @@ class StageTotals:
         return {name: value - vars(before)[name] for name, value in vars(self).items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineParts:
-    """Parts of a pipeline, and what it is made for.
+    """Parts of a pipeline, and the data that it is made for.
 
     plans: returns the plan of an epoch. sink: reader of arrays that go straight into batches, if
-    any do. totals: of the stages; those of `reader` and `slots` are not in it.
+    any do. totals: of the stages, without those of `reader` and `slots`.
     """
 
     index: Index
@@ -95,20 +95,16 @@ def build_parts(
 ) -> PipelineParts:
     """Return the parts of a pipeline. No thread and no process is started."""
     plan, fields, replaces = plans(0), options.fields, options.on_bad != "raise"
-    layout = Layout.of(
-        {name: one.example for name, one in (fields or {}).items() if one.example is not None},
-        plan.batch_size,
-    )
+    examples = {
+        name: field.example for name, field in (fields or {}).items() if field.example is not None
+    }
+    layout = Layout.of(examples, plan.batch_size)
     direct = direct_fields(index, fields, layout, plan)
     decoded = needed = None
     if fields is not None:
-        decoded = {name: one for name, one in fields.items() if name not in direct}
-        needed = {name for one in decoded.values() for name in one.names}
-    # The loop's own thread takes bytes from the arena. It also reads numbers beside arrays, because
-    # sending them to a decoder takes longer.
-    is_inline = options.transform is None and (
-        decoded is None or (bool(direct) and all(map(is_light, decoded.values())))
-    )
+        decoded = {name: field for name, field in fields.items() if name not in direct}
+        needed = {name for field in decoded.values() for name in field.names}
+    is_inline = _decodes_inline(options, decoded, has_direct=bool(direct))
     batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
     flight = flight_of(options.num_workers, plan.batch_size, layout.size, batch_bytes)
     busy = 1 if is_inline else flight.batches
@@ -138,14 +134,36 @@ def build_parts(
         seed=plan.seed,
     )
     decoder = Decoder(settings, reader.memory, slots.memory)
-    workers: Workers
-    if is_inline:
-        workers = InlineDecoder(decoder)
-    elif options.num_workers:
-        workers = WorkerProcesses(decoder, flight, options.context)
-    else:
-        workers = DecoderThreads(decoder, flight)
     builder = TaskBuilder(index, needed, with_keys=options.transform is not None, landing=sink)
     return PipelineParts(
-        index, plans, rank, options, reader, sink, slots, builder, decoder, workers
+        index=index,
+        plans=plans,
+        rank=rank,
+        options=options,
+        reader=reader,
+        sink=sink,
+        slots=slots,
+        task_builder=builder,
+        decoder=decoder,
+        workers=InlineDecoder(decoder) if is_inline else _new_workers(decoder, flight, options),
     )
+
+
+def _decodes_inline(
+    options: PipelineOptions, decoded: Mapping[str, Field] | None, *, has_direct: bool
+) -> bool:
+    """Return whether the loop's own thread decodes.
+
+    It takes bytes from the arena itself, and reads a number beside an array sooner than it could
+    send the number to a decoder.
+    """
+    if options.transform is not None:
+        return False
+    return decoded is None or (has_direct and all(map(is_light, decoded.values())))
+
+
+def _new_workers(decoder: Decoder, flight: Flight, options: PipelineOptions) -> Workers:
+    """Return decoders in processes or threads."""
+    if options.num_workers:
+        return WorkerProcesses(decoder, flight, options.context)
+    return DecoderThreads(decoder, flight)
