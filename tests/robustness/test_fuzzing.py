@@ -75,7 +75,12 @@ def test_what_a_fuzzer_begins_with_holds_and_lies_within_its_limit(name: str) ->
             re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"),
             "http/range-of-5000-digits",
         ),
-        (label_fields, "_plain", lambda value: value, "label/name-that-python-takes-for-a-number"),
+        (
+            label_fields,
+            "_without_underscores",
+            lambda value: value,
+            "label/name-that-python-takes-for-a-number",
+        ),
     ],
 )
 def test_a_target_sees_a_fault_that_comes_back(
