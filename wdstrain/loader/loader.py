@@ -146,7 +146,7 @@ class Loader:
         batch_size, seed = integer("batch_size", batch_size, 1), integer("seed", seed)
         num_workers = integer("num_workers", num_workers, 0)
         lanes = None if lanes is None else integer("lanes", lanes, 1)
-        cache = _cache(cache_dir, cache_limit)
+        cache = open_cache(cache_dir, cache_limit)
         self.index: Index = (
             urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad != "raise")
         )
@@ -486,18 +486,21 @@ def _log_slow_paths() -> None:
         )
 
 
-def _cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> Cache | None:
-    if folder is None:
-        if limit is not None:
+def open_cache(
+    cache_dir: str | os.PathLike[str] | None = None, cache_limit: int | str | None = None
+) -> Cache | None:
+    """Return the cache of a folder; None if no folder is given. Raises UsageError."""
+    if cache_dir is None:
+        if cache_limit is not None:
             raise UsageError(
-                f"cache_limit={limit!r} limits a cache, and none is asked for. Give cache_dir too."
+                f"cache_limit={cache_limit!r} limits a cache, and none is asked for. Give cache_dir too."
             )
         return None
     try:
-        most = parse_size(limit) if isinstance(limit, str) else limit
+        most = parse_size(cache_limit) if isinstance(cache_limit, str) else cache_limit
     except ValueError as error:
         raise UsageError(f"cache_limit: {error}.") from None
-    return Cache(os.fspath(folder), None if most is None else integer("cache_limit", most, 1))
+    return Cache(os.fspath(cache_dir), None if most is None else integer("cache_limit", most, 1))
 
 
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

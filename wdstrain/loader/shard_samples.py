@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from wdstrain.errors import ShardError, WdstrainError
+from wdstrain.loader.loader import open_cache
 from wdstrain.loader.shared_epochs import SharedEpochs, worker_share
 from wdstrain.loader.tar_stream import members, open_tar, shown
 from wdstrain.shards.tar import ASIDE, NO_KEY, Walk, is_aside, other_kind, split_name
 from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.shard_cache import Cache
 
 # Fields with these names are not data: webdataset puts values of its own there.
 RESERVED = frozenset({"__key__", "__url__", "__local_path__", "__bad__"})
@@ -106,23 +108,27 @@ class ShardSamples:
         handler: LoggedHandler,
         select_files: Callable[[str], bool] | None,
         rename_files: Callable[[str], str] | None,
+        cache: Mapping[str, Any],
     ) -> None:
+        """cache: options `cache_dir` and `cache_limit` of a `Loader`; empty for no cache."""
         self._handler, self._select, self._rename = handler, select_files, rename_files
+        self._cache_options = cache
 
     def __call__(self, shards: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+        cache = open_cache(**self._cache_options)
         for shard in shards:
             try:
-                yield from self._samples(shard["url"])
+                yield from self._samples(shard["url"], cache)
             except WdstrainError as error:
                 if not self._handler(error):
                     return
 
-    def _samples(self, path: str) -> Iterator[dict[str, Any]]:
+    def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
         """Yield the samples of a shard. After an error the sample before it is incomplete."""
         name, keys, walk, bad = shown(path), set[str](), Walk(), 0
         origin = origin_of(path)
         current: dict[str, Any] | None = None
-        for key, field, data in self._fields(path, walk):
+        for key, field, data in self._fields(path, cache, walk):
             if current is None or current["__key__"] != key:
                 if current is not None and not current.get("__bad__"):
                     yield current
@@ -141,9 +147,11 @@ class ShardSamples:
         bad += current is not None and bool(current.get("__bad__"))
         _log_skipped(name, walk, bad)
 
-    def _fields(self, path: str, walk: Walk) -> Iterator[tuple[str, str, bytes]]:
+    def _fields(
+        self, path: str, cache: Cache | None, walk: Walk
+    ) -> Iterator[tuple[str, str, bytes]]:
         """Yield (key, field, data) of the members that belong to samples."""
-        with open_tar(path) as stream:
+        with open_tar(path, cache) as stream:
             for name, data in members(stream, shown(path), walk):
                 if is_aside(name):
                     walk.ignore(ASIDE)

@@ -21,6 +21,7 @@ from isal import igzip
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import memory
+from wdstrain.shards.index import Shard
 from wdstrain.shards.tar import (
     BLOCK,
     EXTENSION_LIMIT,
@@ -35,9 +36,10 @@ from wdstrain.shards.tar import (
     size_in,
     sparse_error,
 )
-from wdstrain.storage.file_object import gopen
+from wdstrain.storage.file_object import RemoteStream
 from wdstrain.storage.files import regular
-from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.storage.remote import is_remote, open_remote, redacted
+from wdstrain.storage.shard_cache import Cache
 
 _READ = 1 << 20  # bytes of one read
 _PART = 16 << 20  # bytes that are reserved at a time, because a header may promise too many
@@ -49,25 +51,34 @@ def shown(path: str) -> str:
 
 
 @contextmanager
-def open_tar(path: str) -> Iterator[BinaryIO]:
+def open_tar(path: str, cache: Cache | None = None) -> Iterator[BinaryIO]:
     """Open a shard, local or remote, as a stream of tar bytes. It is decompressed if it must be.
 
-    Raises StorageError or ShardError if it cannot be read, UsageError if its kind of compression
-    cannot.
+    cache: keeps shards of servers, as they are stored there. Raises StorageError or ShardError if
+    the shard cannot be read, UsageError if its kind of compression cannot.
     """
-    with _open(path) as raw, _decompressed(raw, shown(path)) as stream:
+    raw = _open_remote(path, cache) if is_remote(path) else _open_local(path)
+    with raw, _decompressed(raw, shown(path)) as stream:
         yield stream
 
 
-def _open(path: str) -> io.BufferedReader:
-    if is_remote(path):
-        return gopen(path)
+def _open_local(path: str) -> io.BufferedReader:
     try:
         return cast(io.BufferedReader, open(path, "rb", _READ, opener=regular))
     except OSError as error:
         raise StorageError(
             f"{shown(path)} cannot be read: {error.strerror}. Check the address."
         ) from error
+
+
+def _open_remote(path: str, cache: Cache | None) -> io.BufferedReader:
+    file = open_remote(path, first_bytes=1 if cache is not None else None)
+    cached = None
+    if cache is not None:
+        cached = cache.open(Shard(path, 0, file.size, tag=file.version or ""))
+    if cached is not None:
+        file.close()
+    return io.BufferedReader(RemoteStream(cached or file), _READ)
 
 
 def is_compressed(head: bytes) -> bool:
@@ -87,8 +98,8 @@ def _decompressed(raw: io.BufferedReader, shard: str) -> BinaryIO:
     if kind is None:
         check_plain(head, shard)  # other kinds of compression
         return raw
-    opened = _OPENERS[kind](raw) if kind in _OPENERS else _zstd(raw, shard)
-    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, opened), _READ))
+    # No buffer of our own: after damage it would drop the intact bytes that it holds.
+    return cast(BinaryIO, _OPENERS[kind](raw) if kind in _OPENERS else _zstd(raw, shard))
 
 
 def _zstd(raw: BinaryIO, shard: str) -> Any:
@@ -154,9 +165,8 @@ def members(stream: BinaryIO, shard: str, walk: Walk) -> Iterator[tuple[str, byt
             raise sparse_error(shard, name, offset)
         extra, is_extended = Extra(), False
         if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
-            data = reader.read(length, f"'{printable(name)}'")
+            yield name, reader.read(length, f"'{printable(name)}'")
             reader.read(padding(length), f"'{printable(name)}'")
-            yield name, data
         else:
             walk.ignore(other_kind(kind, name))
             length = 0 if kind in b"123456" else length

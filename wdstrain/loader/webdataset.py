@@ -223,9 +223,8 @@ class _Options:
             _log.warning(
                 "Whole shards are streamed without an index, because %s. Ranks and worker "
                 "processes get whole shards, so they may differ in samples, and no pass can be "
-                "resumed. Damage is noticed when a shard is read.%s",
+                "resumed. Damage is noticed when a shard is read.",
                 reason.rstrip("."),
-                " cache_dir is not used." if self.cache else "",
             )
         stages = [source]
         if self.nodesplitter is not None and self.nodesplitter not in _BY_COUNT:
@@ -236,7 +235,8 @@ class _Options:
             stages.append(split_by_worker)
         elif self.workersplitter:
             stages.append(self.workersplitter)
-        read = ShardSamples(LoggedHandler(self.handler), self.select_files, self.rename_files)
+        handler = LoggedHandler(self.handler)
+        read = ShardSamples(handler, self.select_files, self.rename_files, self.cache)
         return [*stages, read]
 
     def _resolve(self, addresses: list[str]) -> tuple[list[str], Index | None, str]:

@@ -13,15 +13,16 @@ import io
 from typing import Any
 
 from wdstrain.errors import UsageError
+from wdstrain.storage.cached_file import CachedFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote, redacted
 
 _BUFFER = 1 << 20  # bytes per read; tar readers ask for 512 at a time
 
 
 class RemoteStream(io.RawIOBase):
-    """A remote file as a raw binary stream."""
+    """A remote file, or its copy in the cache, as a raw binary stream."""
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: RemoteFile | CachedFile) -> None:
         self._file, self._position = file, 0
 
     def readable(self) -> bool:

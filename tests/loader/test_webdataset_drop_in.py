@@ -1,0 +1,291 @@
+"""`wt.WebDataset` gives the samples of `wds.WebDataset`, and takes its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset as wds
+
+import wdstrain as wt
+from tests.support.foreign_tars import keys, read_wds, write_members, write_set
+from tests.support.servers import serving
+from wdstrain.errors import ShardError, UsageError
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> str:
+    """Three shards of 7, 13 and 1 samples, as a brace pattern."""
+    return write_set(tmp_path / "set", [7, 13, 1])
+
+
+# --- the same samples -----------------------------------------------------------------------------
+
+
+def test_samples_and_order_are_those_of_webdataset(urls: str) -> None:
+    assert list(wt.WebDataset(urls, shardshuffle=False)) == read_wds(urls)
+
+
+def test_it_is_a_pipeline_of_webdataset_with_its_own_fluid_methods(urls: str) -> None:
+    dataset = wt.WebDataset(urls, shardshuffle=False)
+    assert isinstance(dataset, wds.DataPipeline)
+    assert isinstance(dataset, wds.WebDataset)
+    for name, method in inspect.getmembers(wds.compat.FluidInterface, inspect.isfunction):
+        assert getattr(wt.WebDataset, name) is method
+    changed = (
+        dataset.select(lambda sample: sample["cls"] == b"1")
+        .decode()
+        .map_dict(txt=str.upper)
+        .rename(text="txt")
+        .to_tuple("__key__", "cls", "text")
+        .map_tuple(None, lambda number: number + 1)
+        .batched(3)
+    )
+    batches = list(changed)
+    assert [key for batch in batches for key in batch[0]] == [
+        f"d/s{i:04d}" for i in range(1, 21, 3)
+    ]
+    assert batches[0][1].tolist() == [2, 2, 2]
+    assert batches[0][2][0] == "TEXT 1"
+
+
+def test_it_takes_every_argument_of_webdataset_in_the_same_order() -> None:
+    theirs = inspect.signature(wds.WebDataset.__init__).parameters
+    assert list(inspect.signature(wt.WebDataset.__init__).parameters) == list(theirs)
+
+
+FIELDS = ["jpg", "JPG2", "cls", "a.json", "seg.png", "", "TXT", "x.y.z", "npy"]
+BASES = ["k", "K", "a/b", "a.b/c", "ü", "x y", "-", "a/./b", "__x", "_"]
+
+
+def random_shard(path: Path, random: random.Random) -> str:
+    """Write a shard of odd names, sizes and members that belong to no sample."""
+    members = []
+    formats = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+    for number in range(random.choice([0, 1, 2, 7, 30])):
+        base = f"{random.choice(BASES)}{number}"
+        if random.random() < 0.1:
+            base = f"same{number}"  # in several shards
+        if random.random() < 0.1:
+            members.append((f"dir{number}/", b""))
+        if random.random() < 0.1:
+            members.append(
+                (random.choice(["README", f"__n{number}__", f"__n{number}__.json"]), b"x")
+            )
+        for field in random.sample(FIELDS, random.randint(1, 4)):
+            members.append((f"{base}.{field}", random.randbytes(random.choice([0, 1, 512, 513]))))
+    return write_members(path, members, format=random.choice(formats))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_drawn_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    endings = [".tar"] if draw.random() < 0.7 else [".tar", ".tgz", ".tar.xz"]
+    shards = [
+        random_shard(tmp_path / f"s{i}{draw.choice(endings)}", draw)
+        for i in range(draw.randint(1, 5))
+    ]
+    options: dict[str, Any] = {"empty_check": False}
+    if draw.random() < 0.2:
+        options["select_files"] = lambda name: not name.endswith(".cls")
+    if draw.random() < 0.2:
+        options["rename_files"] = lambda name: name.replace("seg.png", "png")
+    wanted = read_wds(shards, **options)
+    dataset = wt.WebDataset(shards, **options)
+    assert list(dataset) == wanted
+    shuffled = list(wt.WebDataset(shards, shardshuffle=10, seed=seed, **options).shuffle(5))
+    order = [(s["__key__"], s["__url__"]) for s in wanted]
+    assert sorted((s["__key__"], s["__url__"]) for s in shuffled) == sorted(order)
+
+
+def test_a_shard_may_be_named_twice(urls: str, tmp_path: Path) -> None:
+    shards = [f"{tmp_path}/set/part-000.tar"] * 3
+    assert list(wt.WebDataset(shards)) == read_wds(shards)
+
+
+def test_a_sample_marked_bad_is_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = [("a.cls", b"0"), ("b.cls", b"1"), ("b.__bad__", b"1"), ("c.cls", b"2")]
+    shard = write_members(tmp_path / "x.tar", members)
+    with caplog.at_level(logging.INFO, "wdstrain"):
+        assert list(wt.WebDataset(shard)) == read_wds(shard)
+    assert (
+        'left out, no part of any sample: 1 times samples with the field "__bad__"' in caplog.text
+    )
+
+
+@pytest.mark.parametrize("name", ["__key__", "__url__"])
+def test_fields_with_reserved_names_are_refused(tmp_path: Path, name: str) -> None:
+    shard = write_members(tmp_path / "x.tar", [("a.cls", b"0"), (f"a.{name}", b"0")])
+    with pytest.raises(ShardError, match=f"two members named 'a.{name}', or a reserved name"):
+        list(wt.WebDataset(shard))
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def test_addresses_are_split_and_get_variables_of_the_environment(
+    urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WDS_HERE", str(tmp_path / "set"))
+    address = "${HERE}/part-000.tar::${HERE}/part-{001..002}.tar"
+    assert list(wt.WebDataset(address)) == read_wds(address) == read_wds(urls)
+    with pytest.raises(UsageError, match="WDS_NOWHERE is not in the environment"):
+        wt.WebDataset("${NOWHERE}/x.tar")
+
+
+def test_folders_globs_and_indexes_are_addresses_too(urls: str, tmp_path: Path) -> None:
+    wanted = keys(read_wds(urls))
+    assert keys(wt.WebDataset(str(tmp_path / "set"))) == wanted
+    assert keys(wt.WebDataset(tmp_path / "set" / "*.tar")) == wanted
+    wt.index(str(tmp_path / "set"))
+    assert keys(wt.WebDataset(f"{tmp_path}/set/index.json")) == wanted
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["cat {}", "cat '{}' || true", "gsutil cat {}", "aws s3 cp {} -", "curl -s -L {}"],
+)
+def test_a_command_that_prints_a_file_means_the_file(urls: str, command: str) -> None:
+    address = "pipe:" + command.format(urls)
+    assert keys(wt.WebDataset(address)) == keys(read_wds(urls))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat x.tar | tar x",
+        "cat x.tar; touch here",
+        "cat $(ls)",
+        "curl -H Secret https://host/x.tar",
+        "cat a.tar b.tar",
+        "cat > x.tar",
+        "cat 'x",
+        "",
+    ],
+)
+def test_other_commands_are_refused_and_never_run(command: str) -> None:
+    with pytest.raises(UsageError, match="never run as a command. Name the file or the"):
+        wt.WebDataset(f"pipe:{command}")
+
+
+@pytest.mark.parametrize(
+    ("urls", "options", "message"),
+    [
+        ("nothing.tar", {}, "nothing.tar: there is no such file"),
+        ([], {}, "no address of shards"),
+        (7, {}, "urls=7: must be an address"),
+        ("sftp://host/x.tar", {}, "addresses sftp:// cannot be read"),
+        ("x.tar", {"mode": "unlink"}, "mode='unlink': must be None or \"resampled\""),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(urls: Any, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        wt.WebDataset(urls, **options)
+
+
+def test_shardshuffle_permutes_all_shards_anew_in_each_epoch(tmp_path: Path) -> None:
+    urls = write_set(tmp_path, [3] * 12)
+    dataset = wt.WebDataset(urls, shardshuffle=2, seed=1)
+    epochs = [keys(dataset) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(sorted(epoch) == keys(read_wds(urls)) for epoch in epochs)
+    for epoch in epochs:  # whole shards: three samples in their order
+        assert all(int(epoch[i][3:]) + 1 == int(epoch[i + 1][3:]) for i in range(0, 36, 3))
+    dataset.set_epoch(0)
+    assert keys(dataset) == epochs[0]
+    assert keys(wt.WebDataset(urls, shardshuffle=True, seed=1)) == epochs[0]
+    assert keys(wt.WebDataset(urls, shardshuffle=True, seed=2)) != epochs[0]
+
+
+def test_the_seed_comes_from_the_environment(urls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wt.WebDataset(urls).seed == 0
+    monkeypatch.setenv("WDS_SEED", "5")
+    assert wt.WebDataset(urls).seed == 5
+    assert wt.WebDataset(urls, seed=7).seed == 7
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+def test_resampled_shards_have_no_end(tmp_path: Path, ending: str) -> None:
+    urls = write_set(tmp_path, [2, 2, 2], ending)
+    dataset = wt.WebDataset(urls, resampled=True, shardshuffle=False).with_epoch(300)
+    drawn = keys(dataset)
+    assert len(drawn) == 300
+    assert set(drawn) == set(keys(read_wds(urls)))
+    assert drawn != keys(dataset)
+
+
+def test_repeat_and_epochs_count_samples_as_in_webdataset(urls: str) -> None:
+    assert len(list(wt.WebDataset(urls).repeat(2))) == 42
+    assert len(list(wt.WebDataset(urls).with_epoch(50))) == 50
+    assert len(list(wt.WebDataset(urls).repeat(2).with_epoch(5))) == 5
+    assert len(wt.WebDataset(urls).with_length(8, silent=True).with_epoch(3)) == 8
+    with pytest.warns(UserWarning, match=r"Use \.repeat\(\)"):
+        assert len(list(wt.WebDataset(urls, repeat=True))) == 21
+
+
+def test_an_empty_set_is_an_error_unless_it_is_allowed(tmp_path: Path) -> None:
+    shard = write_members(tmp_path / "empty.tar", [])
+    with pytest.raises(ValueError, match="No samples found in dataset"):
+        list(wt.WebDataset(shard))
+    assert list(wt.WebDataset(shard, empty_check=False)) == []
+
+
+def test_the_context_manager_closes_the_pipeline(urls: str) -> None:
+    with wt.WebDataset(urls) as dataset:
+        assert len(list(dataset)) == 21
+    assert not hasattr(dataset, "pipeline")
+
+
+def test_passes_at_the_same_time_do_not_disturb_each_other(urls: str) -> None:
+    dataset = wt.WebDataset(urls)
+    numbers = dataset.decode().to_tuple("cls")
+    assert [a["__key__"] == b["__key__"] for a, b in zip(dataset, dataset, strict=True)] == [
+        True
+    ] * 21
+    assert len(list(zip(dataset, numbers, strict=True))) == 21
+
+
+def test_a_list_of_sets_in_yaml_is_read_where_webdataset_reads_it(
+    urls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALLOW_OBSOLETE", "1")
+    spec = {"prefix": f"{tmp_path}/set/", "datasets": [{"shards": ["part-{000..002}.tar"]}]}
+    assert sorted(keys(wt.WebDataset(spec))) == keys(read_wds(urls))
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_shards_of_a_server(
+    tmp_path: Path, ending: str, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    urls = write_set(tmp_path / "set", [7, 13, 1], ending)
+    wanted = [{k: v for k, v in s.items() if k != "__local_path__"} for s in read_wds(urls)]
+    cache = {"cache_dir": str(tmp_path / "cache"), "cache_size": 1 << 30} if cached else {}
+    with serving(tmp_path) as server:
+        address = f"{server.url}/set/part-{{000..002}}{ending}"
+        for sample in wanted:
+            sample["__url__"] = sample["__url__"].replace(str(tmp_path), server.url)
+        dataset = wt.WebDataset(address, **cache)
+        assert [list(dataset) for _ in range(2)] == [wanted] * 2
+        dataset.close()
+    if cached:
+        assert len(list((tmp_path / "cache").rglob("*"))) >= 3
+
+
+def test_importing_the_package_imports_no_webdataset() -> None:
+    code = "import sys, wdstrain as wt; wt.Loader; wt.stream; print('webdataset' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
