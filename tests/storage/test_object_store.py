@@ -19,6 +19,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import write_class_folder
+from tests.support.foreign_tars import write_set
 from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
@@ -79,6 +80,18 @@ def stored(address: str) -> dict[str, bytes]:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+def test_webdatasets_interface_reads_from_a_bucket(
+    bucket: str, tmp_path: Path, ending: str
+) -> None:
+    urls = write_set(tmp_path / "set", [7, 13, 1], ending)
+    for path in (tmp_path / "set").glob(f"*{ending}"):
+        put(f"{bucket}/set/{path.name}", str(path), "")
+    dataset = wt.WebDataset(f"{bucket}/set/part-{{000..002}}{ending}").decode().to_tuple("txt")
+    assert list(dataset) == list(wt.WebDataset(urls).decode().to_tuple("txt"))
+    dataset.close()
 
 
 def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(

@@ -95,13 +95,15 @@ class PlannedSamples(IterableDataset[dict[str, Any]]):
                 self._idle.append(loader)
 
     def _new_loader(self) -> Loader:
+        rank, world_size = self._ranks
         worker, workers = worker_share() if self._by_worker else (0, 1)
         return Loader(
             self._index,
             batch_size=_BATCH,
             tail="pad",
-            rank=self._ranks[0] * workers + worker,
-            world_size=self._ranks[1] * workers,
+            # Ranks come first, so that they differ by at most a sample in all of their workers.
+            rank=worker * world_size + rank,
+            world_size=world_size * workers,
             **self._options,
         )
 

@@ -1,0 +1,226 @@
+"""`wt.WebDataset` over ranks and worker processes: every sample once per epoch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import webdataset as wds
+
+import wdstrain as wt
+from tests.support.foreign_tars import keys, read_wds, write_members, write_set
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+def key_of(sample: dict[str, Any]) -> str:
+    return str(sample["__key__"])
+
+
+def is_train(name: str) -> bool:
+    return name.endswith(".cls")
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> Iterator[str]:
+    """Three shards of 7, 13 and 1 samples."""
+    yield write_set(tmp_path / "set", [7, 13, 1])
+    gc.collect()
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """A function that makes this process a rank, as torchrun does."""
+
+    def become(rank: int, world_size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become
+
+
+def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
+    """Return the keys of three passes of a DataLoader."""
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=None, num_workers=workers, collate_fn=unchanged, **options
+    )
+    passes = [list(loader) for _ in range(3)]
+    del loader
+    gc.collect()
+    return passes
+
+
+# --- worker processes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("workers", [1, 5])
+def test_worker_processes_share_each_epoch(
+    tmp_path: Path, ending: str, workers: int, persistent: bool
+) -> None:
+    urls = write_set(tmp_path / "set", [7, 13, 1], ending)  # fewer shards than workers
+    dataset = wt.WebDataset(urls, shardshuffle=True, empty_check=False).map(key_of)
+    epochs = read(dataset, workers, persistent_workers=persistent)
+    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls))] * 3
+
+
+def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
+    shard = write_set(tmp_path / "set", [21])
+    dataset = wt.WebDataset(shard).map(key_of).listed(100)
+    (first, *_) = read(dataset, 5)
+    assert sorted(len(part) for part in first) == [4, 4, 4, 4, 5]
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+def test_workers_may_be_spawned(tmp_path: Path, ending: str) -> None:
+    urls = write_set(tmp_path / "set", [7, 13, 1], ending)
+    dataset = (
+        wt.WebDataset(urls, shardshuffle=5, select_files=is_train, handler=wds.ignore_and_continue)
+        .shuffle(5)
+        .map(key_of)
+        .with_length(21, silent=True)
+    )
+    epochs = read(dataset, 2, multiprocessing_context="spawn", persistent_workers=True)
+    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls))] * 3
+
+
+def test_webloader_and_its_fluid_methods(urls: str) -> None:
+    dataset = wt.WebDataset(urls, shardshuffle=10).decode().to_tuple("__key__", "cls").batched(4)
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=2).unbatched().shuffle(9)
+    assert sorted(key for key, _ in loader) == keys(read_wds(urls))
+    assert len(list(loader.batched(7).with_epoch(10))) == 10
+    del loader
+    gc.collect()
+
+
+def test_a_set_length_of_epochs_holds_for_each_worker(urls: str) -> None:
+    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of).with_epoch(11)
+    for epoch in read(dataset, 2, persistent_workers=True):
+        assert len(epoch) == 22  # as in webdataset, each worker has this length
+
+
+def test_without_a_splitter_each_worker_reads_all(urls: str) -> None:
+    dataset = wt.WebDataset(urls, workersplitter=None).map(key_of)
+    (first, *_) = read(dataset, 2)
+    assert sorted(first) == sorted(keys(read_wds(urls)) * 2)
+
+
+def test_workers_named_by_the_environment(urls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setenv("NUM_WORKERS", "4")
+    for worker in range(4):
+        monkeypatch.setenv("WORKER", str(worker))
+        found += keys(wt.WebDataset(urls))
+    assert sorted(found) == keys(read_wds(urls, workersplitter=None))
+
+
+def test_a_pass_in_the_parent_does_not_disturb_its_workers(urls: str) -> None:
+    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
+    begun = iter(dataset)
+    next(begun)
+    for epoch in read(dataset, 2):
+        assert sorted(epoch) == keys(read_wds(urls))
+    assert len(list(begun)) == 20
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+def test_copies_count_epochs_by_themselves(tmp_path: Path, ending: str) -> None:
+    urls = write_set(tmp_path / "set", [2] * 10, ending)
+    dataset = wt.WebDataset(urls, shardshuffle=True).map(key_of)
+    first = list(dataset)
+    copies = [pickle.loads(pickle.dumps(dataset)), copy.deepcopy(dataset)]
+    second = list(dataset)
+    assert second != first
+    assert [list(other) for other in copies] == [second] * 2
+    shared = dataset.batched(2)  # a fluid method shares the stages before it
+    assert [key for batch in shared for key in batch] not in (first, second)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splitter", ["default", "split_by_node"])
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+def test_ranks_divide_each_epoch(
+    tmp_path: Path, ending: str, splitter: str, rank: Callable[[int, int], None]
+) -> None:
+    urls = write_set(tmp_path / "set", [7, 13, 1], ending)
+    options = {} if splitter == "default" else {"nodesplitter": wds.split_by_node}
+    epochs: list[list[str]] = [[], [], []]
+    counts = []
+    for number in range(3):
+        rank(number, 3)
+        dataset = wt.WebDataset(urls, shardshuffle=True, **options)
+        parts = [keys(dataset) for _ in range(3)]
+        counts += [len(part) for part in parts]
+        for epoch, part in zip(epochs, parts, strict=True):
+            epoch += part
+    assert [sorted(epoch) for epoch in epochs] == [keys(read_wds(urls, nodesplitter=None))] * 3
+    if ending == ".tar":
+        assert set(counts) == {7}
+
+
+def test_ranks_and_workers_together(urls: str, rank: Callable[[int, int], None]) -> None:
+    found: list[list[str]] = [[], [], []]
+    for number in range(2):
+        rank(number, 2)
+        epochs = read(wt.WebDataset(urls, shardshuffle=True).map(key_of), 3)
+        assert all(10 <= len(epoch) <= 11 for epoch in epochs)
+        for epoch, part in zip(found, epochs, strict=True):
+            epoch += part
+    assert [sorted(epoch) for epoch in found] == [keys(read_wds(urls, nodesplitter=None))] * 3
+
+
+def test_without_a_splitter_each_rank_reads_all(
+    urls: str, rank: Callable[[int, int], None]
+) -> None:
+    rank(1, 2)
+    assert keys(wt.WebDataset(urls, nodesplitter=None)) == keys(read_wds(urls, nodesplitter=None))
+
+
+def every_second(shards: Any) -> Any:
+    return islice(shards, 1, None, 2)
+
+
+def test_splitters_of_ones_own_get_the_shards(
+    urls: str, caplog: pytest.LogCaptureFixture, rank: Callable[[int, int], None]
+) -> None:
+    rank(0, 2)
+    for name in ("nodesplitter", "workersplitter"):
+        options = {"nodesplitter": None, name: every_second}
+        assert list(wt.WebDataset(urls, **options)) == read_wds(urls, **options)
+        assert f"because {name} splits shards" in caplog.text
+
+
+def test_resampled_ranks_draw_by_themselves(urls: str, rank: Callable[[int, int], None]) -> None:
+    drawn = []
+    for number in range(2):
+        rank(number, 2)
+        drawn.append(keys(wt.WebDataset(urls, resampled=True).with_epoch(400)))
+    assert drawn[0] != drawn[1]
+    assert all(set(part) == set(keys(read_wds(urls, nodesplitter=None))) for part in drawn)
+
+
+def test_fewer_samples_than_workers(tmp_path: Path) -> None:
+    shard = write_members(tmp_path / "x.tar", [("a.cls", b"0"), ("b.cls", b"1")])
+    assert [sorted(epoch) for epoch in read(wt.WebDataset(shard).map(key_of), 4)] == [
+        ["a", "b"]
+    ] * 3

@@ -1,0 +1,204 @@
+"""The examples of webdataset's README and FAQ run with `wt.WebDataset` in place of `wds.WebDataset`.
+
+The text of each example is webdataset's, except for addresses. The test replaces one name in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.foreign_tars import write_members
+from tests.support.servers import serving
+
+PREPROCESS = """
+import torch, torch.utils.data
+import torchvision.transforms as transforms
+import webdataset as wds
+shuffle_buffer = 10
+
+preproc = transforms.Compose([
+    transforms.Resize((224, 224)),
+    transforms.ToTensor(),
+    lambda x: 1-x,
+])
+
+def preprocess(sample):
+    image, json = sample
+    try:
+        label = json["annotations"][0]["category_id"]
+    except Exception:
+        label = 0
+    return preproc(image), label
+"""
+
+FIRST = """
+bucket = "HERE/"
+dataset = "publaynet-train-{000000..000009}.tar"
+url = bucket + dataset
+pil_dataset = wds.WebDataset(url).shuffle(shuffle_buffer).decode("pil").to_tuple("png", "json")
+assert isinstance(pil_dataset, torch.utils.data.IterableDataset)
+for image, json in pil_dataset:
+    break
+assert image.size == (20, 24) and json["annotations"]
+
+dataset = pil_dataset.map(preprocess)
+for image, label in dataset:
+    break
+assert image.shape == (3, 224, 224)
+assert sorted(label for _, label in dataset) == list(range(20))
+"""
+
+LOADER = """
+dataset = (
+    wds.WebDataset("HERE/publaynet-train-{000000..000009}.tar", shardshuffle=100)
+    .shuffle(1000)
+    .decode("pil")
+    .to_tuple("png", "json")
+    .map(preprocess)
+    .batched(4)
+)
+loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
+loader = loader.unbatched().shuffle(1000).batched(4).with_epoch(3)
+batches = list(loader)
+assert [len(labels) for images, labels in batches] == [4, 4, 4]
+assert batches[0][0].shape == (4, 3, 224, 224)
+del loader
+"""
+
+RESNET = """
+def make_sample(sample, val=False):
+    return preproc(sample["png"]), sample["json"]["annotations"][0]["category_id"]
+
+training_urls = "HERE/publaynet-train-{000000..000009}.tar"
+trainset = wds.WebDataset(training_urls, resampled=True, cache_dir="CACHE", shardshuffle=False, nodesplitter=wds.split_by_node)
+trainset = trainset.shuffle(1000).decode("pil").map(make_sample)
+trainset = trainset.batched(8)
+trainloader = wds.WebLoader(trainset, batch_size=None, num_workers=2)
+trainloader = trainloader.unbatched().shuffle(100).batched(8)
+trainloader = trainloader.with_epoch(30 // 8)
+assert len(list(trainloader)) == 3
+del trainloader
+"""
+
+COLUMN_STORE = """
+def find_column_url(url):
+    return url.replace("publaynet", "columns")
+
+def add_column(src, find_column_url=find_column_url):
+    last_url = None
+    column_src = None
+    for sample in src:
+        if last_url != sample["__url__"]:
+            column_url = find_column_url(sample["__url__"])
+            column_src = iter(
+                wds.WebDataset(
+                    column_url,
+                    resampled=True,
+                    shardshuffle=False,
+                    nodesplitter=None,
+                    workersplitter=None,
+                )
+            )
+            last_url = sample["__url__"]
+        extra = next(column_src)
+        while extra["__key__"] != sample["__key__"]:
+            extra = next(column_src)
+        for k, v in extra.items():
+            if k[0] != "_":
+                sample[k] = v
+        yield sample
+
+dataset = wds.WebDataset("HERE/publaynet-train-{000000..000009}.tar", shardshuffle=False).compose(add_column).decode()
+samples = list(dataset)
+assert len(samples) == 20
+assert all(s["index"] == s["json"]["annotations"][0]["category_id"] for s in samples)
+"""
+
+FAQ = """
+urls = "HERE/publaynet-train-{000000..000009}.tar"
+
+dataset = wds.WebDataset(urls).shuffle(1000).decode("rgb").to_tuple("png", "json")
+assert len(list(dataset)) == 20
+
+dataset1 = wds.WebDataset(urls)
+dataset2 = wds.WebDataset("HERE/columns-train-{000000..000009}.tar")
+for (img_sample, glb_sample) in zip(iter(dataset1), iter(dataset2)):
+    combined_sample = {**img_sample, **glb_sample}
+    assert set(combined_sample) >= {"png", "json", "index"}
+
+wds.WebDataset(urls, handler=wds.warn_and_continue, shardshuffle=True, verbose=True)
+dataset = wds.WebDataset(urls, url_to_name=lambda url: hash(url))
+dataset = wds.WebDataset(urls, resampled=True, shardshuffle=False).repeat(2).with_epoch(13)
+assert len(list(dataset)) == 13
+assert 0 < len(list(wds.WebDataset(urls).rsample(0.5))) <= 20
+
+def filter(sample):
+    return sample["json"]["annotations"][0]["category_id"] % 2
+
+assert len(list(wds.WebDataset(urls).decode().select(filter))) == 10
+
+ds1, ds2 = wds.WebDataset(urls), wds.WebDataset("HERE/columns-train-{000000..000009}.tar")
+mixed = wds.RandomMix([ds1, ds2], probs=[0.5, 0.5])
+assert len(list(mixed)) >= 20
+
+with wds.WebDataset(urls) as src:
+    assert len([sample["__key__"] for sample in src]) == 20
+"""
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Ten shards of two samples each, and ten with another field of the same samples."""
+    for shard in range(10):
+        samples: list[tuple[str, bytes]] = []
+        columns = []
+        for number in (2 * shard, 2 * shard + 1):
+            buffer = io.BytesIO()
+            Image.fromarray(np.full((24, 20, 3), number, np.uint8)).save(buffer, "png")
+            note = json.dumps({"annotations": [{"category_id": number}]}).encode()
+            samples += [
+                (f"PMC{number:03d}.json", note),
+                (f"PMC{number:03d}.png", buffer.getvalue()),
+            ]
+            columns.append((f"PMC{number:03d}.index", b"%d" % number))
+        write_members(tmp_path / f"publaynet-train-{shard:06d}.tar", samples)
+        write_members(tmp_path / f"columns-train-{shard:06d}.tar", columns)
+    return tmp_path
+
+
+@pytest.fixture(params=["local", "http"])
+def address(request: pytest.FixtureRequest, shards: Path) -> Iterator[str]:
+    """The folder of the shards, or its address on a server."""
+    if request.param == "local":
+        yield str(shards)
+    else:
+        with serving(shards) as server:
+            yield server.url
+
+
+@pytest.mark.parametrize("example", [FIRST, LOADER, RESNET, COLUMN_STORE, FAQ])
+def test_an_example_of_webdataset_runs(
+    example: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    text = re.sub(r"\bwds\.WebDataset\b", "wt.WebDataset", PREPROCESS + example)
+    text = text.replace("HERE", address).replace("CACHE", str(cache))
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This process .* is multi-threaded")
+        exec(f"import wdstrain as wt\n{text}", names)
+    names.clear()
+    gc.collect()
