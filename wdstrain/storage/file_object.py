@@ -41,7 +41,8 @@ class RemoteStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size = self._file.size
         count = max(0, min(len(buffer), size - self._position))
-        self._file.read_into([memoryview(buffer)[:count]], self._position, last=size)
+        if count:  # object stores refuse an empty range
+            self._file.read_into([memoryview(buffer)[:count]], self._position, last=size)
         self._position += count
         return count
 
