@@ -62,6 +62,7 @@ def test_it_takes_every_argument_of_webdataset_in_the_same_order() -> None:
 
 
 FIELDS = ["jpg", "JPG2", "cls", "a.json", "seg.png", "", "TXT", "x.y.z", "npy"]
+NOTES = ["README{}", "__n{}__", "__n{}__.json", "__n{}__/x.json", "__n{}/x__", "__{}.x__"]
 BASES = ["k", "K", "a/b", "a.b/c", "ü", "x y", "-", "a/./b", "__x", "_"]
 
 
@@ -76,9 +77,7 @@ def random_shard(path: Path, random: random.Random) -> str:
         if random.random() < 0.1:
             members.append((f"dir{number}/", b""))
         if random.random() < 0.1:
-            members.append(
-                (random.choice(["README", f"__n{number}__", f"__n{number}__.json"]), b"x")
-            )
+            members.append((random.choice(NOTES).format(number), b"x"))
         for field in random.sample(FIELDS, random.randint(1, 4)):
             members.append((f"{base}.{field}", random.randbytes(random.choice([0, 1, 512, 513]))))
     return write_members(path, members, format=random.choice(formats))
@@ -138,6 +137,8 @@ def test_addresses_are_split_and_get_variables_of_the_environment(
     monkeypatch.setenv("WDS_HERE", str(tmp_path / "set"))
     address = "${HERE}/part-000.tar::${HERE}/part-{001..002}.tar"
     assert list(wt.WebDataset(address)) == read_wds(address) == read_wds(urls)
+    wanted = keys(read_wds(urls))
+    assert keys(wt.WebDataset(f"file:{urls}")) == keys(wt.WebDataset(f"file://{urls}")) == wanted
     with pytest.raises(UsageError, match="WDS_NOWHERE is not in the environment"):
         wt.WebDataset("${NOWHERE}/x.tar")
 

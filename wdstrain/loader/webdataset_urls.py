@@ -88,12 +88,12 @@ def _value(match: re.Match[str]) -> str:
 
 
 def _without_command(address: str) -> str:
-    """Return the address that a `pipe:` command prints; other addresses as they are.
+    """Return the address that a `pipe:` command prints; of `file:` the path; others as they are.
 
     Nothing is run. Raises UsageError for a command that may do more.
     """
     if not address.startswith("pipe:"):
-        return address
+        return address.removeprefix("file://").removeprefix("file:")
     command = re.sub(r"\|\|\s*true\s*$", "", address.removeprefix("pipe:"))
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)  # operators are own words
     lexer.whitespace_split = True

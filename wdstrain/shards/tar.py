@@ -33,6 +33,7 @@ RECORD = 21 * BLOCK
 _LARGEST_RECORD = 1 << 20  # bytes of the largest record that `tar -b` writes
 EXTENSION_LIMIT = 1024 * 1024  # bytes; a larger PAX or long-name header is refused as an attack
 _NAME_PATTERN = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$", re.DOTALL)
+_NOTE_PATTERN = re.compile(r"__[^/]*__(\Z|/)")
 _COMPRESSED = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5": "zstd",
@@ -154,11 +155,10 @@ def split_name(path: str) -> tuple[str, str] | None:
 def is_aside(name: str) -> bool:
     """Return whether a name marks a member that belongs to no sample.
 
-    These are notes on the data set (`__*__`) and the files that macOS adds (`._*`).
+    These are notes on the data set (`__*__` and `__*__/...`, as in webdataset), and the files that
+    macOS adds (`._*`).
     """
-    return (name.startswith("__") and name.endswith("__")) or name.rpartition("/")[2].startswith(
-        "._"
-    )
+    return bool(_NOTE_PATTERN.match(name)) or name.rpartition("/")[2].startswith("._")
 
 
 NO_KEY, ASIDE = "no key in the name", "not a sample"  # reasons to skip a member
