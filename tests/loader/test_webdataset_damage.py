@@ -62,6 +62,9 @@ def test_a_missing_shard_is_an_error_and_with_a_handler_it_is_skipped(
     samples = keys(wt.WebDataset(urls, handler=wds.ignore_and_continue))
     assert samples == [f"d/s{i:04d}" for i in (0, 1, 2, 3, 8, 9, 10, 11)]
     assert "part-001.tar cannot be read" in errors()[0]
+    unpaired = wt.WebDataset("x{1.tar", handler=wds.ignore_and_continue, empty_check=False)
+    assert list(unpaired) == []
+    assert "x{1.tar cannot be read" in errors()[-1]
 
 
 def test_a_handler_may_warn_or_end_the_pass(

@@ -62,7 +62,13 @@ def paths_of(addresses: list[str]) -> list[str]:
 
 def names_of(addresses: list[str]) -> list[str]:
     """Return the paths that brace patterns mean, whether or not the shards exist."""
-    return [path for address in addresses for path in braceexpand(address)]
+    names: list[str] = []
+    for address in addresses:
+        try:
+            names += braceexpand(address)
+        except ValueError:  # braces that do not pair up: opening the shard is an error
+            names.append(address)
+    return names
 
 
 def _paths(address: str) -> list[str]:
