@@ -387,7 +387,7 @@ def _indexed() -> Index:
     crcs = [crc32(body) for _, of in _SAMPLES for body in of.values()]
     labels = (Label("cls", "class", "cls", None, ("no", "yes")), Label("n", "number", "json", "n"))
     return replace(
-        index, table=replace(index.table, member_crc=np.array(crcs, np.uint32)), labels=labels
+        index, offsets=index.offsets.replaced(member_crc=np.array(crcs, np.uint32)), labels=labels
     )
 
 
@@ -396,7 +396,7 @@ def _index_seeds() -> list[bytes]:
     os.makedirs(folder, exist_ok=True)
     save_index(_indexed(), folder)
     found = []
-    for name in ("index.json", "index.bin"):
+    for name in ("index.json", "index.arrow"):
         with open(os.path.join(folder, name), "rb") as file:
             found.append(file.read())
     empty = json.dumps(
@@ -415,7 +415,7 @@ def run_index(data: bytes) -> None:
     with open(shard, "wb") as file:
         file.write(tar_of(_SAMPLES))
     for place in (folder, os.path.join(folder, ".wdstrain")):
-        for name, content in (("index.json", document), ("index.bin", arrays)):
+        for name, content in (("index.json", document), ("index.arrow", arrays)):
             with open(os.path.join(place, name), "wb") as file:
                 file.write(content)
     with suppress(WdstrainError):
@@ -449,7 +449,7 @@ def _part_seeds() -> list[bytes]:
 
 def _check_index(index: Index, folder: str) -> None:
     """Nothing that an index says can lead outside of its shards, or fail when it is used."""
-    table, count = index.table, len(index)
+    table, count = index.offsets, len(index)
     _must(
         sum(shard.samples for shard in index.shards) == count, "the shards hold the samples", index
     )

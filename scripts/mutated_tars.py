@@ -259,7 +259,7 @@ def campaign(count: int, seed: int, folder: Path, keep: Path | None = None) -> C
         (place / "it.tar").write_bytes(data)
         index = scan([str(place / "it.tar")])
         crcs = np.array([crc32(body) for _, of in given for body in of.values()], np.uint32)
-        save_index(replace(index, table=replace(index.table, member_crc=crcs)), str(place))
+        save_index(replace(index, offsets=index.offsets.replaced(member_crc=crcs)), str(place))
         for reader, read in READ.items():
             outcome, error = look(read, str(place / "it.tar"), given)
             if outcome != "whole":

@@ -20,8 +20,9 @@ from PIL import Image
 
 import wdstrain as wt
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.index import ARRAYS, Index
+from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import scan
+from wdstrain.shards.offsets import ARRAYS
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage import block_map, prefetch, retries
 from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, names, read_checkpoint, read_last
@@ -205,7 +206,7 @@ class Indexing(Work):
                 raise Lie(f"neither the old index nor the new one: {error}") from error
         else:
             true_of(index)
-            if not len(index.table.member_crc):
+            if not len(index.offsets.member_crc):
                 raise Lie("the checksums are lost")
 
     def end(self, place: Path) -> None:
@@ -213,10 +214,12 @@ class Indexing(Work):
             raise Lie(f"another index came out: {differing(visible(place / 'set'), self._new)}")
 
     def reach(self, place: Path) -> str:
-        found = [visible(place / "set").get(name) for name in ("index.bin", "index.json")]
-        if found == [self._new["index.bin"], self._new["index.json"]]:
+        found = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
+        if found == [self._new["index.arrow"], self._new["index.json"]]:
             return "after"
-        return "before" if found == [self._old["index.bin"], self._old["index.json"]] else "within"
+        return (
+            "before" if found == [self._old["index.arrow"], self._old["index.json"]] else "within"
+        )
 
 
 class Remembering(Work):
@@ -249,7 +252,7 @@ class Remembering(Work):
 
     def reach(self, place: Path) -> str:
         made = place / "set" / ".wdstrain"
-        found = {name for name in ("index.bin", "index.json") if (made / name).exists()}
+        found = {name for name in ("index.arrow", "index.json") if (made / name).exists()}
         return "after" if len(found) == 2 else "within" if made.exists() else "before"
 
 
@@ -559,7 +562,7 @@ def true_of(index: Index) -> None:
     """Raise Lie unless an index is what a walk over its shards finds."""
     walked = scan(shard.path for shard in index.shards)
     same = [
-        np.array_equal(getattr(index.table, name), getattr(walked.table, name))
+        np.array_equal(getattr(index.offsets, name), getattr(walked.offsets, name))
         for name in ARRAYS
         if name not in ("member_crc", "member_field")
     ]

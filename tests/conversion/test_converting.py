@@ -551,7 +551,7 @@ class Sources:
         (
             "folder",
             Sources.rename,
-            "the label was class (class of 2: cat, dog), is class (class of 2: cat, eel)",
+            "the label was label (class of 2: cat, dog), is label (class of 2: cat, eel)",
         ),
         ("folder", Sources.replace_one, "the sample 'cat/003' is not in the source"),
         ("memory", lambda sources: sources.add(1), "is another, and 11 more"),

@@ -44,7 +44,7 @@ def pack(source: Path, out: Path, **options: Any) -> wt.Index:
 def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_path: Path) -> None:
     index = pack(photos, tmp_path / "out", shard_samples=8)
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
-        "index.bin",
+        "index.arrow",
         "index.json",
         *(f"train-{i:06d}.tar" for i in range(3)),
     ]
@@ -411,7 +411,7 @@ def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Pa
     (tmp_path / "out" / "notes.txt").write_text("mine")
     index = pack(photos, tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "index.bin",
+        "index.arrow",
         "index.json",
         "notes.txt",
         "train-000000.tar",
@@ -489,7 +489,7 @@ def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
     """As if the power had gone while files were put in place of an older set: after each number of them."""
     out, swapping = tmp_path / "out", tmp_path / "out" / ".swapping"
     new = pack(photos, tmp_path / "new", shard_samples=4)
-    files = [shard.name for shard in new.shards] + ["index.bin", "index.json"]
+    files = [shard.name for shard in new.shards] + ["index.arrow", "index.json"]
     old = pack(photos, out, shard_samples=3)
     shutil.copytree(tmp_path / "new", swapping)
     names = {
@@ -498,7 +498,7 @@ def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
     }
     (swapping / "names.json").write_text(json.dumps(names))
     for path in (
-        [out / "index.json", out / "index.bin", *out.glob("*.tar")]
+        [out / "index.json", out / "index.arrow", *out.glob("*.tar")]
         if moved
         else [out / "index.json"]
     ):
@@ -522,7 +522,7 @@ def test_an_exchange_that_was_cut_short_can_be_overwritten(photos: Path, tmp_pat
     (out / "index.json").unlink()
     pack(photos, out, overwrite=True)
     assert [path.name for path in sorted(out.iterdir())] == [
-        "index.bin",
+        "index.arrow",
         "index.json",
         "train-000000.tar",
     ]

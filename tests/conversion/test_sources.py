@@ -525,7 +525,7 @@ def test_an_iterable_of_dicts_is_packed_by_the_names_of_its_fields(tmp_path: Pat
     assert [(one["txt"], json.loads(one["json"]), one["cls"]) for one in found] == [
         (f"number {n}".encode(), {"n": n}, str(n).encode()) for n in range(5)
     ]
-    assert [label.name for label in index.labels] == ["n", "class"]
+    assert [label.name for label in index.labels] == ["n", "label"]
 
 
 def test_samples_of_webdataset_go_round_and_come_out_the_same(tmp_path: Path) -> None:
@@ -1333,7 +1333,7 @@ def test_a_class_given_as_bytes_is_the_class_of_that_name_or_number(tmp_path: Pa
         b"2",
     ]
     assert [(label.name, label.classes) for label in index.labels] == [
-        ("class", ("cat", "dog", "7"))
+        ("label", ("cat", "dog", "7"))
     ]
     assert index.info["samples"] == {"train": {"cat": 3, "dog": 4, "7": 1}}
 
@@ -1378,12 +1378,12 @@ def test_further_labels_leave_the_class_in_the_index(tmp_path: Path) -> None:
     given = [{"txt": "x", "cls": n % 2, "json": {"y": n / 2}} for n in range(4)]
     label = Label("y", "number", "json", "y")
     index = wt.pack(given, str(tmp_path / "out"), classes=["cat", "dog"], labels=[label])
-    assert index.labels == (label, Label("class", "class", "cls", classes=("cat", "dog")))
+    assert index.labels == (label, Label("label", "class", "cls", classes=("cat", "dog")))
     arrays = {"cls": np.arange(4) % 2, "y": np.arange(4) / 2}
     index = wt.pack_arrays(arrays, str(tmp_path / "arrays"), label="y", classes=["cat", "dog"])
     assert index.labels == (
         Label("y", "number", "y.npy"),
-        Label("class", "class", "cls", classes=("cat", "dog")),
+        Label("label", "class", "cls", classes=("cat", "dog")),
     )
     assert index.info["samples"] == {"train": {"cat": 2, "dog": 2}}
 

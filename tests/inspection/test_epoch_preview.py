@@ -28,7 +28,8 @@ from wdstrain.order.plan import Plan
 from wdstrain.order.rng import bits, uniform
 from wdstrain.reader import read_blocks, reader
 from wdstrain.serving import Server
-from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import END, header, padding
 from wdstrain.storage.local import LocalFile
@@ -167,7 +168,7 @@ def replayed(index: Index, plan: Plan, lane: int) -> list[tuple[int, int]]:
     """(samples, bytes) that wait at each step, by reading and delivering one after another."""
     needed = [plan.order(lane, *plan.span(lane, step)).tolist() for step in range(plan.steps)]
     last = {place: step for step, places in enumerate(needed) for place in places}
-    size = (index.table.stop - index.table.start)[
+    size = (index.offsets.stop - index.offsets.start)[
         plan.ids(lane, np.arange(plan.lane_places(lane)))
     ].tolist()
     waits, read, found = set[int](), 0, []

@@ -74,10 +74,10 @@ def test_the_first_samples_are_shown_decoded_with_the_names_of_their_classes(pac
     assert [one.key for one in found] == index.keys(np.arange(5))
     for one in found:
         name, _, number = one.key.partition("/")
-        assert one.labels == {"class": name}
+        assert one.labels == {"label": name}
         np.testing.assert_array_equal(one.picture, pixels_of(int(number)))
         assert (one.shard, one.split, one.error) == (str(packed / "train-000000.tar"), "train", "")
-    assert [one.offset for one in found] == index.table.start[:5].tolist()
+    assert [one.offset for one in found] == index.offsets.start[:5].tolist()
     assert found.title == f"{packed}: the first 5 of 60 samples"
 
 
@@ -92,16 +92,16 @@ def test_the_same_seed_shows_the_same_samples_at_random(packed: Path) -> None:
 
 
 def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(packed: Path) -> None:
-    evenly = [one.labels["class"] for one in wt.peek(packed, 25, order="classes")]
+    evenly = [one.labels["label"] for one in wt.peek(packed, 25, order="classes")]
     assert [evenly.count(name) for name in ("cat", "dog", "owl")] == [9, 8, 8]
     assert len(wt.peek(packed, 60, order="classes")) == 60
-    assert [one.labels["class"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == [
+    assert [one.labels["label"] for one in wt.peek(packed, 2, classes=["owl", "cat"])] == [
         "owl",
         "owl",
         "cat",
         "cat",
     ]
-    assert {one.labels["class"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
+    assert {one.labels["label"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
     few = wt.peek(packed, 12, classes=["owl"])
     assert len(few) == 10
     assert few.notes == ("fewer than 12 were found of owl",)
@@ -126,9 +126,9 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
         ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards; near are cat/0"),
         (
             {"classes": ["dgo"]},
-            "there is no class 'dgo'; near are dog. The label class has 3: cat, dog, owl.",
+            "there is no class 'dgo'; near are dog. The label 'label' has 3 classes: cat, dog, owl.",
         ),
-        ({"label": "clas"}, "there is no label 'clas'; near are class"),
+        ({"label": "labl"}, "there is no label 'labl'; near are label"),
         ({"order": "last"}, "order='last' is none of first, random, classes"),
         ({"n": 0}, "n=0: 1 to 1000"),
         ({"n": 2000}, "n=2000: 1 to 1000"),
@@ -355,7 +355,7 @@ def test_loaders_without_fields_with_transforms_and_of_mixtures_are_shown_too(
 ) -> None:
     plain = wt.peek(wt.Loader(packed, batch_size=4), 3)
     assert all(
-        one.picture is not None and one.labels == {"class": one.key.split("/")[0]} for one in plain
+        one.picture is not None and one.labels == {"label": one.key.split("/")[0]} for one in plain
     )
     made = wt.peek(
         wt.Loader(
@@ -620,7 +620,7 @@ def test_show_lists_what_it_showed(packed: Path, tmp_path: Path, capsys: Any) ->
     assert main([*words, "-o", str(tmp_path / "s.png")]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["shown"], found["broken"], found["file"]) == (4, 0, str(tmp_path / "s.png"))
-    assert [one["labels"]["class"] for one in found["samples"]] == ["owl", "owl", "cat", "cat"]
+    assert [one["labels"]["label"] for one in found["samples"]] == ["owl", "owl", "cat", "cat"]
     assert found["samples"][0]["pictures"] == ["epoch 0", "epoch 1", "epoch 2"]
     assert found["samples"][0]["shard"].startswith(str(packed))
 

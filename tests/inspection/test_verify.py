@@ -670,7 +670,7 @@ def test_a_shard_that_is_gone_is_lost_with_its_number_of_samples(
 
 def test_a_damaged_index_does_not_stop_a_repair(packed: Path, tmp_path: Path) -> None:
     whole = contents(packed)
-    os.truncate(packed / "index.bin", 100)
+    os.truncate(packed / "index.arrow", 100)
     done = wt.repair(packed, tmp_path / "out")
     assert contents(tmp_path / "out") == whole
     assert "repaired without an index" in done.notes[0]

@@ -600,7 +600,7 @@ def test_samples_beyond_the_end_of_a_cut_shard_are_bad_and_are_replaced(
     """The others of that shard are delivered; none is delivered in part."""
     rows = ({"__key__": f"k{n:03d}", "bin": bytes([n]) * 3000} for n in range(90))
     index = wt.pack(rows, str(tmp_path / "s"), shard_samples=30, shuffle=False)
-    cut = int(index.table.start[25] + 700)  # in the data of the sample 25
+    cut = int(index.offsets.start[25] + 700)  # in the data of the sample 25
     if when == "before":
         os.truncate(tmp_path / "s" / "train-000000.tar", cut)
     options: dict[str, Any] = {
@@ -801,7 +801,7 @@ def test_reading_is_forward_in_large_pieces_with_one_shard_open(
     epoch = []
     for path, offset, length in reads:
         if sum(size for _, _, size in epoch) == sum(
-            int(t) for t in (index.table.stop - index.table.start)
+            int(t) for t in (index.offsets.stop - index.offsets.start)
         ):
             break
         epoch.append((path, offset, length))

@@ -80,7 +80,7 @@ def tree():
 
 fields = {"label": wt.label()}
 loader = wt.Loader(sys.argv[1], fields, batch_size=32, num_workers=int(sys.argv[2]), shuffle_buffer=1000)
-extents = int((loader.index.table.stop - loader.index.table.start).sum())
+extents = int((loader.index.offsets.stop - loader.index.offsets.start).sum())
 sizes = []
 for epoch in range(10):
     for batch in loader:
@@ -191,7 +191,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         next(loader.epoch(0, start=step))
         loader.close()
         total.append(sum(reads))
-    window = 200 * int((index.table.stop - index.table.start).max())
+    window = 200 * int((index.offsets.stop - index.offsets.start).max())
     assert max(total) <= window + (9 << 20)  # and two reads; the whole set has 20 MB
 
 

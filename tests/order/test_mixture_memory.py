@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from wdstrain.shards.index import Table
+from wdstrain.shards.offsets import Offsets
 
 
 def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
@@ -28,7 +28,7 @@ def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
             os.pwrite(file.fileno(), b"%08d" % number, end - 8)
         file.truncate(int(stop[-1]) + 1024)
     keys = b"".join(b"%s%06d" % (name.encode(), number) for number in range(count))
-    table = Table(
+    arrays = dict(
         start=start,
         stop=stop,
         key_first=7 * np.arange(count + 1),
@@ -39,7 +39,8 @@ def sparse(folder: Path, name: str, sizes: Sequence[int]) -> wt.Index:
         member_crc=np.zeros(0, np.uint32),
         keys=np.frombuffer(keys, np.uint8),
     )
-    return wt.Index((wt.Shard(str(path), count, path.stat().st_size),), ("bin",), table)
+    shard = wt.Shard(str(path), count, path.stat().st_size)
+    return wt.Index((shard,), ("bin",), Offsets.of_arrays(arrays))
 
 
 def check(loader: wt.Loader, steps: int | None = None) -> None:

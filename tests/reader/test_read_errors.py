@@ -48,7 +48,7 @@ class Cut:
     def __init__(self, index: wt.Index, number: int) -> None:
         """number: of the first sample that is not there whole."""
         self._shard = index.shards[number // 60]
-        self._at = int(index.table.start[number]) + 700
+        self._at = int(index.offsets.start[number]) + 700
         self.keys = {f"k{i:04d}" for i in range(number, number - number % 60 + 60)}
 
     def __enter__(self) -> Cut:

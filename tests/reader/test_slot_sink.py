@@ -291,7 +291,7 @@ def test_what_a_cut_shard_has_not_is_lost_and_replaced(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 40)
     index = wt.index(str(folder))
     os.truncate(
-        folder / "train-000001.tar", int(index.table.start[26]) + 100
+        folder / "train-000001.tar", int(index.offsets.start[26]) + 100
     )  # n0026 and what follows in its shard
     with pytest.raises(wt.WdstrainError, match=r"train-000001\.tar"):
         epoch(wt.Loader(folder, FIELDS, batch_size=8))
@@ -353,7 +353,7 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
     if packed:
         folder = pack(tmp_path / "set", 60)
         index = wt.index(str(folder))
-        os.truncate(folder / "train-000001.tar", int(index.table.start[28]) + 100)
+        os.truncate(folder / "train-000001.tar", int(index.offsets.start[28]) + 100)
     else:
         folder = tmp_path
         samples: list[Sample] = []
@@ -362,7 +362,7 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
             samples += [(f".hidden{n}", {"x": bytes(700)})] if n % 5 == 0 else []
         write_tar(folder / "a.tar", samples)
         index = wt.index(str(folder))
-        os.truncate(folder / "a.tar", int(index.table.start[48]) + 100)
+        os.truncate(folder / "a.tar", int(index.offsets.start[48]) + 100)
     found = {}
     for name, fields in (("direct", FIELDS), ("copied", COPIED)):
         loader = wt.Loader(

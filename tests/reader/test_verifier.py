@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from wdstrain.memory.scatter import Bools, Ints
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
-from wdstrain.shards.index import Table
+from wdstrain.shards.offsets import Offsets
 
 COUNT = 60
 FIELDS = {"image": wt.image(size=16), "label": wt.label()}
@@ -133,7 +132,7 @@ def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: l
 
 
 def compared(
-    table: Table,
+    table: Offsets,
     fields: Bools,
     memory: Memory,
     where: Ints,
@@ -175,20 +174,20 @@ def test_no_index_leads_out_of_the_memory_of_what_is_compared(
     made: Path, part: str, by: int
 ) -> None:
     index = wt.index(made)
-    lying = getattr(index.table, part).copy()
+    lying = getattr(index.offsets, part).copy()
     lying[3] += by
-    memory, where = Memory(100_000), index.table.start[:20] - index.table.start[0]
-    of = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
+    memory, where = Memory(100_000), index.offsets.start[:20] - index.offsets.start[0]
+    of = int(np.searchsorted(index.offsets.member_first, 3, side="right")) - 1
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
     found, comparison = compared(
-        replace(index.table, **{part: lying}), index.field_mask(None), memory, where, 0, 20
+        index.offsets.replaced(**{part: lying}), index.field_mask(None), memory, where, 0, 20
     )
     comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [of]
     where[7] = memory.size - 10  # nor where it would be
-    found, comparison = compared(index.table, index.field_mask(None), memory, where, 0, 20)
+    found, comparison = compared(index.offsets, index.field_mask(None), memory, where, 0, 20)
     comparison.update(0, len(shard))
     comparison.settle()
     assert doubts(found, 0, 20) == [7]
@@ -200,7 +199,7 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
     """Whatever fields they have, in whatever order they were put down, around the end of the ring."""
     index = wt.index(made)
     whole = Path(index.shards[0].path).read_bytes()
-    number, count, place, table, memory = 5, 12, 17, index.table, Memory(100_000)
+    number, count, place, table, memory = 5, 12, 17, index.offsets, Memory(100_000)
     sizes = (table.stop - table.start)[number : number + count][::-1]
     offsets = (sizes.cumsum() - sizes)[::-1]
     where = np.full(20, -1)
@@ -232,7 +231,7 @@ def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list
 @pytest.mark.usefixtures("way")
 def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(made: Path) -> None:
     index, memory = wt.index(made), Memory(100_000)
-    shard, table = Path(index.shards[0].path).read_bytes(), index.table
+    shard, table = Path(index.shards[0].path).read_bytes(), index.offsets
     memory.view[: len(shard)] = shard
     where = table.start[:20].copy()
     found, comparison = compared(table, index.field_mask(None), memory, where, 0, 20)
@@ -261,7 +260,7 @@ def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path)
     shard = Path(index.shards[0].path).read_bytes()
     memory.view[: len(shard)] = shard
     found, comparison = compared(
-        index.table, index.field_mask(None), memory, index.table.start[:20].copy(), 0, 20
+        index.offsets, index.field_mask(None), memory, index.offsets.start[:20].copy(), 0, 20
     )
     comparison.update(0, len(shard))
     comparison.settle()

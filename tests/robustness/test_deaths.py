@@ -177,7 +177,7 @@ def test_an_exchange_removes_the_files_of_earlier_ones_that_were_cut_short(
     with ended_at("rename", re.escape(SWAPPING)):  # after the former one was moved aside
         pack(10, overwrite=True)
     pack(10, **{how: True})
-    assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
 
 
 def test_a_stage_is_not_removed_by_the_conversion_that_had_it_before(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_stage_is_not_removed_by_the_conversion_that_had_it_before(tmp_path: P
         process.join(30)
         assert process.exitcode == 0
     wt.pack([{"txt": "three"}], str(tmp_path / "out"), overwrite=True)
-    assert sorted(os.listdir(tmp_path / "out")) == ["index.bin", "index.json", "train-000000.tar"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.arrow", "index.json", "train-000000.tar"]
 
 
 @pytest.mark.parametrize("how", ["resume", "overwrite", "neither"])
@@ -309,20 +309,20 @@ def test_an_index_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
         with ended_at("replace", r"/index\.json"):
             wt.index(tmp_path / "set")
         assert np.array_equal(
-            load(str(tmp_path / "set" / "index.json")).table.start, before.table.start
+            load(str(tmp_path / "set" / "index.json")).offsets.start, before.offsets.start
         )
     index = wt.index(tmp_path / "set")
     assert np.array_equal(
-        index.table.member_crc, before.table.member_crc[: len(index.table.member_field)]
+        index.offsets.member_crc, before.offsets.member_crc[: len(index.offsets.member_field)]
     )
-    assert len(index.table.member_crc) == 16
+    assert len(index.offsets.member_crc) == 16
     assert not [name for name in os.listdir(tmp_path / "set") if name.startswith(".")]
 
 
 def test_offsets_of_another_index_are_refused_though_former_ones_lie_there(tmp_path: Path) -> None:
     write_shards(tmp_path / "s", [3, 4])
     save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))
-    shutil.copy(tmp_path / "s" / "index.bin", tmp_path / "s" / ".index.bin.former")
+    shutil.copy(tmp_path / "s" / "index.arrow", tmp_path / "s" / ".index.arrow.former")
     save_index(index_io.scan([str(tmp_path / "s" / "part-001.tar")]), str(tmp_path / "s"))
     shutil.copy(tmp_path / "s" / "index.json", tmp_path / "kept.json")
     save_index(index_io.scan([str(tmp_path / "s" / "part-000.tar")]), str(tmp_path / "s"))

@@ -515,7 +515,7 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
     command = [*without_rights_of_root(), sys.executable, "-c", LOCKED, str(tmp_path)]
     for name in ("hidden", "indexed", "bare"):
         wt.pack([{"__key__": "k", "txt": "x"}], str(tmp_path / name))
-    for name in ("index.json", "index.bin"):
+    for name in ("index.json", "index.arrow"):
         (tmp_path / "bare" / name).unlink()
     locked = [
         tmp_path / "hidden",
@@ -541,7 +541,7 @@ def test_what_may_not_be_read_is_told_and_not_taken_for_nothing(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["index.json", "index.bin"])
+@pytest.mark.parametrize("name", ["index.json", "index.arrow"])
 @pytest.mark.parametrize("verb", ["info", "verify", "show", "index"])
 def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(
     name: str, verb: str, tmp_path: Path
@@ -552,7 +552,7 @@ def test_a_pipe_in_the_place_of_an_index_is_not_waited_for(
     command = [sys.executable, "-m", "wdstrain", verb, str(tmp_path / "set")]
     done = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
-    assert done.returncode == (0 if (verb, name) == ("index", "index.bin") else 1)
+    assert done.returncode == (0 if (verb, name) == ("index", "index.arrow") else 1)
 
 
 BELOW_LOCKED = """

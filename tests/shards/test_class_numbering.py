@@ -214,7 +214,7 @@ def test_counts_and_samples_that_are_shown_have_their_own_class(
     assert histogram.classes == {"cat": 5, "dog": 8, "fox": 3, "wolf": 3}
     assert main(["show", *map(str, sets), "-n", "19", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["samples"]
-    assert {one["key"]: one["labels"]["class"] for one in shown} == dict(PETS + WILD)
+    assert {one["key"]: one["labels"]["label"] for one in shown} == dict(PETS + WILD)
 
 
 def test_raw_numbers_that_mean_different_classes_are_warned_of(

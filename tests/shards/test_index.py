@@ -86,7 +86,7 @@ def test_a_walk_is_remembered_in_the_users_cache_where_the_folder_cannot_be_writ
 
 def test_what_is_remembered_is_believed_as_little_as_any_file(shards: Path) -> None:
     walked(shards)
-    for name, damage in (("index.bin", b"x" * 100), ("index.json", b"[]")):
+    for name, damage in (("index.arrow", b"x" * 100), ("index.json", b"[]")):
         (shards / ".wdstrain" / name).write_bytes(damage)
         assert walked(shards) == 21
 
@@ -95,10 +95,10 @@ def test_what_is_remembered_is_believed_as_little_as_any_file(shards: Path) -> N
 def test_an_index_whose_samples_overlap_is_refused(shards: Path, part: str) -> None:
     """They are read one after another, into places of their own."""
     made = wt.index(shards)
-    lying = getattr(made.table, part).copy()
+    lying = getattr(made.offsets, part).copy()
     lying[3] += 512 if part == "stop" else -512
-    save_index(replace(made, table=replace(made.table, **{part: lying})), str(shards))
-    with pytest.raises(ShardError, match="its offsets do not fit its shards"):
+    save_index(replace(made, offsets=made.offsets.replaced(**{part: lying})), str(shards))
+    with pytest.raises(ShardError, match="its samples overlap"):
         open_index(shards)
 
 
@@ -174,7 +174,7 @@ def test_single_shards_of_an_indexed_folder_keep_their_labels_and_checksums(tmp_
     index = open_index(tmp_path / "out" / "train-000001.tar")
     assert index.labels[0].classes == ("cat", "dog")
     assert index.shards[0].sha256
-    assert len(index.table.member_crc) == 10
+    assert len(index.offsets.member_crc) == 10
     both = open_index(
         [tmp_path / "out" / "train-000002.tar", tmp_path / "out" / "train-000000.tar"]
     )
@@ -236,7 +236,7 @@ def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_
     assert again.labels == made.labels
     assert wt.verify(tmp_path / "out").ok
     for name in ("member_crc", "start", "keys"):
-        assert np.array_equal(getattr(again.table, name), getattr(made.table, name))
+        assert np.array_equal(getattr(again.offsets, name), getattr(made.offsets, name))
 
 
 def test_indexing_again_names_what_a_shard_lost(
@@ -264,7 +264,7 @@ def test_a_pair_of_files_that_does_not_belong_together_is_refused(
     wt.index(shards)
     other = write_shards(tmp_path / "other", [7, 13, 2])
     wt.index(other)
-    (other / "index.bin").rename(shards / "index.bin")
+    (other / "index.arrow").rename(shards / "index.arrow")
     with pytest.raises(ShardError, match="belongs to another index.json"):
         open_index(shards)
 
@@ -288,12 +288,12 @@ def test_an_index_may_not_name_files_elsewhere(shards: Path) -> None:
 def test_damaged_offsets_never_read_outside_a_shard(shards: Path) -> None:
     """Flip bits all over the binary: each time it is refused, or the offsets still lie inside the shards."""
     wt.index(shards)
-    whole = (shards / "index.bin").read_bytes()
+    whole = (shards / "index.arrow").read_bytes()
     refused = 0
     for at in range(0, len(whole), 5):
         damaged = bytearray(whole)
         damaged[at] ^= 0x84
-        (shards / "index.bin").write_bytes(damaged)
+        (shards / "index.arrow").write_bytes(damaged)
         try:
             index = open_index(shards)
         except ShardError:
@@ -429,7 +429,7 @@ def test_a_set_that_was_copied_after_its_index_is_walked_over_once(
 ) -> None:
     wt.index(shards)
     (tmp_path / "copy").mkdir()
-    for name in ("index.json", "index.bin", *(f"part-00{i}.tar" for i in range(3))):
+    for name in ("index.json", "index.arrow", *(f"part-00{i}.tar" for i in range(3))):
         (tmp_path / "copy" / name).write_bytes((shards / name).read_bytes())
     assert [walked(tmp_path / "copy"), walked(tmp_path / "copy")] == [21, 0]
 

@@ -18,7 +18,8 @@ from torchvision.transforms.autoaugment import _apply_op
 from wdstrain.decode import augment_policies
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index, Label, Table
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.offsets import Offsets
 from wdstrain.training.configuration import OPTIONS, Config, read_config
 from wdstrain.training.metrics import Scores, better
 from wdstrain.training.models import begin_with, build, freeze, head_of, train_mode
@@ -32,7 +33,7 @@ LIGHT = Label("light", "number", "json", "light")
 
 
 def index_of(*labels: Label) -> Index:
-    return Index((), ("jpg", "cls", "json"), Table.of([], []), labels)
+    return Index((), ("jpg", "cls", "json"), Offsets.of([], []), labels)
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------

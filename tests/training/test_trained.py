@@ -152,7 +152,7 @@ def test_every_picture_has_its_row(
     rows = rows_of(tmp_path / "p.csv")
     assert [row["key"] for row in rows] == [f"k{i:03d}" for i in range(len(pictures))]
     assert [bool(row["error"]) for row in rows] == [data != GOOD for data in pictures]
-    assert [bool(row["class"]) for row in rows] == [data == GOOD for data in pictures]
+    assert [bool(row["label"]) for row in rows] == [data == GOOD for data in pictures]
     assert (done.rows, done.bad) == (len(pictures), sum(data != GOOD for data in pictures))
 
 
@@ -164,7 +164,7 @@ def test_a_picture_whose_bytes_are_not_as_packed_has_its_row(run: Path, tmp_path
     shard.write_bytes(data)
     wt.predict(run, tmp_path / "set", tmp_path / "p.csv")
     (row,) = rows_of(tmp_path / "p.csv")
-    assert (row["key"], row["class"]) == ("a", "")
+    assert (row["key"], row["label"]) == ("a", "")
     assert "not those that were packed" in row["error"]
 
 
@@ -257,7 +257,7 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
     for key, row in rows.items():
         given = torch.from_numpy(samples[int(key[1:])]["x.npy"])[None]
         assert float(exported(given).detach().sigmoid()) == pytest.approx(
-            float(row["class=1"]), abs=1e-4
+            float(row["label=1"]), abs=1e-4
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 
 MISMATCH = "its bytes are not those that were packed (crc32)"
 

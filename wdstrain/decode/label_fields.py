@@ -17,8 +17,9 @@ import numpy as np
 from wdstrain.decode.fields import Example, Field, field_names
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.index import Index
 from wdstrain.shards.index import Label as IndexLabel
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 
 # the labels of one set that differ from those of other sets: ((field, column), label) each

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.decode.bad_samples import BadSample
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 
 
 class Members(NamedTuple):

@@ -29,8 +29,9 @@ from wdstrain.foresight.shuffling import (
 )
 from wdstrain.loader.loader import Loader, open_shards
 from wdstrain.order.plan import Plan, Tail, integer
-from wdstrain.shards.index import Index, Ints, Label
+from wdstrain.shards.index import Index, Label
 from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 

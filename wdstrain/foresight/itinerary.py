@@ -17,7 +17,8 @@ import numpy as np
 
 from wdstrain.order.plan import Plan
 from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, read_bytes
-from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.prefetch import RANGE
 from wdstrain.storage.remote import is_remote
 
@@ -96,7 +97,7 @@ class RankShare:
 
 def reads_of(index: Index, plan: Plan, lane: int) -> Reads:
     """The reads of a lane in this epoch."""
-    places, table, most = plan.lane_places(lane), index.table, read_bytes(index)
+    places, table, most = plan.lane_places(lane), index.offsets, read_bytes(index)
     begun, parts = 0, []
     while begun < places:
         stop = min(begun + _CHUNK, places)
@@ -147,7 +148,7 @@ def waiting(
     index: Index, plan: Plan, lane: int, first: int, stop: int, known: Seen | None = None
 ) -> Waiting:
     """What of a lane waits at each of the steps [first, stop). known: `seen` of these steps, if the caller has it."""
-    count, table = plan.lane_samples(lane), index.table
+    count, table = plan.lane_samples(lane), index.offsets
     if count == 0:  # nothing, or the one sample that an empty lane pads with
         ids = plan.ids(lane, np.arange(plan.lane_places(lane)))
         size = int((table.stop[ids] - table.start[ids]).sum())

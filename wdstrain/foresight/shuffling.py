@@ -21,7 +21,7 @@ import numpy.typing as npt
 from wdstrain.foresight.itinerary import Seen
 from wdstrain.order.plan import Plan
 from wdstrain.order.rng import bits
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 
 NEAREST = 16  # samples next to one on disk: half of them before it
 _PARTS = 8  # of an epoch that is looked at in parts

@@ -25,9 +25,10 @@ from wdstrain.inspecting.histograms import Counting, Histogram
 from wdstrain.inspecting.provenance import ignored, made
 from wdstrain.inspecting.sampling import Sampler
 from wdstrain.report.printing import printable
-from wdstrain.shards.index import Index, Ints, Label, Shard, Table, join
+from wdstrain.shards.index import Index, Label, Shard, join
 from wdstrain.shards.index_io import check_size
 from wdstrain.shards.labels import recorded_counts
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import Note, gather, recall, walked
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import name_of
@@ -147,7 +148,7 @@ class _Gathered:
             return part
         fresh = [path for path in paths if name_of(path) not in part.shard_numbers]
         self.fresh |= dict.fromkeys(fresh)
-        blank = Index(tuple(Shard(path, 0, 0) for path in fresh), (), Table.of([], []))
+        blank = Index(tuple(Shard(path, 0, 0) for path in fresh), (), Offsets.of([], []))
         return join([part, blank]) if fresh else part
 
 
@@ -156,7 +157,7 @@ def _contents(index: Index, sampler: Sampler, weights: Floats | None) -> tuple[F
     lookers = [Looker(name) for name in index.fields]
     for number, value in sampler.values(sampler.ids(_VALUES)):
         lookers[number].add(value)
-    table, of_members = index.table, None
+    table, of_members = index.offsets, None
     if weights is not None:
         of_members = np.repeat(weights, np.diff(table.member_first))
     found = []

@@ -22,7 +22,8 @@ from typing import TypeVar
 import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, WdstrainError
-from wdstrain.shards.index import Index, Shard, Table
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import END, Sample, Walk, samples
 from wdstrain.storage.local import LocalFile, Source
 from wdstrain.storage.remote import is_remote, open_remote, redacted
@@ -87,13 +88,13 @@ def look_into(paths: Sequence[str]) -> Seen:
     sizes = [one.size for one in good.values()]
     mean = sum(sizes) / max(1, len(sizes))
     fields: list[str] = []
-    shards, tables, counts = [], [Table.of([], fields)], []
+    shards, tables, counts = [], [Offsets.of([], fields)], []
     within = [one for one in good.values() if one.found or one.whole]
     covered = sum(one.size if one.whole else one.found[-1].stop for one in within)
     density = sum(len(one.found) for one in within) / max(1, covered)  # samples per byte
     for path in (path for path in paths if path in good or path not in looked):
         one = good.get(path, Glimpse(path, round(mean)))
-        tables.append(Table.of(one.found, fields))
+        tables.append(Offsets.of(one.found, fields))
         shards.append(Shard(path, len(one.found), one.size, tag=one.tag))
         counts.append(
             len(one.found) if one.whole else max(len(one.found), round(one.size * density))
@@ -102,7 +103,7 @@ def look_into(paths: Sequence[str]) -> Seen:
     for one in within:
         ignored.update(one.walk.ignored)
     return Seen(
-        index=Index(tuple(shards), tuple(fields), Table.join(tables)),
+        index=Index(tuple(shards), tuple(fields), Offsets.join(tables)),
         samples=sum(counts),
         exact=len(within) == len(shards) and all(one.whole for one in within),
         error=_error(within),

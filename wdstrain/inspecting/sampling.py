@@ -13,8 +13,9 @@ import numpy as np
 from wdstrain.errors import StorageError, WdstrainError
 from wdstrain.inspecting.dimensions import Value
 from wdstrain.inspecting.glimpses import evenly
-from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.index import Index
 from wdstrain.shards.labels import label_bytes
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import LocalFile
 from wdstrain.storage.remote import is_remote
 
@@ -44,7 +45,7 @@ class Sampler:
             if is_remote(shard.path):
                 until = len(self._heads.get(shard.path, b""))
                 inside = int(
-                    np.searchsorted(self._index.table.stop[first:stop], until, side="right")
+                    np.searchsorted(self._index.offsets.stop[first:stop], until, side="right")
                 )
                 stop = first + (
                     max(inside, not whole) if until and stop > first else 0
@@ -58,7 +59,7 @@ class Sampler:
 
     def values(self, ids: Ints) -> Iterator[tuple[int, Value]]:
         """(number of the field, value) of all fields of these samples."""
-        table, shards = self._index.table, self._index.shard_of(ids)
+        table, shards = self._index.offsets, self._index.shard_of(ids)
         for number in np.unique(shards).tolist():
             with _Part(self._index.shards[number].path, self._heads, self.errors) as part:
                 for i in ids[shards == number].tolist():
@@ -92,7 +93,7 @@ class Sampler:
             return
         if field not in self._index.fields:
             return
-        wanted, table = self._index.fields.index(field), self._index.table
+        wanted, table = self._index.fields.index(field), self._index.offsets
         for number in np.unique(shards).tolist():
             with _Part(self._index.shards[number].path, self._heads, self.errors) as part:
                 for i in ids[shards == number].tolist():

@@ -17,7 +17,7 @@ from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
 from wdstrain.order.plan import Order
 from wdstrain.reader.reader import Batch
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 
 
 class BatchInfo(NamedTuple):
@@ -130,7 +130,7 @@ class BatchAssembler:
         number = int(batch.ids[bad.row])
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]
         offsets = {name: offset for name, offset, _ in self._index.members(number)}
-        offset = offsets.get(bad.field, int(self._index.table.start[number]))
+        offset = offsets.get(bad.field, int(self._index.offsets.start[number]))
         if bad.field and bad.field not in offsets:
             # The field is missing. The decoder knows only the fields it needs, so name all here.
             bad = bad._replace(field="", reason=f"{bad.reason} (but {', '.join(offsets)})")

@@ -137,7 +137,7 @@ class BatchStream:
             return f"{name}:\n{stack}"
         ids = self._pending[batch_number][0].ids[row : row + 1]
         shard, sample = index.shards[int(index.shard_of(ids)[0])], int(ids[0])
-        offset = int(index.table.start[sample])
+        offset = int(index.offsets.start[sample])
         return (
             f"{name} is at {shard.shown}: '{index.key(sample)}' at offset {offset} "
             f"(row {row} of its batch):\n{stack}"

@@ -25,7 +25,8 @@ from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
 from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.runtime.watchdog import ProgressCell
-from wdstrain.shards.index import Index, Ints, Table
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.storage.local import open_source
 
 _NONE, _NO_CRC = np.zeros(0, np.int64), np.zeros(0, np.uint32)
@@ -51,7 +52,7 @@ class TaskBlock(NamedTuple):
     within: Ints
     size: Ints
     member: Ints
-    table: Table
+    offsets: Offsets
     common_fields: tuple[int, ...]
 
     def task(
@@ -76,9 +77,9 @@ class TaskBlock(NamedTuple):
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
-        if unverified is not None and len(self.table.member_crc):
+        if unverified is not None and len(self.offsets.member_crc):
             unsure = np.flatnonzero(
-                unverified[self.row[members]] & (self.table.member_crc[self.member[members]] != 0)
+                unverified[self.row[members]] & (self.offsets.member_crc[self.member[members]] != 0)
             )
         sent = Members(
             first=first - first[0],
@@ -86,7 +87,7 @@ class TaskBlock(NamedTuple):
             offset=self.within[members] + offset[self.row[members]],
             size=self.size[members],
             unverified=unsure,
-            checksum=self.table.member_crc[self.member[members][unsure]]
+            checksum=self.offsets.member_crc[self.member[members][unsure]]
             if len(unsure)
             else _NO_CRC,
             common_fields=self.common_fields,
@@ -125,7 +126,7 @@ class TaskBuilder:
 
     def build_block(self, epoch: int, ids: Ints, firsts: list[int]) -> TaskBlock:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
-        table, keys = self._index.table, self._index.keys(ids)
+        table, keys = self._index.offsets, self._index.keys(ids)
         if not self._sent.any():  # everything lands
             nothing = _NONE, np.zeros(0, np.uint16), _NONE, _NONE, _NONE
             return TaskBlock(
@@ -219,7 +220,7 @@ class TaskBuilder:
         return failed
 
     def _size(self, number: int) -> int:
-        whole = int(self._index.table.stop[number] - self._index.table.start[number])
+        whole = int(self._index.offsets.stop[number] - self._index.offsets.start[number])
         return whole - (self._landing.bytes if self._landing is not None else 0)
 
     def _read(self, number: int, into: memoryview) -> None:
@@ -227,7 +228,7 @@ class TaskBuilder:
         shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
         with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
             pieces = [into] if self._landing is None else self._landing.arena_pieces(number, into)
-            source.read_into(pieces, int(self._index.table.start[number]))
+            source.read_into(pieces, int(self._index.offsets.start[number]))
 
 
 @contextmanager

@@ -65,7 +65,9 @@ def of_loader(loader: Loader, n: int) -> tuple[list[Seen], list[str]]:
                     view.wrong("", "it stands in for a bad sample")
                 found.append(
                     view.seen(
-                        shard=shard.shown, offset=int(index.table.start[number]), split=shard.split
+                        shard=shard.shown,
+                        offset=int(index.offsets.start[number]),
+                        split=shard.split,
                     )
                 )
             if len(found) >= n:

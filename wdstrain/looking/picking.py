@@ -21,9 +21,10 @@ import numpy as np
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer
 from wdstrain.order.rng import below, bits
-from wdstrain.shards.index import Index, Ints, Label, Shard, Table
+from wdstrain.shards.index import Index, Label, Shard
 from wdstrain.shards.index_io import is_wdstrain_index
 from wdstrain.shards.labels import classes_in, even_part, label_bytes
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import samples
 from wdstrain.storage.addresses import Urls, check_finished, expand, folder_of, is_json
@@ -157,9 +158,9 @@ def _begun(listed: Sequence[str], n: int) -> Index | None:
                 )
             )
             shards.append(Shard(path, len(found), source.size, tag=source.version or ""))
-            tables.append(Table.of(found, fields))
+            tables.append(Offsets.of(found, fields))
             missing -= len(found)
-    return Index(tuple(shards), tuple(fields), Table.join(tables), info={"made": _BEGUN})
+    return Index(tuple(shards), tuple(fields), Offsets.join(tables), info={"made": _BEGUN})
 
 
 def place_of(index: Index) -> str:
@@ -272,7 +273,8 @@ def _class_name(asked: str, label: Label) -> str:
         return label.classes[int(asked)]
     classes = list(label.classes)
     raise UsageError(
-        f"there is no class {asked!r}{_near(asked, classes)} The label {label.name} has {len(classes)}: {_some(classes)}."
+        f"there is no class {asked!r}{_near(asked, classes)} The label {label.name!r} has "
+        f"{len(classes)} classes: {_some(classes)}."
     )
 
 

@@ -27,8 +27,9 @@ from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
 from wdstrain.runtime.byte_sizes import format_size
-from wdstrain.shards.index import Index, Ints, Label
+from wdstrain.shards.index import Index, Label
 from wdstrain.shards.labels import classes_in
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import parsed_json, scalar
 from wdstrain.storage.local import Source, open_source
 
@@ -142,7 +143,7 @@ def _seen(
                         view.add_bytes(name, data)
                 if variants is not None and varied is None:
                     view.wrong("", f"it has none of {', '.join(variants.field.names)}")
-                start = int(index.table.start[i])
+                start = int(index.offsets.start[i])
                 yield i, view.seen(shard=shard.shown, offset=start, split=shard.split)
 
 
@@ -329,8 +330,8 @@ def _members(
     index: Index, source: Source, number: int
 ) -> Iterator[tuple[str, int, memoryview | None, int | None]]:
     """(field, size, bytes, crc32) of each field of a sample; bytes None: not read, crc None: not known. Fields side by side are read at once."""
-    members, first = index.members(number), int(index.table.member_first[number])
-    crcs = index.table.member_crc
+    members, first = index.members(number), int(index.offsets.member_first[number])
+    crcs = index.offsets.member_crc
     read: Mapping[int, memoryview] = _read_together(
         source, [one if _is_shown(one[0], one[2]) else None for one in members]
     )

@@ -227,7 +227,7 @@ class _Scalar:
         return self._classes[int(value)] if self._classes else str(int(value))
 
     def label(self) -> Label:
-        name = "class" if self.name == "cls" else self.name
+        name = "label" if self.name == "cls" else self.name
         if self.kind == "number":
             return Label(name, "number", self._field)
         return Label(name, "class", self._field, classes=self._classes or self._numbers.classes())

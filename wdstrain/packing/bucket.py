@@ -15,13 +15,13 @@ from contextlib import suppress
 from wdstrain.errors import ShardError, UsageError
 from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, is_foreign
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import BIN_NAME, read_document
+from wdstrain.shards.index_io import TABLE_NAME, read_document
 from wdstrain.storage.addresses import INDEX_NAME
 from wdstrain.storage.files import read_whole, user_cache, write_whole
 from wdstrain.storage.object_store import list_folder_of, put, read_object, remove
 
 _BEGUN = ".begun.json"  # in the folder that is put into a bucket: names of objects that are ours to replace or remove
-_BESIDE = (BIN_NAME, BAD_NAME, RENAMED_NAME)
+_BESIDE = (TABLE_NAME, BAD_NAME, RENAMED_NAME)
 
 Told = Callable[[int, int, int], None]  # objects put, objects in all, bytes
 
@@ -53,7 +53,7 @@ def deliver(index: Index, folder: str, address: str, told: Told) -> None:
     sums = {shard.name: shard.sha256 for shard in index.shards}
     names = sorted(
         (name for name in os.listdir(folder) if name != INDEX_NAME and not name.startswith(".")),
-        key=lambda name: (name == BIN_NAME, name),
+        key=lambda name: (name == TABLE_NAME, name),
     )
     listed = read_object(_at(address, INDEX_NAME))
     _check_index(address, listed)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from wdstrain.errors import SampleError, ShardError
 from wdstrain.order.rng import bits
 from wdstrain.packing.listing import Bad, Item, Listing, Part, Quarantine
-from wdstrain.shards.index import Ints, Table
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import BLOCK, member_size
 from wdstrain.storage.local import open_source
 
@@ -187,13 +187,13 @@ class SpanCatalog:
         name: str,
         paths: Sequence[str],
         file: npt.NDArray[np.int32],
-        table: Table,
+        table: Offsets,
         fields: Sequence[str],
         marks: Marks,
         renamed: dict[int, str] | None = None,
         names: dict[int, str] | None = None,
     ) -> None:
-        self.paths, self.file, self.table, self.fields, self.marks = (
+        self.paths, self.file, self.offsets, self.fields, self.marks = (
             paths,
             file,
             table,
@@ -208,20 +208,20 @@ class SpanCatalog:
         return self.renamed.get(number) or self.own_key(number)
 
     def own_key(self, number: int) -> str:
-        first, stop = self.table.key_first[number : number + 2]
-        return self.table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+        first, stop = self.offsets.key_first[number : number + 2]
+        return self.offsets.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
 
     def identity(self, numbers: Ints) -> bytes:
         hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
-        first = self.table.member_first
+        first = self.offsets.member_first
         members = [number for n in numbers.tolist() for number in range(*first[n : n + 2].tolist())]
         hashed.update(
-            self.table.member_crc[members].tobytes() + self.table.member_size[members].tobytes()
+            self.offsets.member_crc[members].tobytes() + self.offsets.member_size[members].tobytes()
         )
         words = [
             *map(self.key, numbers.tolist()),
             "",
-            *(self.fields[one] for one in self.table.member_field[members].tolist()),
+            *(self.fields[one] for one in self.offsets.member_field[members].tolist()),
         ]
         hashed.update("\0".join(words).encode("utf-8", "surrogateescape"))
         hashed.update(np.diff(first)[numbers].tobytes())
@@ -233,13 +233,13 @@ class SpanCatalog:
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
         """The parts of these samples, read forward file by file. Raises ShardError where a file has changed."""
         found: list[list[Part] | SampleError] = [[]] * len(numbers)
-        order = np.lexsort((self.table.start[numbers], self.file[numbers]))
+        order = np.lexsort((self.offsets.start[numbers], self.file[numbers]))
         for file in np.unique(self.file[numbers]).tolist():
             places = order[self.file[numbers[order]] == file]
             with open_source(self.paths[file]) as source:
                 for run in self._runs(numbers, places):
-                    start = int(self.table.start[numbers[run[0]]])
-                    stop = int(self.table.stop[numbers[run[-1]]])
+                    start = int(self.offsets.start[numbers[run[0]]])
+                    stop = int(self.offsets.stop[numbers[run[-1]]])
                     data = source.read(start, stop - start)
                     if len(data) < stop - start:
                         raise ShardError(
@@ -251,7 +251,7 @@ class SpanCatalog:
 
     def _runs(self, numbers: Ints, places: Ints) -> Iterable[Ints]:
         """Places whose spans lie close to each other, of `_RUN` bytes in all at most, or of one span that is longer."""
-        start, stop = self.table.start[numbers[places]], self.table.stop[numbers[places]]
+        start, stop = self.offsets.start[numbers[places]], self.offsets.stop[numbers[places]]
         cuts, begun = [], int(start[0])
         for i in range(1, len(places)):
             if start[i] - stop[i - 1] > _GAP or stop[i] - begun > _RUN:
@@ -260,7 +260,7 @@ class SpanCatalog:
         return np.split(places, cuts)
 
     def _parts(self, number: int, data: memoryview, start: int) -> list[Part]:
-        table = self.table
+        table = self.offsets
         parts = []
         for m in range(*table.member_first[number : number + 2].tolist()):
             offset = int(table.member_offset[m]) - start

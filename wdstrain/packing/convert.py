@@ -34,8 +34,9 @@ from wdstrain.packing.planning import Piece, batches, chosen, plan_shards
 from wdstrain.packing.shard import Packed, identity, kept, write_shard
 from wdstrain.packing.spill import spill, spilled
 from wdstrain.packing.stage import BAD_NAME, RENAMED_NAME, Stage, made_of
-from wdstrain.shards.index import ARRAYS, Index, Label, join
-from wdstrain.shards.index_io import BIN_NAME, check_sizes, json_bytes, load, save_index
+from wdstrain.shards.index import Index, Label, join, with_labels
+from wdstrain.shards.index_io import TABLE_NAME, check_sizes, json_bytes, load, save_index
+from wdstrain.shards.offsets import ARRAYS
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.files import write_whole
 from wdstrain.storage.object_store import is_object
@@ -214,7 +215,7 @@ class _Conversion:
         file = index.shard_of(np.arange(len(index))).astype(np.int32)
         paths = [shard.path for shard in index.shards]
         return SpanCatalog(
-            self.source.name, paths, file, index.table, index.fields, catalog.marks.take(taken)
+            self.source.name, paths, file, index.offsets, index.fields, catalog.marks.take(taken)
         )
 
     def _packed(
@@ -324,7 +325,8 @@ class _Conversion:
             "ignored": self.source.ignored,
             "divided": (divided := sum(len(splits) > 1 for splits in sides.values())),
         }
-        index = replace(join(parts), labels=labels, info=info)
+        index = with_labels(join(parts), labels)
+        index = replace(index, info=info)
         if self._compare:
             return Conversion(
                 index, listed, bad, len(renamed), samples, self.source.ignored, self._kept, limited
@@ -334,7 +336,7 @@ class _Conversion:
             if rows:
                 write_whole(os.path.join(shards, name), b"".join(map(json_bytes, rows)))
                 names[name] = name
-        self.stage.put_in_place(shards, {**names, BIN_NAME: BIN_NAME, INDEX_NAME: INDEX_NAME})
+        self.stage.put_in_place(shards, {**names, TABLE_NAME: TABLE_NAME, INDEX_NAME: INDEX_NAME})
         moved = tuple(
             replace(shard, path=os.path.join(self.stage.out, shard.name)) for shard in index.shards
         )
@@ -515,7 +517,7 @@ def _other(former: Index, index: Index) -> list[str]:
     for was, now in zip_longest(former.labels, index.labels):
         if was != now:
             return [f"the label was {_shown(was)}, is {_shown(now)}"]
-    if not len(former.table.member_crc):
+    if not len(former.offsets.member_crc):
         return ["its index has no checksums to compare with"]
     ours, theirs = (_contents(one) for one in (former, index))
     gone, new = (
@@ -546,7 +548,7 @@ def _other(former: Index, index: Index) -> list[str]:
         for one in (former, index)
     ]
     same = shards[0] == shards[1] and all(
-        np.array_equal(getattr(former.table, n), getattr(index.table, n)) for n in ARRAYS
+        np.array_equal(getattr(former.offsets, n), getattr(index.offsets, n)) for n in ARRAYS
     )
     if found or not same:
         return found or ["the samples lie in another order"]
@@ -561,8 +563,8 @@ def _contents(index: Index) -> dict[tuple[str, str], list[tuple[str, int, int]]]
     splits = np.repeat(np.arange(len(index.shards)), index.counts).tolist()
     keys, crc, first = (
         index.keys(np.arange(len(index))),
-        index.table.member_crc.tolist(),
-        index.table.member_first.tolist(),
+        index.offsets.member_crc.tolist(),
+        index.offsets.member_first.tolist(),
     )
     return {
         (index.shards[splits[n]].split, key): [

@@ -83,7 +83,7 @@ def list_folder(source: str, *, flat: bool = False) -> Listing:
         stem = name.rpartition(".")[0]
         key = keys[split].key(stem)
         items.append(Item(key, parts, split, "", kind, 0, name if key != stem else ""))
-    labels = (Label("class", "class", "cls", classes=tuple(classes)),) if classes else ()
+    labels = (Label("label", "class", "cls", classes=tuple(classes)),) if classes else ()
     return Listing(
         source, items, labels, {"kind": "folder", "classes": len(classes)}, ignored, root=source
     )

@@ -17,7 +17,7 @@ from wdstrain.errors import UsageError
 from wdstrain.order.rng import bits
 from wdstrain.packing.catalog import Catalog, Hashes, Marks
 from wdstrain.packing.options import Options, check_splits
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar import END
 
 

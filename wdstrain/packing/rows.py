@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from wdstrain.errors import ShardError
 from wdstrain.native.checksum import crc32
 from wdstrain.packing.listing import Part
-from wdstrain.shards.index import MOST_FIELDS, Table, firsts
+from wdstrain.shards.offsets import Members, Offsets, check_field_count, firsts
 from wdstrain.shards.tar import BLOCK, header
 
 _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo a block
@@ -52,25 +51,24 @@ class Rows:
         self.stop = stop
         return made
 
-    def table(self) -> Table:
+    def offsets(self) -> Offsets:
         samples = np.array(self._samples, np.int64).reshape(-1, 3)
         members = np.array(self._members, np.int64).reshape(-1, 4)
-        return Table(
+        return Offsets(
             start=np.array(self._starts, np.int64),
             stop=samples[:, 0].copy(),
             key_first=firsts(samples[:, 1]),
-            member_first=firsts(samples[:, 2]),
-            member_field=members[:, 3].astype(np.uint16),
-            member_offset=members[:, 0].copy(),
-            member_size=members[:, 1].copy(),
-            member_crc=members[:, 2].astype(np.uint32),
             keys=np.frombuffer(b"".join(self._keys), np.uint8),
+            members=Members(
+                first=firsts(samples[:, 2]),
+                field=members[:, 3].astype(np.uint16),
+                offset=members[:, 0].copy(),
+                size=members[:, 1].copy(),
+                crc=members[:, 2].astype(np.uint32),
+            ),
         )
 
     def _new(self, field: str) -> int:
-        if len(self.fields) == MOST_FIELDS:
-            raise ShardError(
-                f"these samples have more than {MOST_FIELDS} different fields. Are they samples?"
-            )
+        check_field_count(len(self.fields) + 1)
         number = self.fields[field] = len(self.fields)
         return number

@@ -44,7 +44,7 @@ def stream_samples(
     names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
     counted = not names and not any(
-        label.field == "cls" or label.name == "class" for label in labels
+        label.field == "cls" or label.name == "label" for label in labels
     )
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
@@ -87,9 +87,9 @@ def stream_samples(
                 yield Entry(key, packed, split, str(group(sample)) if group else "", stratum)
 
     def found() -> tuple[Label, ...]:
-        if not numbered or any(label.field == "cls" or label.name == "class" for label in labels):
+        if not numbered or any(label.field == "cls" or label.name == "label" for label in labels):
             return tuple(labels)
-        return (*labels, Label("class", "class", "cls", classes=names or numbers.classes()))
+        return (*labels, Label("label", "class", "cls", classes=names or numbers.classes()))
 
     sizes = [_length(part) for part in parts.values()]
     total = None if None in sizes else sum(size for size in sizes if size is not None)

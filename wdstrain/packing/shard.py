@@ -27,8 +27,10 @@ from wdstrain.packing.listing import Bad, Part
 from wdstrain.packing.pictures import Recipe
 from wdstrain.packing.planning import Piece
 from wdstrain.packing.rows import Rows
-from wdstrain.shards.index import Index, Ints, Shard
+from wdstrain.shards.columns import ColumnBuilder
+from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import pack_part, unpack_part
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar import END
 from wdstrain.storage.files import publish, sync_folder, write_whole
 
@@ -112,7 +114,7 @@ def write_shard(
         extra = {"identity": mark, "places": places.tolist(), "bad": bad}
         write_whole(path + PART, pack_part(index, extra))
     except _Refused:
-        return Packed(Index((), (), Rows().table()), piece.numbers[:0], bad)
+        return Packed(Index((), (), Rows().offsets()), piece.numbers[:0], bad)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}. Free some space or choose another folder; --resume goes on."
@@ -140,7 +142,7 @@ def write_samples(
     temporary = os.path.join(
         os.path.dirname(path), f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
     )
-    rows = Rows()
+    rows, columns = Rows(), ColumnBuilder()
     try:
         with (
             open(temporary if write else os.devnull, "wb", buffering=0) as file,
@@ -150,6 +152,7 @@ def write_samples(
             begun = 0
             for key, parts in samples:
                 chunk += rows.add(key, parts)
+                columns.add(parts)
                 if rows.stop - begun >= _CHUNK:
                     _write(file, digest, chunk)
                     chunk, begun = [], rows.stop
@@ -162,7 +165,8 @@ def write_samples(
         return Index(
             (Shard(path, len(rows), rows.stop + len(END), split, sha256),),
             tuple(rows.fields),
-            rows.table(),
+            rows.offsets(),
+            columns=columns.finish(),
         )
     finally:
         with suppress(OSError):

@@ -25,7 +25,8 @@ from wdstrain.packing.catalog import Codes, Hashes, Marks, SpanCatalog, sides_of
 from wdstrain.packing.listing import Bad, Entry, Quarantine, Stream, tidy
 from wdstrain.packing.options import Options
 from wdstrain.packing.rows import Rows
-from wdstrain.shards.index import Label, Table
+from wdstrain.shards.index import Label
+from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.files import sync_folder, write_whole
 
 _BUCKETS = (
@@ -87,7 +88,7 @@ def spilled(
         for name in ("renamed", "original")
     )
     catalog = SpanCatalog(
-        stream.name, paths, file_, Table(**arrays), about["fields"], marks, renamed, names
+        stream.name, paths, file_, Offsets.of_arrays(arrays), about["fields"], marks, renamed, names
     )
     for row in about["bad"]:
         quarantine.put(Bad(*row))
@@ -186,7 +187,14 @@ class _Pass:
         paths = [self._path(number) for number in range(max(self._opened, default=-1) + 1)]
         files = np.array(self._files, np.int32)
         self._made = SpanCatalog(
-            name, paths, files, self._rows.table(), list(self._rows.fields), marks, {}, self._names
+            name,
+            paths,
+            files,
+            self._rows.offsets(),
+            list(self._rows.fields),
+            marks,
+            {},
+            self._names,
         )
         self._rename_twins(self._made)
         return self._made
@@ -225,7 +233,7 @@ class _Pass:
     ) -> None:
         """Remember that the stream was read to its end."""
         made = self._made
-        arrays = {name: getattr(made.table, name) for name in Table.__dataclass_fields__}
+        arrays = dict(made.offsets.arrays())
         arrays |= {name: getattr(made.marks, name) for name in ("rank", "side", "split", "stratum")}
         about = {
             "identity": identity,

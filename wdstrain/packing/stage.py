@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from wdstrain.errors import StorageError, UsageError, WdstrainError
-from wdstrain.shards.index_io import BIN_NAME, json_bytes, read_document
+from wdstrain.shards.index_io import TABLE_NAME, json_bytes, read_document
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
 from wdstrain.storage.files import read_whole, sync_folder, write_whole
 
@@ -237,7 +237,7 @@ class Stage:
         if (
             INDEX_NAME not in arrived
         ):  # readers first find no index, then no shard of the old set under a new index
-            for name in [INDEX_NAME, BAD_NAME, RENAMED_NAME, *names["former"], BIN_NAME]:
+            for name in [INDEX_NAME, BAD_NAME, RENAMED_NAME, *names["former"], TABLE_NAME]:
                 if os.path.basename(name) not in arrived:
                     with suppress(FileNotFoundError):
                         os.unlink(os.path.join(self.out, os.path.basename(name)))

@@ -215,7 +215,7 @@ def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
     numbers = np.arange(len(index))
     file = index.shard_of(numbers).astype(np.int32)
     catalog = SpanCatalog(
-        "", [s.path for s in index.shards], file, index.table, index.fields, marks_of([], 0)
+        "", [s.path for s in index.shards], file, index.offsets, index.fields, marks_of([], 0)
     )
     for group in batches(numbers, catalog.sizes, _BLOCK):
         for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
@@ -224,10 +224,10 @@ def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
 
 
 def _check(index: Index, number: int, parts: list[Part]) -> None:
-    if len(index.table.member_crc):
-        first = int(index.table.member_first[number])
+    if len(index.offsets.member_crc):
+        first = int(index.offsets.member_first[number])
         for place, (field, data) in enumerate(parts):
-            crc = int(index.table.member_crc[first + place])
+            crc = int(index.offsets.member_crc[first + place])
             if crc and crc32(data) != crc:
                 raise SampleError(
                     f"the bytes of its {field} are not those that were packed (crc32)"

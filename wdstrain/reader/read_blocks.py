@@ -13,7 +13,8 @@ import numpy as np
 from wdstrain.order.plan import Order
 from wdstrain.reader.slot_scatter import SlotScatter
 from wdstrain.reader.slot_sink import SlotSink
-from wdstrain.shards.index import Index, Ints
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
@@ -62,7 +63,7 @@ class ReadBlock(NamedTuple):
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
-        starts, stops = index.table.start[ids], index.table.stop[ids]
+        starts, stops = index.offsets.start[ids], index.offsets.stop[ids]
         other_shard = np.diff(index.shard_of(ids)) != 0
         is_break = (np.diff(ids) != 1) | other_shard | (starts[1:] - stops[:-1] > GAP)
         due = plan.due(lane, start, stop)

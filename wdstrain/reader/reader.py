@@ -38,7 +38,8 @@ from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
 from wdstrain.runtime.machine import memory
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.runtime.watchdog import thread_stack
-from wdstrain.shards.index import Index, Ints, Shard
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.tar import is_sample
 from wdstrain.storage.local import LocalFile
 from wdstrain.storage.prefetch import (
@@ -148,7 +149,7 @@ class Reader:
         Raises ShardError for a sample that is too large for this machine's memory.
         """
         self._index, self._plans, self._rank = index, plans, rank
-        plan, table = plans(0), index.table
+        plan, table = plans(0), index.offsets
         extents = table.stop - table.start - (slot_sink.bytes if slot_sink is not None else 0)
         largest, total = int(np.max(extents)), int(np.sum(extents))
         _check_sample_size(index, int(np.argmax(extents)), largest)
@@ -195,9 +196,9 @@ class Reader:
         self._released = 0
         self._read_limit = read_bytes(index) if slot_sink is None else READ_TOGETHER
         self._skip_unreadable, self._cache, self._slot_sink = skip_unreadable, cache, slot_sink
-        verifies = len(index.table.member_crc) and slot_sink is None
+        verifies = len(index.offsets.member_crc) and slot_sink is None
         self._packed = (
-            PackedChecksums(index.table, index.field_mask(needed_fields), self._arena.memory)
+            PackedChecksums(index.offsets, index.field_mask(needed_fields), self._arena.memory)
             if verifies
             else None
         )
@@ -676,7 +677,7 @@ class Reader:
         """
         view, table, reading = (
             self._arena.memory.view,
-            self._index.table,
+            self._index.offsets,
             PendingRead(retries=len(ids)),
         )
         for i in np.argsort(batch_numbers, kind="stable").tolist():
@@ -767,7 +768,7 @@ class Reader:
 
         ids, places: ids and ring positions of the samples. int64[n] each.
         """
-        table, view = self._index.table, self._arena.memory.view
+        table, view = self._index.offsets, self._arena.memory.view
         for number, offset in zip(ids.tolist(), run.where[places].tolist(), strict=True):
             start, stop = int(table.start[number]), int(table.stop[number])
             members = self._index.members(number)
@@ -811,7 +812,7 @@ class Reader:
 def reach(index: Index, plan: Order, rank: int, ahead: int) -> tuple[int, int]:
     """Return (samples of a lane's window, samples of a lane in its share of `ahead` bytes)."""
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
-    mean = max(1, int((index.table.stop - index.table.start).sum()) // max(1, plan.samples))
+    mean = max(1, int((index.offsets.stop - index.offsets.start).sum()) // max(1, plan.samples))
     return min(plan.window, longest), max(
         1, min(ahead // mean // len(plan.lanes_of(rank)), longest)
     )
@@ -825,7 +826,7 @@ def batches_begun(index: Index, plan: Order, rank: int, ahead: int) -> int:
     half of a window for the next epoch. At most two epochs are started at a time.
     """
     at_once = min(
-        READ_SAMPLES, READ_TOGETHER // int((index.table.stop - index.table.start).min()) + 1
+        READ_SAMPLES, READ_TOGETHER // int((index.offsets.stop - index.offsets.start).min()) + 1
     )
     longest = max(plan.lane_places(lane) for lane in plan.lanes_of(rank))
     window, ahead = reach(index, plan, rank, ahead)
@@ -843,7 +844,7 @@ def _check_sample_size(index: Index, number: int, size: int) -> None:
     if size > (most := memory() // 2):
         shard = index.shards[int(index.shard_of(np.array([number]))[0])]
         raise ShardError(
-            f"{shard.shown}: '{index.key(number)}' at offset {int(index.table.start[number])} has "
+            f"{shard.shown}: '{index.key(number)}' at offset {int(index.offsets.start[number])} has "
             f"{size} bytes, and a sample is held as a whole; the limit is {most}, half of this "
             f"machine's memory. Leave it out, or pack it in parts."
         )

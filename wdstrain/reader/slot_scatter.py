@@ -18,7 +18,7 @@ import numpy.typing as npt
 from wdstrain.decode.fields import NumpyArray
 from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
-from wdstrain.shards.index import Ints, Table
+from wdstrain.shards.offsets import Ints, Offsets
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SlotScatter(NamedTuple):
 
     @classmethod
     def of_samples(
-        cls, table: Table, fields: Sequence[DirectField], ids: Ints, rows: Ints
+        cls, table: Offsets, fields: Sequence[DirectField], ids: Ints, rows: Ints
     ) -> SlotScatter:
         """Return the destinations of the samples `ids` in the batch rows `rows`, int64[n] each.
 

@@ -30,7 +30,8 @@ from wdstrain.native.checksum import crc32
 from wdstrain.order.plan import Order, Plan
 from wdstrain.reader.slot_scatter import DirectField, SlotScatter
 from wdstrain.runtime.machine import cores
-from wdstrain.shards.index import Index, Ints, Shard
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.io_pool import IOThreadPool
 from wdstrain.storage.local import LocalFile, open_source
 from wdstrain.storage.prefetch import PendingRead, ReadStopped
@@ -54,7 +55,7 @@ def direct_fields(
         return {}
     if any(is_remote(shard.path) for shard in index.shards):
         return {}
-    table = index.table
+    table = index.offsets
     count = int(table.member_first[1] - table.member_first[0])
     if not count or (np.diff(table.member_first) != count).any():
         return {}
@@ -97,7 +98,7 @@ def _first_sample_fits(index: Index, fields: list[DirectField]) -> bool:
 
     If they do not, the arrays of the other samples will not either.
     """
-    table = index.table
+    table = index.offsets
     try:
         with LocalFile(index.shards[0].path) as source:
             for direct in fields:
@@ -155,7 +156,7 @@ class SlotSink:
         self._index, self._fields, self._slots = index, list(fields), slots
         self._skip_unreadable = skip_unreadable
         self.bytes = sum(direct.row for direct in self._fields)
-        members = np.arange(int(index.table.member_first[1]))
+        members = np.arange(int(index.offsets.member_first[1]))
         self.before = np.zeros(len(members), np.int64)
         for direct in self._fields:
             self.before += (members > direct.member) * direct.row
@@ -188,7 +189,7 @@ class SlotSink:
             plan.positions(lane, start, start + len(ids)) % plan.samples_per_step_per_lane
             + plan.lanes_of(rank).index(lane) * plan.samples_per_step_per_lane
         )
-        return SlotScatter.of_samples(self._index.table, self._fields, ids, rows)
+        return SlotScatter.of_samples(self._index.offsets, self._fields, ids, rows)
 
     def slot(self, batch_number: int, ids: Ints) -> tuple[int, dict[int, str], int]:
         """Return (slot, reasons, suspects) of a batch that was read. The caller owns the slot.
@@ -282,7 +283,7 @@ class SlotSink:
         Returns None, or the reason why the sample is unreadable.
         """
         table, shard = (
-            self._index.table,
+            self._index.offsets,
             self._index.shards[int(self._index.shard_of(np.array([number]))[0])],
         )
         start = int(table.start[number])
@@ -314,7 +315,7 @@ class SlotSink:
 
         target: memory for the arena bytes. The arrays go to buffers that are discarded.
         """
-        table = self._index.table
+        table = self._index.offsets
         pieces, offset = list[memoryview](), int(table.start[number])
         for direct in self._fields:
             member = int(table.member_first[number]) + direct.member

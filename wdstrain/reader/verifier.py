@@ -21,15 +21,15 @@ from wdstrain.memory.scatter import NO_CHECKSUMS, Bools
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
 from wdstrain.native.checksum import crc32
-from wdstrain.shards.index import Ints, Table
+from wdstrain.shards.offsets import Ints, Offsets
 
 
 class PackedChecksums:
     """Expected checksums of all samples, and the memory that the samples are read into."""
 
-    def __init__(self, table: Table, compared: Bools, memory: Memory) -> None:
+    def __init__(self, table: Offsets, compared: Bools, memory: Memory) -> None:
         """table: must have checksums. compared: the fields to verify, bool[fields]."""
-        self.table, self.memory, self._compared = table, memory, compared
+        self.offsets, self.memory, self._compared = table, memory, compared
         kinds = (np.int64,) * 5 + (np.uint32, np.uint16, bool)
         columns = (
             table.start,
@@ -53,7 +53,7 @@ class PackedChecksums:
 
         True if all verified fields have the crc32 of the index.
         """
-        table = self.table
+        table = self.offsets
         start, extent = int(table.start[number]), int(table.stop[number] - table.start[number])
         if not 0 <= where <= self.memory.size - extent:
             return False
@@ -135,7 +135,7 @@ class ReadVerifier:
         """
         self._ring, self._place, self._number, self._count = ring, place, number, count
         if first_byte is None:
-            first_byte = int(ring.packed.table.start[number])
+            first_byte = int(ring.packed.offsets.start[number])
         self._first_byte = first_byte
         self._library = kernels.SampleRun(
             ctypes.addressof(ring.library), place, number, count, first_byte
@@ -150,7 +150,7 @@ class ReadVerifier:
             kernels.library.verify_samples(ctypes.byref(self._library), before, now)
             return
         ring, first = self._ring, self._number
-        table, rows = ring.packed.table, slice(first, first + self._count)
+        table, rows = ring.packed.offsets, slice(first, first + self._count)
         starts, stops = table.start[rows].tolist(), table.stop[rows].tolist()
         for i in range(
             *(bisect_right(stops, self._first_byte + arrived) for arrived in (before, now))

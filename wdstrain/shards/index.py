@@ -1,7 +1,7 @@
 """The index in memory: shards, labels, and the offset of every field of every sample.
 
-`Index` describes a set of shards in order; sample ids count through them from 0. `Table` holds the
-offsets in nine arrays, so a million samples need no million objects. `index_io` writes, reads and
+`Index` describes a set of shards in order; sample ids count through them from 0. Its `offsets` say
+where each field lies, its `columns` hold labels and other scalars. `index_io` writes, reads and
 makes indexes.
 """
 
@@ -16,31 +16,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from wdstrain.errors import ShardError
 from wdstrain.report import charts
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.tar import Sample
+from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
+from wdstrain.shards.index_table import to_table
+from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.storage.local import ShardFile
 from wdstrain.storage.remote import is_remote, name_of, redacted
-
-Ints = npt.NDArray[np.int64]
-
-MOST_FIELDS = 65_535  # different fields of one index: `member_field` is uint16
-
-# Arrays of a table and their dtypes, in the order in which index.bin stores them.
-ARRAYS = {
-    "start": "<i8",
-    "stop": "<i8",
-    "key_first": "<i8",
-    "member_first": "<i8",
-    "member_field": "<u2",
-    "member_offset": "<i8",
-    "member_size": "<i8",
-    "member_crc": "<u4",
-    "keys": "<u1",
-}
 
 
 @dataclass(frozen=True)
@@ -103,111 +88,6 @@ class Label:
         return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
 
 
-@dataclass(frozen=True)
-class Table:
-    """Offsets of n samples with m members in total.
-
-    start, stop: int64[n], extent of a sample in its shard, headers included.
-    key_first: int64[n + 1]; key i is keys[key_first[i] : key_first[i + 1]]. keys: uint8[...].
-    member_first: int64[n + 1]; sample i has the members member_first[i] to member_first[i + 1].
-    member_field: uint16[m], number of the field. member_offset, member_size: int64[m], bytes.
-    member_crc: uint32[m], crc32 of the data; empty if no data was read. A member with crc32 0 is
-    not verified: its data was not read, or its crc32 happens to be 0.
-    """
-
-    start: Ints
-    stop: Ints
-    key_first: Ints
-    member_first: Ints
-    member_field: npt.NDArray[np.uint16]
-    member_offset: Ints
-    member_size: Ints
-    member_crc: npt.NDArray[np.uint32]
-    keys: npt.NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], fields: list[str], crcs: Sequence[int] = ()) -> Table:
-        """Return the table of `samples`, in order. New field names are appended to `fields`.
-
-        crcs: crc32 of each member, in order. Raises ShardError for too many different fields.
-        """
-        numbers = {name: i for i, name in enumerate(fields)}
-        for sample in samples:
-            for name, _, _ in sample.fields:
-                if name not in numbers:
-                    numbers[name] = len(fields)
-                    fields.append(name)
-        if len(fields) > MOST_FIELDS:
-            raise ShardError(
-                f"these samples have {len(fields)} different fields; {MOST_FIELDS} is the limit. "
-                f"Check that the shards hold samples with repeating field names."
-            )
-        raw = [sample.key.encode("utf-8", "surrogateescape") for sample in samples]
-        members = [member for sample in samples for member in sample.fields]
-        return cls(
-            start=np.array([s.start for s in samples], np.int64),
-            stop=np.array([s.stop for s in samples], np.int64),
-            key_first=firsts([len(key) for key in raw]),
-            member_first=firsts([len(s.fields) for s in samples]),
-            member_field=np.array([numbers[name] for name, _, _ in members], np.uint16),
-            member_offset=np.array([offset for _, offset, _ in members], np.int64),
-            member_size=np.array([size for _, _, size in members], np.int64),
-            member_crc=np.array(crcs, np.uint32),
-            keys=np.frombuffer(b"".join(raw), np.uint8),
-        )
-
-    def members_of(self, ids: Ints) -> tuple[Ints, Ints]:
-        """Return (rows, members) of all members of these samples, int64[k] each.
-
-        rows: position in `ids` of the member's sample; members: number of the member in the table.
-        """
-        first = self.member_first[ids]
-        counts = self.member_first[ids + 1] - first
-        rows = np.repeat(np.arange(len(ids)), counts)
-        return rows, np.arange(len(rows)) + (first - counts.cumsum() + counts)[rows]
-
-    @classmethod
-    def join(cls, tables: Sequence[Table]) -> Table:
-        """Return the concatenation of tables. A table without checksums gets zeros."""
-        if len(tables) == 1:
-            return tables[0]
-        if any(len(t.member_crc) for t in tables):
-            tables = [
-                t
-                if len(t.member_crc)
-                else replace(t, member_crc=np.zeros(len(t.member_field), np.uint32))
-                for t in tables
-            ]
-        parts = {
-            name: np.concatenate([getattr(t, name) for t in tables])
-            for name in ARRAYS
-            if "first" not in name
-        }
-        for name in ("key_first", "member_first"):
-            parts[name] = firsts(np.concatenate([np.diff(getattr(t, name)) for t in tables]))
-        return cls(**parts)
-
-    def cut(self, start: int, stop: int) -> Table:
-        """Return the table of the samples [start, stop); arrays are views where possible."""
-        k0, k1 = int(self.key_first[start]), int(self.key_first[stop])
-        m0, m1 = int(self.member_first[start]), int(self.member_first[stop])
-        crcs = self.member_crc[m0:m1]
-        return Table(
-            start=self.start[start:stop],
-            stop=self.stop[start:stop],
-            key_first=self.key_first[start : stop + 1] - k0,
-            member_first=self.member_first[start : stop + 1] - m0,
-            member_field=self.member_field[m0:m1],
-            member_offset=self.member_offset[m0:m1],
-            member_size=self.member_size[m0:m1],
-            member_crc=crcs if crcs.any() else crcs[:0],
-            keys=self.keys[k0:k1],
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Index:
     """A set of shards in order. Sample ids count through them from 0.
@@ -216,20 +96,24 @@ class Index:
     shard_labels: if joined indexes have different labels, the labels of each shard in its own
     index; else empty. A class number in a shard counts in the classes of its own label, and
     `labels` are then the ones whose classes could be joined by name.
+    columns: labels and other scalars, one value per sample each.
+    is_selection: samples of its shards may be left out.
     versions: by path, the ETag that the server gave when a shard was first read, for the shards
     that `needs_headers` names.
     """
 
     shards: tuple[Shard, ...]
     fields: tuple[str, ...]
-    table: Table
+    offsets: Offsets
     labels: tuple[Label, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
     shard_labels: tuple[tuple[Label, ...], ...] = ()
     versions: dict[str, str] = field(default_factory=dict, repr=False)
+    columns: tuple[Column, ...] = field(default=(), repr=False)
+    is_selection: bool = False
 
     def __len__(self) -> int:
-        return len(self.table)
+        return len(self.offsets)
 
     def field_mask(self, names: Collection[str] | None) -> npt.NDArray[np.bool_]:
         """Return bool[fields]: True for the fields with these names; None: all fields."""
@@ -277,12 +161,12 @@ class Index:
     @cached_property
     def _with_checksums(self) -> frozenset[str]:
         """Paths of the shards whose members have checksums."""
-        if not len(self.table.member_crc):
+        if not len(self.offsets.member_crc):
             return frozenset()
-        edges = self.table.member_first[self.first].tolist()
+        edges = self.offsets.member_first[self.first].tolist()
         parts = zip(self.shards, pairwise(edges), strict=True)
         return frozenset(
-            shard.path for shard, edge in parts if self.table.member_crc[slice(*edge)].any()
+            shard.path for shard, edge in parts if self.offsets.member_crc[slice(*edge)].any()
         )
 
     @cached_property
@@ -337,37 +221,42 @@ class Index:
         A shard without sha256 is represented by the keys, offsets and sizes of its samples.
         """
         rows = [
-            (shard.name, shard.samples, shard.bytes, shard.sha256 or self._header_hash(number))
+            (
+                shard.name,
+                shard.samples,
+                shard.bytes,
+                (not self.is_selection and shard.sha256) or self._header_hash(number),
+            )
             for number, shard in enumerate(self.shards)
         ]
         return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
     def _header_hash(self, number: int) -> str:
         """Return a short hash of the keys, offsets and sizes in shard `number`."""
-        table = self.table.cut(int(self.first[number]), int(self.first[number + 1]))
+        part = self.offsets.cut(int(self.first[number]), int(self.first[number + 1]))
         digest = blake2b(digest_size=8)
-        for array in (table.key_first, table.keys, table.member_offset, table.member_size):
+        for array in (part.key_first, part.keys, part.member_offset, part.member_size):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
-        first, stop = self.table.key_first[number : number + 2]
-        return self.table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+        first, stop = self.offsets.key_first[number : number + 2]
+        return self.offsets.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
 
     def keys(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        starts = self.table.key_first[ids]
-        sizes = self.table.key_first[ids + 1] - starts
+        starts = self.offsets.key_first[ids]
+        sizes = self.offsets.key_first[ids + 1] - starts
         # Most keys are ASCII of one length: numpy splits them all at once. The loader calls this
         # for every batch.
         if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
-            letters = self.table.keys[starts[:, None] + np.arange(size)]
+            letters = self.offsets.keys[starts[:, None] + np.arange(size)]
             if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
                 keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
                 return keys
         first = firsts(sizes)
-        joined = self.table.keys[
+        joined = self.offsets.keys[
             np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)
         ].tobytes()
         if joined.isascii():  # decode once: faster than once per key
@@ -381,8 +270,8 @@ class Index:
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
-        rows = range(*self.table.member_first[number : number + 2])
-        table = self.table
+        rows = range(*self.offsets.member_first[number : number + 2])
+        table = self.offsets
         return [
             (
                 self.fields[table.member_field[m]],
@@ -401,13 +290,40 @@ class Index:
         labels = self.labels
         if shard_labels:
             labels, shard_labels = _joined_labels(shard_labels)
-        if wanted and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
-            table = self.table.cut(int(self.first[wanted[0]]), int(self.first[wanted[-1] + 1]))
-        else:
-            tables = [self.table.cut(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
-            table = Table.join(tables or [self.table.cut(0, 0)])
-        shards = tuple(self.shards[i] for i in wanted)
-        return replace(self, shards=shards, table=table, labels=labels, shard_labels=shard_labels)
+        runs = [(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
+        if runs and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
+            runs = [(runs[0][0], runs[-1][1])]
+        parts = [[column.cut(*run) for column in self.columns] for run in runs]
+        return replace(
+            self,
+            shards=tuple(self.shards[i] for i in wanted),
+            offsets=Offsets.join([self.offsets.cut(*run) for run in runs or [(0, 0)]]),
+            columns=join_columns([(b - a, part) for (a, b), part in zip(runs, parts, strict=True)]),
+            labels=labels,
+            shard_labels=shard_labels,
+        )
+
+    def take(self, ids: Ints) -> Index:
+        """Return the index of only these samples. ids: int64[k], ascending and different.
+
+        Shards without a chosen sample are left out, so they are never read.
+        """
+        counts = np.bincount(self.shard_of(ids), minlength=len(self.shards))
+        kept = np.flatnonzero(counts).tolist()
+        shard_labels = tuple(self.shard_labels[i] for i in kept) if self.shard_labels else ()
+        return replace(
+            self,
+            shards=tuple(replace(self.shards[i], samples=int(counts[i])) for i in kept),
+            offsets=self.offsets.take(ids),
+            columns=tuple(column.take(ids) for column in self.columns),
+            shard_labels=shard_labels,
+            is_selection=True,
+        )
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """One row per sample: key, shard, offset and size, those of each field, and the columns."""
+        return to_table(self.shards, self.fields, self.offsets, self.columns)
 
 
 def join(parts: Sequence[Index]) -> Index:
@@ -418,10 +334,15 @@ def join(parts: Sequence[Index]) -> Index:
     if len(parts) == 1:
         return parts[0]
     fields = list(dict.fromkeys(name for part in parts for name in part.fields))
-    tables = []
+    check_field_count(len(fields))
+    offsets = []
     for part in parts:
+        if part.fields == tuple(fields):
+            offsets.append(part.offsets)
+            continue
         numbers = np.array([fields.index(name) for name in part.fields] or [0], np.uint16)
-        tables.append(replace(part.table, member_field=numbers[part.table.member_field]))
+        member_field = numbers[part.offsets.member_field]
+        offsets.append(part.offsets.replaced(member_field=member_field))
     shard_labels = tuple(
         labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards)
     )
@@ -429,11 +350,29 @@ def join(parts: Sequence[Index]) -> Index:
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
         fields=tuple(fields),
-        table=Table.join(tables),
+        offsets=Offsets.join(offsets),
         labels=labels,
         info=parts[0].info,
         shard_labels=shard_labels,
+        columns=join_columns([(len(part), part.columns) for part in parts]),
+        is_selection=any(part.is_selection for part in parts),
     )
+
+
+def with_labels(index: Index, labels: Sequence[Label]) -> Index:
+    """Return `index` with these labels, and with its columns typed by them.
+
+    A column that no Arrow type can hold is left out. A label without a column stays without one.
+    """
+    by_place = {label.place: label for label in labels}
+    columns = []
+    for column in index.columns:
+        label = by_place.get(column.place)
+        if label is not None:
+            columns.append(as_label(column, label.name, label.kind, label.classes))
+        elif column.kind != NOT_A_COLUMN:
+            columns.append(column)
+    return replace(index, labels=tuple(labels), columns=tuple(columns))
 
 
 def _joined_labels(
@@ -462,10 +401,3 @@ def _joined_labels(
             classes = dict.fromkeys(name for label in present for name in label.classes)
             joined.append(replace(present[0], classes=tuple(classes)))
     return tuple(joined), shard_labels
-
-
-def firsts(counts: Sequence[int] | Ints) -> Ints:
-    """Return the position of the first element of each of n runs, then the end. int64[n + 1]"""
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out

@@ -2,15 +2,14 @@
 
 Two files lie beside the shards. `index.json` is for people and other tools (a superset of
 `wids-shard-index-v1`): name, split, samples, bytes and sha256 of each shard; fields, labels with
-their classes, and how the set was made. `index.bin` holds the arrays of the table, little-endian
-and memory-mapped.
+their classes, and how the set was made. `index.arrow` is an Arrow IPC file with one row per sample
+(`index_table`), uncompressed and memory-mapped.
 
 Both files carry the same `id`; a pair with different ids is refused. `index.json` is written last.
-Until then the offsets of the old `index.json` are kept under a hidden name, so that a complete
-index, old or new, exists at any moment.
+Until then the table of the old `index.json` is kept under a hidden name, so that a complete index,
+old or new, exists at any moment.
 
-Files are not trusted: arrays are checked against each other and against the sizes of the shards
-before they are used.
+Files are not trusted: the table is checked against the sizes of the shards before it is used.
 """
 
 from __future__ import annotations
@@ -24,27 +23,35 @@ from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
 
 from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.runtime.machine import memory
-from wdstrain.shards.index import ARRAYS, Index, Label, Shard, Table
+from wdstrain.shards.columns import TYPES
+from wdstrain.shards.index import Index, Label, Shard
+from wdstrain.shards.index_table import from_batch
+from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Walk, samples
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, write_whole
 from wdstrain.storage.local import open_source, state_of
 from wdstrain.storage.remote import is_remote, redacted
 
-BIN_NAME = "index.bin"
-_FORMER = f".{BIN_NAME}.former"  # offsets of the old index.json while both files are replaced
-_MAGIC = b"WDSTRAIN-INDEX-1\n"
+TABLE_NAME = "index.arrow"
+_FORMER = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
+_VERSION = 2  # of the format; version 1 had offsets in a file index.arrow
+_METADATA = b"wdstrain"  # key in the metadata of the Arrow file: its id, or the head of a part
 # Errors that reading a file of another format or a damaged one can raise.
-_FORMAT_ERRORS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+_FORMAT_ERRORS = (
+    *(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
+    *(pa.ArrowException, IndexError),
+)
 
 
 def save_index(index: Index, folder: str) -> None:
-    """Write index.bin and then index.json into `folder`, the folder of the shards."""
-    head, body = _dump(index.table)
+    """Write index.arrow and then index.json into `folder`, the folder of the shards."""
+    table = index.table
+    identity = _identity(index)
     document = {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
@@ -59,17 +66,18 @@ def save_index(index: Index, folder: str) -> None:
             for s in index.shards
         ],
         "wdstrain": {
-            "version": 1,
-            "id": head["id"],
-            "offsets": BIN_NAME,
+            "version": _VERSION,
+            "id": identity,
+            "table": TABLE_NAME,
             "samples": len(index),
             "fields": list(index.fields),
             "labels": [asdict(label) for label in index.labels],
+            "columns": [column.described for column in index.columns],
             "info": index.info,
         },
     }
     _keep_former(folder)
-    write_whole(os.path.join(folder, BIN_NAME), _head_line(head) + body)
+    write_whole(os.path.join(folder, TABLE_NAME), _arrow_file(table, identity.encode()))
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
     with suppress(OSError):
         os.unlink(os.path.join(folder, _FORMER))
@@ -86,25 +94,30 @@ def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
 
 
 def _keep_former(folder: str) -> None:
-    """Give the offsets of the index.json in `folder` a second, hidden name.
+    """Give the table of the index.json in `folder` a second, hidden name.
 
-    If index.bin belongs to another index.json, the hidden file of an interrupted call is kept.
+    If index.arrow belongs to another index.json, the hidden file of an interrupted call is kept.
     """
-    offsets, former = os.path.join(folder, BIN_NAME), os.path.join(folder, _FORMER)
-    with suppress(OSError, ShardError, ValueError, KeyError, TypeError):  # no index to keep
-        _map(
-            offsets, read_document(os.path.join(folder, INDEX_NAME))["wdstrain"]["id"], former=None
-        )
+    table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, _FORMER)
+    with suppress(OSError, ShardError, *_FORMAT_ERRORS):  # no index to keep
+        document = read_document(os.path.join(folder, INDEX_NAME))
+        _mapped_batch(table, document["wdstrain"]["id"], former=None)
         with suppress(FileNotFoundError):
             os.unlink(former)
-        os.link(offsets, former)
+        os.link(table, former)
 
 
 def pack_part(index: Index, extra: dict[str, Any]) -> bytes:
     """Return an index as bytes for `unpack_part`. extra: JSON values stored with it."""
-    head, body = _dump(index.table)
-    shards = [asdict(shard) | {"path": shard.name} for shard in index.shards]
-    return _head_line({**head, "shards": shards, "fields": index.fields, "extra": extra}) + body
+    head = {
+        "id": _identity(index),
+        "shards": [asdict(shard) | {"path": shard.name} for shard in index.shards],
+        "fields": index.fields,
+        "columns": [column.described for column in index.columns],
+        "extra": extra,
+    }
+    data: bytes = _arrow_file(index.table, json.dumps(head).encode()).to_pybytes()
+    return data
 
 
 def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
@@ -113,12 +126,8 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     path: of the file with `data`; the shards lie in its folder. Raises ShardError for other data.
     """
     try:
-        head, table = _arrays(data, path)
-        if (
-            blake2b(data[data.find(b"\n", len(_MAGIC)) + 1 :], digest_size=8).hexdigest()
-            != head["id"]
-        ):
-            raise ValueError("its bytes differ from what was written")
+        batch, text = _batch(data)
+        head = _parsed(text)
         shards = tuple(
             Shard(
                 _beside(path, row["path"]),
@@ -130,18 +139,21 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
             )
             for row in head["shards"]
         )
-        index, extra = Index(shards, _fields(head["fields"]), table), dict(head["extra"])
+        fields = _fields(head["fields"])
+        offsets, columns = from_batch(batch, shards, fields, _described(head["columns"]))
+        index = Index(shards, fields, offsets, columns=columns)
+        if _identity(index) != head["id"]:
+            raise ValueError("its bytes differ from what was written")
+        return index, dict(head["extra"])
     except _FORMAT_ERRORS as error:
         raise ShardError(
             f"{path} is damaged or not a file of a wdstrain conversion ({type(error).__name__}: "
-            f"{error}). Remove it and run the conversion again."
+            f"{_first_line(error)}). Remove it and run the conversion again."
         ) from error
-    _check_table(index, path)
-    return index, extra
 
 
 def load(path: str, *, base: str | None = None) -> Index:
-    """Return the index in the index.json at `path` and the index.bin beside it.
+    """Return the index in the index.json at `path` and the index.arrow beside it.
 
     base: the folder of the shards, if it is another one. Raises ShardError for files that are
     missing, damaged or not of this package.
@@ -152,22 +164,20 @@ def load(path: str, *, base: str | None = None) -> Index:
         listed = beside(base, INDEX_NAME) if is_remote(base) else os.path.join(base, INDEX_NAME)
     try:
         part = document["wdstrain"]
-        index = Index(
-            shards=tuple(
-                Shard(
-                    _beside(listed, row["url"]),
-                    _size(row["nsamples"]),
-                    _size(row["filesize"]),
-                    _word(row["split"] or ""),
-                    _word(row["sha256"]),
-                )
-                for row in document["shardlist"]
-            ),
-            fields=_fields(part["fields"]),
-            table=_map(beside(path, BIN_NAME), part["id"], former=beside(path, _FORMER)),
-            labels=labels_of(document),
-            info=info_of(document),
+        if part["version"] != _VERSION:
+            raise ValueError(f"version {part['version']!r}; this wdstrain reads version {_VERSION}")
+        shards = tuple(
+            Shard(
+                _beside(listed, row["url"]),
+                _size(row["nsamples"]),
+                _size(row["filesize"]),
+                _word(row["split"] or ""),
+                _word(row["sha256"]),
+            )
+            for row in document["shardlist"]
         )
+        fields, labels, info = _fields(part["fields"]), labels_of(document), info_of(document)
+        batch = _mapped_batch(beside(path, TABLE_NAME), part["id"], former=beside(path, _FORMER))
     except _FORMAT_ERRORS as error:
         raise _no_index(path, error) from error
     except OSError as error:
@@ -175,8 +185,15 @@ def load(path: str, *, base: str | None = None) -> Index:
         raise ShardError(
             f"{unread} cannot be read: {error.strerror}. Check its permissions."
         ) from error
-    _check_table(index, path)
-    return index
+    try:
+        offsets, columns = from_batch(batch, shards, fields, _described(part["columns"]))
+    except _FORMAT_ERRORS as error:
+        folder = os.path.dirname(path) or "."
+        raise ShardError(
+            f"{beside(_shown(path), TABLE_NAME)} is damaged: {_first_line(error)}. "
+            f"Make it again: wdstrain index {folder}"
+        ) from error
+    return Index(shards, fields, offsets, labels, info, columns=columns)
 
 
 def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Index:
@@ -186,19 +203,19 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
     error is raised.
     """
     fields: list[str] = []
-    shards, tables, walk = [], [Table.of([], fields)], Walk()
+    shards, tables, walk = [], [Offsets.of([], fields)], Walk()
     for path in paths:
         try:
             with open_source(path) as source:
                 rows = list(samples(source.read, source.size, _shown(path), walk))
-                tables.append(Table.of(rows, fields))
+                tables.append(Offsets.of(rows, fields))
                 shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
         except WdstrainError as error:
             if failed is None:
                 raise
             failed.append(error)
     info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
-    return Index(tuple(shards), tuple(fields), Table.join(tables), info=info)
+    return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
 
 
 def read_document(path: str) -> dict[str, Any]:
@@ -309,11 +326,12 @@ def _no_index(path: str, error: Exception) -> ShardError:
     """Return the error for a file that is not an index of this package."""
     if is_remote(path):
         return ShardError(
-            f"{redacted(path)} is no index of this package ({type(error).__name__}). Check the address."
+            f"{redacted(path)} is no index of this package ({type(error).__name__}: "
+            f"{_first_line(error)}). Check the address."
         )
     folder = os.path.dirname(path) or "."
     return ShardError(
-        f"{path} is no index of this package ({type(error).__name__}: {error}). "
+        f"{path} is no index of this package ({type(error).__name__}: {_first_line(error)}). "
         f"Remove it and make a new index: wdstrain index {folder}"
     )
 
@@ -363,26 +381,48 @@ def _size(value: object) -> int:
     return value
 
 
-def _dump(table: Table) -> tuple[dict[str, Any], bytes]:
-    """Return the head of a table (id and array lengths) and the bytes of its arrays."""
-    arrays = {
-        name: np.ascontiguousarray(getattr(table, name), dtype) for name, dtype in ARRAYS.items()
-    }
-    body = b"".join(array.tobytes() for array in arrays.values())
-    lengths = {name: len(array) for name, array in arrays.items()}
-    return {"id": blake2b(body, digest_size=8).hexdigest(), "lengths": lengths}, body
+def _described(rows: object) -> list[dict[str, Any]]:
+    """Return the list of label columns in an index.json, checked."""
+    if not isinstance(rows, list):
+        raise ValueError("its columns must be a list")
+    for row in rows:
+        _word(row["name"]), _word(row["field"])
+        if row["kind"] not in TYPES or not (row["entry"] is None or isinstance(row["entry"], str)):
+            raise ValueError(f"its column {row['name']!r} has the kind {row['kind']!r}")
+    return rows
 
 
-def _head_line(head: dict[str, Any]) -> bytes:
-    line = json.dumps(head).encode() + b"\n"
-    # Pad to 64 bytes, so that the arrays are aligned in the mapping.
-    return _MAGIC + line[:-1] + b" " * (-(len(_MAGIC) + len(line)) % 64) + b"\n"
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
 
 
-def _map(path: str, wanted: str, *, former: str | None) -> Table:
-    """Return the table in the file at `path`, whose id must be `wanted`.
+def _identity(index: Index) -> str:
+    """Return a short hash of the offsets and columns."""
+    digest = blake2b(digest_size=8)
+    for array in index.offsets.arrays().values():
+        digest.update(array.data)
+    if index.columns:
+        names = [column.described for column in index.columns]
+        digest.update(json.dumps(names).encode())
+        values = pa.table([column.values for column in index.columns], names=[""] * len(names))
+        digest.update(_arrow_file(values, b""))
+    return digest.hexdigest()
 
-    former: path of the kept offsets, which are used if the id differs. Raises ValueError for a file
+
+def _arrow_file(table: pa.Table, metadata: bytes) -> pa.Buffer:
+    """Return an Arrow IPC file of one record batch, so that its columns are mapped in one piece."""
+    table = table.combine_chunks().replace_schema_metadata({_METADATA: metadata})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        batches = table.to_batches()
+        writer.write_batch(batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema))
+    return sink.getvalue()
+
+
+def _mapped_batch(path: str, wanted: str, *, former: str | None) -> pa.RecordBatch:
+    """Return the rows in the file at `path`, whose id must be `wanted`.
+
+    former: path of the kept table, which is used if the id differs. Raises ValueError for a file
     that is missing, damaged or has another id.
     """
     data: bytes | mmap.mmap | None
@@ -393,56 +433,18 @@ def _map(path: str, wanted: str, *, former: str | None) -> Table:
     else:
         with open(path, "rb", opener=regular) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    head, table = _arrays(data, path)
-    if head["id"] != wanted:
+    batch, identity = _batch(data)
+    if identity != wanted.encode():
         if former is not None and not is_remote(former) and os.path.exists(former):
-            with suppress(OSError, ValueError):
-                return _map(former, wanted, former=None)
+            with suppress(OSError, *_FORMAT_ERRORS):
+                return _mapped_batch(former, wanted, former=None)
         raise ValueError(f"{path} belongs to another index.json")
-    return table
+    return batch
 
 
-def _arrays(data: bytes | mmap.mmap, path: str) -> tuple[dict[str, Any], Table]:
-    """Return (head, table) of an index.bin. Raises ValueError if its format or size is wrong."""
-    end = data.find(b"\n", len(_MAGIC))
-    if data[: len(_MAGIC)] != _MAGIC or end < 0:
-        raise ValueError(f"{path} does not start with the signature of an index")
-    head = _parsed(data[len(_MAGIC) : end])
-    arrays, offset = {}, end + 1
-    for name, dtype in ARRAYS.items():
-        arrays[name] = np.frombuffer(data, dtype, _size(head["lengths"][name]), offset)
-        offset += arrays[name].nbytes
-    if offset != len(data):
-        raise ValueError(f"{path} has {len(data)} bytes; its head gives {offset}")
-    return head, Table(**arrays)
-
-
-def _check_table(index: Index, path: str) -> None:
-    """Raise ShardError for a table that would lead outside a shard or an array.
-
-    Numbers from a file are not trusted. Each count is checked before their sum, which may wrap.
-    """
-    t, n = index.table, len(index.table)
-    sound = bool((index.counts <= n).all()) and int(index.counts.sum()) == n
-    sound = sound and n == len(t.stop) == len(t.key_first) - 1 == len(t.member_first) - 1
-    for firsts, length in ((t.key_first, len(t.keys)), (t.member_first, len(t.member_field))):
-        sound = (
-            sound and firsts[0] == 0 and firsts[-1] == length and bool((np.diff(firsts) >= 0).all())
-        )
-    sound = sound and len(t.member_offset) == len(t.member_size) == len(t.member_field)
-    sound = sound and len(t.member_crc) in (0, len(t.member_field))
-    if sound and n:
-        size = np.repeat(np.array([s.bytes for s in index.shards], np.int64), index.counts)
-        members = np.diff(t.member_first)
-        low, high = np.repeat(t.start, members), np.repeat(t.stop, members)
-        sound = bool((t.start >= 0).all() and (t.start < t.stop).all() and (t.stop <= size).all())
-        same_shard = np.diff(np.repeat(np.arange(len(index.counts)), index.counts)) == 0
-        sound = sound and bool((t.start[1:] >= t.stop[:-1])[same_shard].all())
-        sound = sound and bool((t.member_size >= 0).all() and (t.member_offset >= low).all())
-        sound = sound and bool((t.member_size <= high - t.member_offset).all())
-        sound = sound and bool((t.member_field < len(index.fields)).all())
-    if not sound:
-        folder = os.path.dirname(path) or "."
-        raise ShardError(
-            f"{path} is damaged: its offsets do not fit its shards. Make it again: wdstrain index {folder}"
-        )
+def _batch(data: bytes | mmap.mmap) -> tuple[pa.RecordBatch, bytes]:
+    """Return (rows, metadata) of an Arrow IPC file with one record batch."""
+    reader = pa.ipc.open_file(pa.BufferReader(data))
+    if reader.num_record_batches != 1:
+        raise ValueError(f"it has {reader.num_record_batches} record batches, not 1")
+    return reader.get_batch(0), (reader.schema.metadata or {})[_METADATA]

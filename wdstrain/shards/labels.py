@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.index import Index, Ints, Label
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
 from wdstrain.storage.local import LocalFile, open_source
 from wdstrain.storage.remote import is_remote
@@ -58,7 +59,7 @@ def label_bytes(
     """
     if field not in index.fields:
         return
-    number, table, shards = index.fields.index(field), index.table, index.shard_of(ids)
+    number, table, shards = index.fields.index(field), index.offsets, index.shard_of(ids)
     for shard_number in np.unique(shards).tolist():
         shard = index.shards[shard_number]
         with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:

@@ -385,7 +385,7 @@ def _same_samples(a: Index, b: Index) -> bool:
     if [a.members(i) for i in range(len(a))] != [b.members(i) for i in range(len(b))]:
         return False
     return all(
-        np.array_equal(getattr(a.table, name), getattr(b.table, name))
+        np.array_equal(getattr(a.offsets, name), getattr(b.offsets, name))
         for name in ("start", "stop", "key_first", "keys")
     )
 

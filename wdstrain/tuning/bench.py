@@ -155,7 +155,7 @@ def _measure(
     result = Bench(
         samples=len(index),
         bytes=sum(shard.bytes for shard in index.shards),
-        mean_bytes=float((index.table.stop - index.table.start).sum()) / len(index),
+        mean_bytes=float((index.offsets.stop - index.offsets.start).sum()) / len(index),
         batch_size=int(setup.options["batch_size"]),
         num_workers=setup.num_workers,
         decoders=int(on_part.report["decoders"]),

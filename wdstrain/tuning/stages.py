@@ -65,7 +65,7 @@ def excerpt(
 def _read_run(index: Index, ids: Any) -> list[tuple[int, Members]]:
     """Return (id, members) of consecutive samples of one shard. Reads them with one request."""
     shard = index.shards[int(index.shard_of(ids[:1])[0])]
-    start, stop = int(index.table.start[ids[0]]), int(index.table.stop[ids[-1]])
+    start, stop = int(index.offsets.start[ids[0]]), int(index.offsets.stop[ids[-1]])
     data = memoryview(bytearray(stop - start))
     with open_source(shard.path, shard.bytes) as source:
         source.read_into([data], start)
@@ -93,7 +93,7 @@ def share_in_page_cache(index: Index) -> float | None:
     for number, shard in zip(rows.tolist(), index.shard_of(rows).tolist(), strict=True):
         fd = os.open(index.shards[shard].path, os.O_RDONLY)
         try:
-            hits += os.preadv(fd, [bytearray(1)], int(index.table.start[number]), os.RWF_NOWAIT)
+            hits += os.preadv(fd, [bytearray(1)], int(index.offsets.start[number]), os.RWF_NOWAIT)
         except BlockingIOError:  # not in the page cache
             pass
         except OSError:

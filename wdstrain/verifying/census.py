@@ -17,7 +17,7 @@ import numpy as np
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.loader.stats import Finding
 from wdstrain.packing.listing import split_of
-from wdstrain.shards.index import Ints
+from wdstrain.shards.offsets import Ints
 from wdstrain.verifying.inspection import Inspection
 from wdstrain.verifying.survey import EXAMPLES, Fields
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.index import Index, Ints, Table
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.verifying.passage import Passage
 from wdstrain.verifying.survey import Survey, crcs_at, survey
 from wdstrain.verifying.trial import NOT_FINITE, Readers, Trials
@@ -66,7 +67,7 @@ def inspect(
     found = done.found = survey(
         passage, Readers(labels, is_finite=True) if trials is not None else None, trials
     )
-    table = found.table()
+    table = found.offsets()
     done.starts = table.start
     if promised is not None and passage.size != promised.shards[0].bytes:
         done.add("", "", 0, f"has {passage.size} bytes, its index says {promised.shards[0].bytes}")
@@ -96,13 +97,13 @@ def inspect(
     return done
 
 
-def key_of(table: Table, place: int) -> str:
+def key_of(table: Offsets, place: int) -> str:
     """The key of a sample."""
     first, stop = table.key_first[place : place + 2]
     return table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
 
 
-def returning(found: Survey, table: Table) -> list[tuple[int, int]]:
+def returning(found: Survey, table: Offsets) -> list[tuple[int, int]]:
     """(place, place of the first) of each sample whose key was there before in its shard."""
     names = found.names
     order = np.argsort(names, kind="stable")
@@ -117,7 +118,7 @@ def returning(found: Survey, table: Table) -> list[tuple[int, int]]:
     return sorted(twice)
 
 
-def _grouping(done: Inspection, found: Survey, table: Table) -> None:
+def _grouping(done: Inspection, found: Survey, table: Offsets) -> None:
     for place, name, offset in found.twice:
         done.add(
             key_of(table, place),
@@ -130,7 +131,7 @@ def _grouping(done: Inspection, found: Survey, table: Table) -> None:
         done.add(key_of(table, place), "", int(table.start[place]), where)
 
 
-def _empty(done: Inspection, found: Survey, table: Table, labels: set[str]) -> None:
+def _empty(done: Inspection, found: Survey, table: Offsets, labels: set[str]) -> None:
     """Pictures and labels of 0 bytes."""
     rows = np.flatnonzero(table.member_size == 0)
     for row, place in zip(
@@ -144,10 +145,10 @@ def _empty(done: Inspection, found: Survey, table: Table, labels: set[str]) -> N
 
 
 def _compare(
-    done: Inspection, found: Survey, table: Table, promised: Index, passage: Passage
+    done: Inspection, found: Survey, table: Offsets, promised: Index, passage: Passage
 ) -> None:
     """The samples, and the bytes of the shard, then of its members, with those that the index says."""
-    mine, theirs = promised.shards[0].sha256, promised.table
+    mine, theirs = promised.shards[0].sha256, promised.offsets
     done.compared = bool(mine) or len(theirs.member_crc) > 0
     changed = not mine or mine != found.sha256
     clean, before = not found.damages, len(done.findings)

@@ -22,7 +22,7 @@ from wdstrain.packing.listing import Part
 from wdstrain.packing.shard import write_samples
 from wdstrain.packing.stage import Stage
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_io import BIN_NAME, is_wdstrain_index, load, save_index
+from wdstrain.shards.index_io import TABLE_NAME, is_wdstrain_index, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
 from wdstrain.storage.local import Source, open_source
@@ -105,7 +105,7 @@ def repair(
         )
         save_index(index, folder)
         names = [shard.name for shard in index.shards]
-        stage.put_in_place(folder, {name: name for name in [*names, BIN_NAME, INDEX_NAME]})
+        stage.put_in_place(folder, {name: name for name in [*names, TABLE_NAME, INDEX_NAME]})
     except BaseException as error:
         stage.clear()
         if isinstance(error, OSError):

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.index import Index, Table
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Offsets
 from wdstrain.verifying.census import plain
 from wdstrain.verifying.inspection import key_of, returning
 from wdstrain.verifying.passage import Passage
@@ -47,14 +48,14 @@ class Rescue:
 def rescue(passage: Passage, promised: Index | None) -> Rescue:
     """Pass over a shard and say what can be saved of it. Raises StorageError or ShardError where it cannot be read."""
     found = survey(passage)
-    table = found.table()
-    if promised is not None and len(promised.table.member_crc):
+    table = found.offsets()
+    if promised is not None and len(promised.offsets.member_crc):
         return _by_checksums(found, table, promised, passage)
     return _by_headers(found, table, promised, passage.shown)
 
 
-def _by_checksums(found: Survey, table: Table, promised: Index, passage: Passage) -> Rescue:
-    theirs, shown = promised.table, passage.shown
+def _by_checksums(found: Survey, table: Offsets, promised: Index, passage: Passage) -> Rescue:
+    theirs, shown = promised.offsets, passage.shown
     crcs, offsets = crcs_at(theirs, table, passage), theirs.member_offset.copy()
     bad = np.flatnonzero(crcs != theirs.member_crc)
     hit = np.unique(np.searchsorted(theirs.member_first, bad, side="right") - 1)
@@ -105,7 +106,7 @@ def _by_checksums(found: Survey, table: Table, promised: Index, passage: Passage
     )
 
 
-def _by_headers(found: Survey, table: Table, promised: Index | None, shown: str) -> Rescue:
+def _by_headers(found: Survey, table: Offsets, promised: Index | None, shown: str) -> Rescue:
     again: dict[int, list[int]] = {}  # the first place of a key -> its others
     for place, first in returning(found, table):
         again.setdefault(first, []).append(place)
@@ -180,7 +181,7 @@ def _by_headers(found: Survey, table: Table, promised: Index | None, shown: str)
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _members(found: Survey, table: Table, place: int) -> list[tuple[str, int, int, int]]:
+def _members(found: Survey, table: Offsets, place: int) -> list[tuple[str, int, int, int]]:
     """(field, offset, size, crc32) of the members that the walk came by."""
     rows = range(*table.member_first[place : place + 2].tolist())
     return [
@@ -194,7 +195,7 @@ def _members(found: Survey, table: Table, place: int) -> list[tuple[str, int, in
     ]
 
 
-def _places(found: Survey, table: Table, keys: set[str]) -> dict[str, int]:
+def _places(found: Survey, table: Offsets, keys: set[str]) -> dict[str, int]:
     """Where in a survey these keys are, the first of each."""
     places: dict[str, int] = {}
     for place in range(len(found)):
@@ -203,7 +204,7 @@ def _places(found: Survey, table: Table, keys: set[str]) -> dict[str, int]:
     return places
 
 
-def _lies(passage: Passage, theirs: Table, row: int, shift: int) -> bool:
+def _lies(passage: Passage, theirs: Offsets, row: int, shift: int) -> bool:
     """Whether the bytes of a member lie so far from where an index says that they do."""
     offset, size = int(theirs.member_offset[row]) + shift, int(theirs.member_size[row])
     return (
@@ -213,18 +214,18 @@ def _lies(passage: Passage, theirs: Table, row: int, shift: int) -> bool:
 
 def _lost(promised: Index, crcs: list[int], i: int, shown: str) -> Finding:
     """What is said of a sample by the first of its members that is not as it was packed."""
-    first = int(promised.table.member_first[i])
+    first = int(promised.offsets.member_first[i])
     for row, (name, offset, size) in enumerate(promised.members(i), first):
-        if crcs[row] != promised.table.member_crc[row]:
+        if crcs[row] != promised.offsets.member_crc[row]:
             gone = f"the shard has ended before byte {offset + size}, where it should"
             why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
             return Finding(shown, promised.key(i), name, offset, why)
     raise AssertionError(f"sample {i} is whole")
 
 
-def _unlisted(found: Survey, table: Table, promised: Index, shown: str) -> list[Finding]:
+def _unlisted(found: Survey, table: Offsets, promised: Index, shown: str) -> list[Finding]:
     """Samples that an index does not know, as where a shard was replaced and its index was not made anew."""
-    strange = np.flatnonzero(~np.isin(table.start, promised.table.start)).tolist()
+    strange = np.flatnonzero(~np.isin(table.start, promised.offsets.start)).tolist()
     if not strange:
         return []
     keys = set(promised.keys(np.arange(len(promised))))
@@ -244,7 +245,7 @@ def _known(
         return {}
     known = {
         promised.key(i): (
-            int(promised.table.start[i]),
+            int(promised.offsets.start[i]),
             sorted((name, size) for name, _, size in promised.members(i)),
         )
         for i in range(len(promised))

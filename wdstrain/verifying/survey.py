@@ -12,8 +12,7 @@ from collections import Counter
 import numpy as np
 
 from wdstrain.decode.image_formats import EXTENSIONS
-from wdstrain.errors import ShardError
-from wdstrain.shards.index import MOST_FIELDS, Ints, Table, firsts
+from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
 from wdstrain.shards.tar import Walk
 from wdstrain.verifying.passage import Passage, sums
 from wdstrain.verifying.salvage import Damage, Found, salvage
@@ -76,22 +75,24 @@ class Survey:
         if len(some) < EXAMPLES:
             some.append((key, start))
 
-    def table(self) -> Table:
+    def offsets(self) -> Offsets:
         """The samples as an index has them, checksums with them."""
         samples, members = (
             np.array(self._samples, np.int64).reshape(-1, 4),
             np.array(self._members, np.int64).reshape(-1, 4),
         )
-        return Table(
+        return Offsets(
             start=samples[:, 0].copy(),
             stop=samples[:, 1].copy(),
             key_first=firsts(samples[:, 2]),
-            member_first=firsts(samples[:, 3]),
-            member_field=members[:, 0].astype(np.uint16),
-            member_offset=members[:, 1].copy(),
-            member_size=members[:, 2].copy(),
-            member_crc=members[:, 3].astype(np.uint32),
             keys=np.frombuffer(bytes(self._keys), np.uint8),
+            members=Members(
+                first=firsts(samples[:, 3]),
+                field=members[:, 0].astype(np.uint16),
+                offset=members[:, 1].copy(),
+                size=members[:, 2].copy(),
+                crc=members[:, 3].astype(np.uint32),
+            ),
         )
 
     @property
@@ -107,10 +108,7 @@ class Survey:
         return np.array(self._hashes[2::3], np.int64)
 
     def _new(self, name: str) -> int:
-        if len(self.fields) == MOST_FIELDS:
-            raise ShardError(
-                f"these samples have more than {MOST_FIELDS} different fields. Are they samples?"
-            )
+        check_field_count(len(self.fields) + 1)
         self._numbers[name] = len(self.fields)
         self.fields.append(name)
         return self._numbers[name]
@@ -147,7 +145,7 @@ def survey(
     return found
 
 
-def crcs_at(promised: Table, found: Table, passage: Passage) -> Ints:
+def crcs_at(promised: Offsets, found: Offsets, passage: Passage) -> Ints:
     """The crc32 of what lies in a shard where an index says that members lie; -1 where the shard has ended. int64[members]
 
     found: what the pass came by; the rest, whose headers are damaged, is read again.

@@ -1,0 +1,334 @@
+"""Label columns: one typed value per sample, made from the bytes of small fields.
+
+A column holds a field (`cls`) or an entry of a JSON field (`json`, entry `kind`). The same function
+makes it while shards are written, when `wdstrain index` reads shards made elsewhere, and when
+`verify` compares a column with the bytes.
+
+kind      Arrow type                     made from
+class     dictionary<int32, string>      a label; codes are class numbers
+integer   int64                          whole numbers
+number    float64                        numbers
+flag      bool                           true and false
+multi     list<string>                   lists of names
+text      string                         texts of at most 256 characters
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from wdstrain.errors import WdstrainError
+from wdstrain.shards.values import npy_array, parsed_json, scalar
+
+NOT_A_COLUMN = "other"  # kind of an entry with values that no column can hold
+TYPES = {
+    "class": pa.dictionary(pa.int32(), pa.string()),
+    "integer": pa.int64(),
+    "number": pa.float64(),
+    "flag": pa.bool_(),
+    "multi": pa.list_(pa.string()),
+    "text": pa.string(),
+    NOT_A_COLUMN: pa.null(),
+}
+LONGEST_TEXT = 256  # characters; longer texts stay in their field
+MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
+_PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_LARGEST_NPY = 256  # bytes of a .npy file with one number
+
+Place = tuple[str, str | None]  # (field, entry of its JSON document or None)
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values of one label or scalar. values: an Arrow array of TYPES[kind]; null: no value."""
+
+    name: str
+    kind: str
+    field: str
+    entry: str | None
+    values: pa.Array
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def place(self) -> Place:
+        return self.field, self.entry
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The column without its values, as index.json lists it."""
+        return {"name": self.name, "kind": self.kind, "field": self.field, "entry": self.entry}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, in the order of their numbers; () if it is no class column."""
+        return tuple(self.values.dictionary.to_pylist()) if self.kind == "class" else ()
+
+    def take(self, ids: Any) -> Column:
+        """Return the column of these samples (int64[k])."""
+        return replace(self, values=self.values.take(pa.array(ids)))
+
+    def cut(self, start: int, stop: int) -> Column:
+        """Return the column of the samples [start, stop)."""
+        return replace(self, values=self.values.slice(start, stop - start))
+
+
+class ColumnBuilder:
+    """Columns of the samples that are added, in order."""
+
+    def __init__(self, places: Iterable[Place] | None = None) -> None:
+        """places: the columns to make. None: of every field and entry that holds one value."""
+        self._wanted = None if places is None else set(places)
+        self._fields = None if self._wanted is None else {field for field, _ in self._wanted}
+        self._values: dict[Place, list[Any]] = {place: [] for place in self._wanted or ()}
+        self._count = 0
+
+    def add(self, parts: Sequence[tuple[str, bytes | memoryview]]) -> None:
+        """Add a sample. parts: (field, bytes) of its members."""
+        for field, data in parts:
+            if self._fields is None or field in self._fields:
+                for place, value in self._read(field, data):
+                    self._put(place, value)
+        self._count += 1
+
+    def finish(self) -> tuple[Column, ...]:
+        """Return the columns of all samples that were added."""
+        columns = []
+        for place, values in self._values.items():
+            values.extend([None] * (self._count - len(values)))
+            columns.append(_inferred(place, values))
+        return tuple(columns)
+
+    def _put(self, place: Place, value: Any) -> None:
+        values = self._values.get(place)
+        if values is None:
+            if self._wanted is not None or len(self._values) >= MOST_COLUMNS:
+                return
+            values = self._values[place] = []
+        if len(values) <= self._count:
+            values.extend([None] * (self._count - len(values)))
+            values.append(value)
+
+    def _read(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
+        """Return (place, value) of what a field holds; nothing if it cannot be read."""
+        try:
+            if is_json(field):
+                document = parsed_json(bytes(data))
+                if isinstance(document, dict):
+                    return [((field, name), value) for name, value in document.items()]
+            elif self._fields is not None or field in _PLAIN_FIELDS:
+                return [((field, None), plain_value(data))]
+            elif field.endswith("npy") and len(data) <= _LARGEST_NPY:
+                array = npy_array(memoryview(data))
+                if array.shape == ():
+                    return [((field, None), array.item())]
+        except (WdstrainError, ValueError):
+            pass
+        return []
+
+
+def is_json(field: str) -> bool:
+    """Return whether a field holds a JSON document, by its name."""
+    return field.rpartition(".")[2] == "json"
+
+
+def plain_value(data: bytes | memoryview) -> Any:
+    """Return the number or text of a field such as `cls`; digits like 007 are a text."""
+    value = scalar(memoryview(data), None)
+    if isinstance(value, str) and (match := _NUMBER.fullmatch(value)):
+        return float(value) if match[1] or match[2] else int(value)
+    return value
+
+
+def column_name(place: Place) -> str:
+    """Return the name of a column: `cls`, `kind` of the field json, `meta.json.kind` of others."""
+    field, entry = place
+    if entry is None:
+        return field[: -len(".npy")] if field.endswith(".npy") else field
+    return entry if field == "json" else f"{field}.{entry}"
+
+
+def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column, ...]:
+    """Return the columns of several sets together. parts: (number of samples, columns) of each.
+
+    A set without a column gets nulls. Class columns are joined by the names of their classes; a
+    column whose sets cannot be joined is left out.
+    """
+    by_place = [{column.place: column for column in columns} for _, columns in parts]
+    joined = []
+    for place in dict.fromkeys(place for part in by_place for place in part):
+        columns = [part.get(place) for part in by_place]
+        whole = _joined(columns, [count for count, _ in parts])
+        if whole is not None:
+            joined.append(whole)
+    return tuple(joined)
+
+
+def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column | None:
+    present = [column for column in columns if column is not None]
+    kinds = {c.kind for c in present if c.values.null_count < len(c) or c.kind == "class"}
+    first = next((c for c in present if c.kind in kinds), present[0])
+    if NOT_A_COLUMN in kinds:
+        return replace(first, kind=NOT_A_COLUMN, values=pa.nulls(sum(counts)))
+    if kinds == {"class"}:
+        return _joined_classes(first, columns, counts)
+    if "class" in kinds or ("multi" in kinds and len(kinds) > 1):
+        return None
+    kind = next(iter(kinds)) if len(kinds) == 1 else "text"
+    if kinds == {"integer", "number"}:
+        kind = "number"
+    if not kinds:
+        kind = first.kind
+    pieces = [
+        pa.nulls(count, TYPES[kind]) if column is None else _cast(column, kind)
+        for column, count in zip(columns, counts, strict=True)
+    ]
+    return replace(first, kind=kind, values=pa.concat_arrays(pieces))
+
+
+def _joined_classes(
+    first: Column, columns: Sequence[Column | None], counts: Sequence[int]
+) -> Column | None:
+    present = [column for column in columns if column is not None]
+    named = {_has_names(column.classes) for column in present if column.classes}
+    same = {column.classes for column in present}
+    if len(same) > 1 and len(named) > 1:
+        return None  # 0 of one set may be another class than 0 of the other
+    classes = tuple(dict.fromkeys(name for column in present for name in column.classes))
+    numbers = {name: number for number, name in enumerate(classes)}
+    pieces = []
+    for column, count in zip(columns, counts, strict=True):
+        if column is None:
+            pieces.append(pa.nulls(count, pa.int32()))
+        elif column.classes == classes[: len(column.classes)]:
+            pieces.append(column.values.indices)
+        else:
+            table = pa.array([numbers[name] for name in column.classes], pa.int32())
+            pieces.append(table.take(column.values.indices))
+    codes = pa.concat_arrays(pieces)
+    return replace(
+        first, values=pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
+    )
+
+
+def _has_names(classes: tuple[str, ...]) -> bool:
+    return classes != tuple(map(str, range(len(classes))))
+
+
+def _cast(column: Column, kind: str) -> pa.Array:
+    if column.kind == kind:
+        return column.values
+    if column.values.null_count == len(column):
+        return pa.nulls(len(column), TYPES[kind])
+    if kind == "text":
+        return pa.array([_spelled(value) for value in column.values.to_pylist()], pa.string())
+    return column.values.cast(TYPES[kind], safe=False)
+
+
+def as_label(column: Column, name: str, kind: str, classes: Sequence[str] = ()) -> Column:
+    """Return a column with the meaning of a label: "class" of `classes`, "number" or "multi".
+
+    A value that the label cannot have becomes null.
+    """
+    if kind == "class":
+        values = _class_codes(column, tuple(classes))
+    elif kind == "number":
+        values = _mapped(column, _as_number, pa.float64())
+    else:
+        values = column.values if column.kind == "multi" else pa.nulls(len(column), TYPES["multi"])
+    return replace(column, name=name, kind=kind, values=values)
+
+
+def _class_codes(column: Column, classes: tuple[str, ...]) -> pa.Array:
+    places = {name: number for number, name in reversed(list(enumerate(classes)))}
+
+    def code(value: Any) -> int | None:
+        text = _spelled(value)
+        is_number = text.isdecimal() and int(text) < len(classes)
+        if column.entry is None and is_number:
+            return int(text)
+        return places.get(text, int(text) if is_number and isinstance(value, int) else None)
+
+    codes = _mapped(column, code, pa.int32())
+    return pa.DictionaryArray.from_arrays(codes, pa.array(classes, pa.string()))
+
+
+def _mapped(column: Column, function: Callable[[Any], Any], kind: pa.DataType) -> pa.Array:
+    """Return function(value) of each value, computed once for each different value."""
+    if column.kind in ("multi", NOT_A_COLUMN):
+        return pa.nulls(len(column), kind)
+    coded = column.values if column.kind == "class" else column.values.dictionary_encode()
+    table = pa.array([function(value) for value in coded.dictionary.to_pylist()], kind)
+    return table.take(coded.indices)
+
+
+def _as_number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, str) and "_" in value else float(value)
+    except ValueError:
+        return None
+
+
+def _spelled(value: Any) -> Any:
+    """Return a value as text, None as None."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, (bool, float)) else str(value)
+
+
+def _inferred(place: Place, values: list[Any]) -> Column:
+    """Return the column of raw values, with the kind that fits all of them."""
+    kinds = {_kind(value) for value in values if value is not None}
+    if kinds == {"integer", "number"}:
+        kinds = {"number"}
+    elif len(kinds) > 1 and not kinds & {NOT_A_COLUMN, "multi"}:
+        kinds = {"text"}
+    kind = kinds.pop() if len(kinds) == 1 else (NOT_A_COLUMN if kinds else "text")
+    if kind == "text":
+        values = [_spelled(value) for value in values]
+        if any(value is not None and len(value) > LONGEST_TEXT for value in values):
+            kind = NOT_A_COLUMN
+        values = [None if value is None else _valid_text(value) for value in values]
+    elif kind == "multi":
+        values = [None if v is None else [_valid_text(_spelled(one)) for one in v] for v in values]
+    elif kind == "number":
+        values = [None if value is None else float(value) for value in values]
+    array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, TYPES[kind])
+    return Column(column_name(place), kind, *place, values=array)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "flag"
+    if isinstance(value, int):
+        return "integer" if -(1 << 63) <= value < 1 << 63 else "text"
+    if isinstance(value, float):
+        return "number"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, list) and all(
+        isinstance(one, (str, int)) and not isinstance(one, bool) for one in value
+    ):
+        return "multi"
+    return NOT_A_COLUMN
+
+
+def _valid_text(text: str) -> str:
+    """Return a text that UTF-8 can hold: a lone surrogate becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def code_array(column: Column) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return (class numbers int32[n], is missing bool[n]) of a class column."""
+    codes = column.values.indices
+    missing = np.asarray(codes.is_null())
+    return np.asarray(codes.fill_null(0)), missing
