@@ -30,12 +30,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from hashlib import blake2b
 from itertools import pairwise
 from random import Random
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import tar_mutations
 import urllib3
 from PIL import Image
@@ -540,46 +540,41 @@ def _mutated_index(data: bytes, random: Random) -> bytes:
 
 
 def _mutated_part(data: bytes, random: Random) -> bytes:
-    """Odd values, and often the hash that they should have."""
-    data = _mutated_arrays(data, random)
-    end = data.find(b"\n", 17)
-    digest = blake2b(data[end + 1 :], digest_size=8).hexdigest().encode()
-    return (
-        data
-        if random.random() < 0.2
-        else re.sub(rb'"id": "[^"]*"', b'"id": "%b"' % digest, data, count=1)
-    )
+    """Odd numbers in the rows, or odd values in the head, mostly with the id that they should have."""
+    return _mutated_arrays(data, random)
 
 
 def _mutated_arrays(data: bytes, random: Random) -> bytes:
-    end = data.find(b"\n", 17)
-    if end < 0:
+    """An Arrow file with odd bytes, with an odd number in a column, or with an odd head."""
+    draw = random.random()
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(data))
+        batch, metadata = reader.get_batch(0), reader.schema.metadata[b"wdstrain"]
+    except (pa.ArrowException, OSError, TypeError, KeyError):
         return data
-    if random.random() < 0.5:
-        with suppress(ValueError, RecursionError):
-            head = json.dumps(_with_odd(json.loads(data[17:end]), random)).encode()
-            return data[:17] + head + b" " * (-(18 + len(head)) % 64) + data[end:]
-    body = bytearray(data[end + 1 :])
-    for _ in range(random.choice([1, 1, 2, 4])):
-        if len(body) >= 8:
-            at = random.randrange(len(body) // 8) * 8
-            odd = random.choice(
-                [
-                    -1,
-                    0,
-                    1,
-                    2,
-                    512,
-                    4096,
-                    1 << 31,
-                    1 << 62,
-                    (1 << 63) - 1,
-                    -(1 << 63),
-                    random.randrange(8192),
-                ]
-            )
-            body[at : at + 8] = struct.pack("<q", odd)
-    return data[: end + 1] + bytes(body)
+    if draw < 0.3:
+        damaged = bytearray(data)
+        at = random.randrange(len(data) // 8) * 8
+        damaged[at : at + 8] = struct.pack("<q", random.choice(_NUMBERS))
+        return bytes(damaged)
+    if draw < 0.6 and metadata.startswith(b"{"):
+        metadata = json.dumps(_with_odd(json.loads(metadata), random)).encode()
+    else:
+        whole = [n for n, kind in enumerate(batch.schema.types) if pa.types.is_integer(kind)]
+        place, row = random.choice(whole), random.randrange(batch.num_rows)
+        values, kind = batch.column(place).to_pylist(), batch.schema.types[place]
+        values[row] = random.choice([None, *_NUMBERS])
+        with suppress(pa.ArrowInvalid, OverflowError):
+            batch = batch.set_column(place, batch.schema.names[place], pa.array(values, kind))
+    sink = pa.BufferOutputStream()
+    schema = batch.schema.with_metadata({b"wdstrain": metadata})
+    with pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=schema))
+    made: bytes = sink.getvalue().to_pybytes()
+    return made
+
+
+_NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63))
 
 
 def _with_odd(value: Any, random: Random) -> Any:
@@ -1170,7 +1165,7 @@ TARGETS = {
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.verifying.salvage", "wdstrain.verifying.search"), (), _mutated_tar),
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.verifying.rescue", "wdstrain.verifying.survey"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
-        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_arrays"), (), _mutated_part),
+        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", "wdstrain.shards.index_table"), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_response"), _HTTP_WORDS, None, 4096),
         Target("request", run_request, _request_seeds, ("wdstrain.serving.asking", "wdstrain.serving.answering"), _REQUEST_WORDS, None, 4096),
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),

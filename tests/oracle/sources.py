@@ -76,7 +76,7 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
             )
             path.write_bytes(data)
             paths.append(path)
-            items.append(Item(data, {}, {"class": name}))
+            items.append(Item(data, {}, {"label": name}))
         if rng.random() < 0.3:
             (folder / name / rng.choice(NOISE)).write_bytes(b"nothing")
 
@@ -150,7 +150,7 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
     x[:, 0] = np.arange(count)
     names = ["zero", "one", "two"]
     items = [
-        Item(_npy(row), {}, {"class": names[label]})
+        Item(_npy(row), {}, {"label": names[label]})
         for row, label in zip(x, labels.tolist(), strict=True)
     ]
     arrays: dict[str, Any] = {"x": x, "cls": labels}
@@ -189,7 +189,7 @@ def draw_iterable(rng: random.Random, folder: Path) -> Source:
         if keyed:
             sample["__key__"] = rng.choice((f"key-{number}", f"a.b/{number}", f"{number // 2}"))
         samples.append(sample)
-        items.append(Item(data, {"txt": f"text {number}".encode()}, {"class": WORDS[label]}))
+        items.append(Item(data, {"txt": f"text {number}".encode()}, {"label": WORDS[label]}))
 
     def stream() -> Iterator[dict[str, Any]]:
         yield from samples

@@ -444,7 +444,10 @@ def _mapped_batch(path: str, wanted: str, *, former: str | None) -> pa.RecordBat
 
 def _batch(data: bytes | mmap.mmap) -> tuple[pa.RecordBatch, bytes]:
     """Return (rows, metadata) of an Arrow IPC file with one record batch."""
-    reader = pa.ipc.open_file(pa.BufferReader(data))
-    if reader.num_record_batches != 1:
-        raise ValueError(f"it has {reader.num_record_batches} record batches, not 1")
-    return reader.get_batch(0), (reader.schema.metadata or {})[_METADATA]
+    try:
+        reader = pa.ipc.open_file(pa.BufferReader(data))
+        if reader.num_record_batches != 1:
+            raise ValueError(f"it has {reader.num_record_batches} record batches, not 1")
+        return reader.get_batch(0), (reader.schema.metadata or {})[_METADATA]
+    except OSError as error:  # pyarrow's error for damaged files
+        raise ValueError(_first_line(error)) from error
