@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     )
     from wdstrain.shards.index import Index, Label, Shard
     from wdstrain.shards.resolve import make_index as index
+    from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.file_object import gopen
     from wdstrain.training.doors import evaluate, train
     from wdstrain.training.exporting import export
@@ -91,6 +92,7 @@ __all__ = [
     "label",
     "mix",
     "number",
+    "open",
     "pack",
     "pack_arrays",
     "pack_folder",
@@ -138,17 +140,17 @@ _NAMES = {
     "verifying.repairing": "Repair repair",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
-    "index": "shards.resolve"
+    "index": "shards.resolve",
+    "open": "shards.resolve",
 }
+_OWN_NAMES = {"index": "make_index", "open": "open_index"}
 
 
 def __getattr__(name: str) -> Any:
     """What a name stands for is imported when it is first used: a command that needs no torch does not wait for it."""
     if name not in _MODULES:
         raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
-    found = getattr(
-        import_module(f"wdstrain.{_MODULES[name]}"), "make_index" if name == "index" else name
-    )
+    found = getattr(import_module(f"wdstrain.{_MODULES[name]}"), _OWN_NAMES.get(name, name))
     globals()[name] = found
     return found
 

@@ -175,7 +175,8 @@ def join_columns(parts: Sequence[tuple[int, Sequence[Column]]]) -> tuple[Column,
 
 def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column | None:
     present = [column for column in columns if column is not None]
-    kinds = {c.kind for c in present if c.values.null_count < len(c) or c.kind == "class"}
+    decided = ("class", NOT_A_COLUMN)  # kinds that count even without a value
+    kinds = {c.kind for c in present if c.values.null_count < len(c) or c.kind in decided}
     first = next((c for c in present if c.kind in kinds), present[0])
     if NOT_A_COLUMN in kinds:
         return replace(first, kind=NOT_A_COLUMN, values=pa.nulls(sum(counts)))

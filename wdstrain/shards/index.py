@@ -325,6 +325,10 @@ class Index:
         """One row per sample: key, shard, offset and size, those of each field, and the columns."""
         return to_table(self.shards, self.fields, self.offsets, self.columns)
 
+    def to_pandas(self) -> Any:
+        """Return `table` as a pandas.DataFrame; classes are categories. Needs pandas."""
+        return self.table.to_pandas()
+
 
 def join(parts: Sequence[Index]) -> Index:
     """Return several indexes as one, in order.

@@ -7,11 +7,13 @@ conversion counted them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from wdstrain.errors import WdstrainError
+from wdstrain.shards.columns import ColumnBuilder, Place
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
@@ -76,6 +78,18 @@ def label_bytes(
                             source.read_into([data], offset)
                         yield i, data
                         break
+
+
+def read_columns(index: Index, places: Collection[Place]) -> Index:
+    """Return `index` with columns of these fields and entries, read forward from the shards."""
+    parts: dict[int, list[tuple[str, bytes]]] = {}
+    for field in {field for field, _ in places}:
+        for number, data in label_bytes(index, field, np.arange(len(index)), through=True):
+            parts.setdefault(number, []).append((field, bytes(data)))
+    builder = ColumnBuilder(places)
+    for number in range(len(index)):
+        builder.add(parts.get(number, ()))
+    return replace(index, columns=builder.finish())
 
 
 def classes_in(data: memoryview, column: str | None, classes: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
-from wdstrain.shards.index import Index, Shard, join
+from wdstrain.shards.index import Index, Shard, join, with_labels
 from wdstrain.shards.index_io import (
     check_sizes,
     info_of,
@@ -38,7 +38,7 @@ from wdstrain.shards.index_io import (
     scan,
     splits_of,
 )
-from wdstrain.shards.labels import classes_in, label_bytes
+from wdstrain.shards.labels import classes_in, label_bytes, read_columns
 from wdstrain.shards.tar import other_kind
 from wdstrain.storage.addresses import (
     INDEX_NAME,
@@ -127,9 +127,9 @@ def shard_index(path: str, known: dict[str, Index | None]) -> Index | None:
 def make_index(urls: Urls) -> Index:
     """Make the index of all shards in the folder of `urls`, write it there, and return it.
 
-    Only headers are read; if shards changed, class labels are also read, to count them again.
-    Splits, labels and provenance of an existing index are kept, and the checksums of shards whose
-    samples have the same offsets. Raises UsageError for shards of several folders and for a folder
+    Only headers are read, and the columns of shards that the existing index does not list as they
+    are. Splits, labels and provenance of an existing index are kept, and the checksums and columns
+    of shards whose samples have the same offsets. Raises UsageError for shards of several folders and for a folder
     without shards, ShardError for a shard that is cut or damaged.
     """
     listed = expand(urls)
@@ -312,6 +312,8 @@ def _with_former(index: Index, index_path: str) -> Index:
     former: Index | None = None
     with suppress(ShardError):
         former = load(index_path)
+    known = former.columns if former is not None else ()
+    places = {column.place for column in known} | {label.place for label in labels}
     parts, new = [], []
     for number, shard in enumerate(index.shards):
         part, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
@@ -324,6 +326,7 @@ def _with_former(index: Index, index_path: str) -> Index:
             new.append(shard.name)
             if old is not None:
                 _warn_of_losses(old, part)
+            part = replace(with_labels(read_columns(part, places), labels), labels=())
         parts.append(replace(part, shards=(shard,)))
     merged = replace(join(parts), labels=labels, info=info)
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):

@@ -1,0 +1,189 @@
+"""The index as an Arrow table: what other programs read in it, and that it follows the shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_tar
+from wdstrain.errors import ShardError
+
+KINDS = ["Other", "Pants", "Shirts"]
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """40 samples in four shards with every kind of column; every fifth lacks its text."""
+    samples = []
+    for number in range(40):
+        entries: dict[str, Any] = {
+            "kind": KINDS[number % 3],
+            "kids": number % 4 == 0,
+            "price": number / 4,
+            "year": 2000 + number,
+            "tags": ["a", "b"][: number % 3],
+            "code": f"{number:05d}",
+            "story": "x" * (300 if number == 7 else 3),
+        }
+        sample = {"__key__": f"k{number:03d}", "bin": bytes(number), "cls": number % 2}
+        samples.append(sample | {"json": entries} | ({"txt": "t"} if number % 5 else {}))
+    labels = [wt.Label("kind", "class", "json", "kind", tuple(KINDS))]
+    out = tmp_path / "out"
+    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=10)
+    return out
+
+
+def arrow_file(folder: Path) -> pa.Table:
+    with pa.BufferReader((folder / "index.arrow").read_bytes()) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def test_every_label_and_scalar_is_a_typed_column(packed: Path) -> None:
+    table = wt.open(packed).table
+    assert table.equals(arrow_file(packed))
+    rows = table.to_pylist()
+    assert [row["key"] for row in rows] == [f"k{n:03d}" for n in range(40)]
+    assert [row["kind"] for row in rows] == [KINDS[n % 3] for n in range(40)]
+    assert [row["kids"] for row in rows] == [n % 4 == 0 for n in range(40)]
+    assert [row["price"] for row in rows] == [n / 4 for n in range(40)]
+    assert [row["year"] for row in rows] == list(range(2000, 2040))
+    assert [row["tags"] for row in rows] == [["a", "b"][: n % 3] for n in range(40)]
+    assert [row["code"] for row in rows] == [f"{n:05d}" for n in range(40)]
+    assert [row["label"] for row in rows] == [str(n % 2) for n in range(40)]
+    assert table["kind"].chunk(0).dictionary.to_pylist() == KINDS
+    assert "story" not in table.column_names, "one of its texts is long"
+
+
+def test_offsets_and_checksums_are_those_of_the_bytes(packed: Path) -> None:
+    import zlib
+
+    for row in arrow_file(packed).to_pylist():
+        data = (packed / row["shard"]).read_bytes()
+        assert row["offset"] + row["size"] <= len(data)
+        number = int(row["key"][1:])
+        content = data[row["bin.offset"] :][: row["bin.size"]]
+        assert content == bytes(number)
+        assert (row["bin.crc32"] or 0) == zlib.crc32(content)
+        assert (row["txt.offset"] is None) == (number % 5 == 0)
+
+
+def test_a_loader_reads_samples_that_lack_fields_in_any_order(tmp_path: Path) -> None:
+    """Members lie in another order in each sample, so the columns are not in order of offset."""
+    random = np.random.default_rng(0)
+    samples = []
+    for number in range(60):
+        names = random.permutation(["a", "b", "c", "d"])[: random.integers(1, 5)]
+        samples.append((f"k{number}", {n: f"{n}{number}".encode() for n in names}))
+    write_tar(tmp_path / "s.tar", samples)
+    wt.index(tmp_path)
+    index = wt.open(tmp_path)
+    for number, (_, fields) in enumerate(samples):
+        assert [name for name, _, _ in index.members(number)] == list(fields)
+    row = {key: fields for key, fields in samples}
+    for batch in wt.Loader(
+        tmp_path,
+        transform=lambda sample: {"n": dict(sample)},
+        batch_size=7,
+        collate_fn=lambda examples: {"examples": examples},
+        tail="keep",
+    ):
+        for example in batch["examples"]:
+            read = example["n"]
+            expected = row[read["__key__"]]
+            assert {k: bytes(v) for k, v in read.items() if not k.startswith("__")} == expected
+
+
+def test_pandas_sees_categories(packed: Path) -> None:
+    pytest.importorskip("pandas")
+    frame = wt.open(packed).to_pandas()
+    assert frame.groupby("kind", observed=True).size().to_dict() == {
+        "Other": 14,
+        "Pants": 13,
+        "Shirts": 13,
+    }
+
+
+def test_polars_opens_the_index(packed: Path) -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars.read_ipc(packed / "index.arrow")
+    assert frame.filter(polars.col("year") > 2029).height == 10
+
+
+def test_duckdb_opens_the_index(packed: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    opened = arrow_file(packed)
+    rows = duckdb.sql("select count(*) from opened where price >= 5 and kind = 'Pants'").fetchall()
+    assert len(opened) == 40
+    assert rows == [(6,)]
+
+
+def test_a_label_with_the_name_of_another_column_keeps_its_own(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{n}", "bin": b"x", "json": {"size": n, "key": "k"}} for n in range(3)]
+    wt.pack(samples, str(tmp_path), shuffle=False)
+    table = wt.open(tmp_path).table
+    assert table["label.size"].to_pylist() == [0, 1, 2]
+    assert table["label.key"].to_pylist() == ["k"] * 3
+    assert table["key"].to_pylist() == ["0", "1", "2"]
+
+
+def test_indexing_again_reads_the_columns_of_shards_that_changed(packed: Path) -> None:
+    before = wt.open(packed).table
+    names = sorted(path.name for path in packed.glob("*.tar"))
+    rows = [
+        (f"new{n}", {"json": json.dumps({"kind": "Pants", "price": n}).encode(), "cls": b"1"})
+        for n in range(4)
+    ]
+    write_tar(packed / names[1], rows)
+    wt.index(packed)
+    after = wt.open(packed).table
+    assert (
+        after.slice(0, 10).drop_columns("shard").equals(before.slice(0, 10).drop_columns("shard"))
+    )
+    new = after.slice(10, 4).to_pylist()
+    assert [row["kind"] for row in new] == ["Pants"] * 4
+    assert [row["price"] for row in new] == [0.0, 1.0, 2.0, 3.0]
+    assert [row["year"] for row in new] == [None] * 4
+    assert after["code"].to_pylist()[14:] == before["code"].to_pylist()[20:]
+
+
+def test_sets_with_other_numbers_for_their_classes_are_joined_by_name(tmp_path: Path) -> None:
+    for name, classes in (("a", ["cat", "dog"]), ("b", ["dog", "fox"])):
+        samples = [{"__key__": f"{name}{n}", "bin": b"x", "cls": n % 2} for n in range(4)]
+        wt.pack(samples, str(tmp_path / name), classes=classes, shuffle=False)
+    index = wt.open([tmp_path / "a", tmp_path / "b"])
+    assert index.table["label"].to_pylist() == ["cat", "dog"] * 2 + ["dog", "fox"] * 2
+    assert index.labels[0].classes == ("cat", "dog", "fox")
+
+
+def test_an_index_of_the_old_format_says_how_to_make_a_new_one(packed: Path) -> None:
+    document = json.loads((packed / "index.json").read_text())
+    document["wdstrain"]["version"] = 1
+    (packed / "index.json").write_text(json.dumps(document))
+    with pytest.raises(ShardError, match="version 1.*wdstrain index"):
+        wt.open(packed)
+    wt.index(packed)
+    assert wt.open(packed).table["kind"].to_pylist()[:3] == KINDS
+
+
+def test_a_table_of_other_shards_or_with_other_columns_is_refused(packed: Path) -> None:
+    whole = arrow_file(packed)
+    good = shutil.copy(packed / "index.arrow", packed.parent)
+    for table, message in (
+        (whole.slice(0, 39), "number of samples"),
+        (whole.drop_columns("price"), "column"),
+        (whole.take(list(range(39, -1, -1))), "order of the shards"),
+        (whole.set_column(2, "offset", pa.array([-512] + [0] * 39)), "outside its shard"),
+    ):
+        with pa.ipc.new_file(packed / "index.arrow", table.schema) as writer:
+            writer.write_batch(table.combine_chunks().to_batches()[0])
+        with pytest.raises(ShardError, match=message):
+            wt.open(packed)
+    shutil.copy(good, packed / "index.arrow")
+    assert len(wt.open(packed)) == 40
