@@ -126,7 +126,7 @@ def test_several_classes_in_a_cell_are_written_with_bars(pictures: Path) -> None
     assert [(bad.row, bad.reason) for bad in listing.bad] == [
         (3, "the label column 'tags' is empty")
     ]
-    with pytest.raises(UsageError, match="give column="):
+    with pytest.raises(UsageError, match="Give column="):
         wt.label("json", multi=True)
 
 

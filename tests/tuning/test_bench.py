@@ -64,8 +64,9 @@ def test_slow_decoding_is_named(texts: Path, workers: int) -> None:
     )
     assert result.bottleneck == "decode"
     assert says(result, "decoding in")
-    # 4 ms per sample and decoder are at most 250 samples/s
-    assert result.stages["decode"] <= 250 * result.decoders
+    # 4 ms per sample and decoder are at most 250 samples/s. When the clock starts, each decoder
+    # may be about to finish a batch of 8, which then counts within the 0.3 seconds.
+    assert result.stages["decode"] <= (250 + 8 / 0.3) * result.decoders
     assert result.stages["decode"] < result.stages["hand-off"]
 
 
