@@ -246,7 +246,7 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
             )
             closers[0].start()
             end = time.monotonic() + 20
-            while not (self._ended or self._halted) and time.monotonic() < end:
+            while self._cancelled < 1 and time.monotonic() < end:
                 time.sleep(0.001)
         original(self, *words)
 
@@ -286,7 +286,7 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
     def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
         slot = dict.get(self, batch_number, default)
         assert loader._pipeline is not None
-        closer = threading.Thread(target=loader._pipeline.reader.end)
+        closer = threading.Thread(target=loader._pipeline.reader.close)
         closer.start()
         closer.join(20)
         return slot

@@ -41,7 +41,7 @@ def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
     held = []
     for _ in loader:
         assert loader._pipeline is not None
-        held.append(loader._pipeline.reader._arena.held)
+        held.append(loader._pipeline.reader.held_bytes)
     ahead = 64 << 20
     read = 16 << 20  # begun as long as there is room at all
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
@@ -56,10 +56,10 @@ def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path:
     next(iter(loader))
     assert loader._pipeline is not None
     reader, end = loader._pipeline.reader, time.monotonic() + 20
-    while not reader._paused and time.monotonic() < end:  # until it has read all that it may
+    while not reader.is_paused and time.monotonic() < end:  # until it has read all that it may
         time.sleep(0.001)
     # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch that was given
-    assert 40_000_000 < reader.read_bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
+    assert 40_000_000 < reader.stats.bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
     loader.close()
 
 
@@ -86,7 +86,7 @@ for epoch in range(10):
     for batch in loader:
         # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
         reader = loader._pipeline.reader
-        while epoch == 0 and not reader._paused and reader.read_bytes < 2 * extents and reader._error is None:
+        while epoch == 0 and not reader.is_paused and reader.stats.bytes < 2 * extents:
             os.sched_yield()
     sizes.append(tree())
 print(json.dumps(sizes))

@@ -115,7 +115,12 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
     joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
     size, rows = ints(*sizes), ints(*summed)
     sums = ChecksumJob(
-        memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool)
+        memories,
+        of[rows],
+        start[rows],
+        size[rows],
+        size.cumsum()[rows],
+        joined=np.array(joined, bool),
     )
     return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
 

@@ -1,8 +1,9 @@
-"""What came is compared with the index while it comes, and what is sound is not compared again."""
+"""Samples are compared with the checksums of the index while they are read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +12,26 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, write_shards
-from tests.support.servers import serving, small_and_quick
-from wdstrain.loader import task_blocks
-from wdstrain.memory.scatter import Bools, Ints
+from tests.support.servers import serving
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
-from wdstrain.reader.verifier import PackedChecksums, ReadVerifier, VerifiedRing
-from wdstrain.shards.index import Table
+from wdstrain.order.plan import Plan
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.resources import ReadOptions
+from wdstrain.reader.step_blocks import step_blocks
+from wdstrain.reader.verifier import ReadVerifier, VerifiedRing
+from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage.block_map import BLOCK
+from wdstrain.storage.shard_cache import Cache
 
 COUNT = 60
 FIELDS = {"image": wt.image(size=16), "label": wt.label()}
 
 
 @pytest.fixture
-def doubtful(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many members of each batch its decoder has to compare."""
-    found: list[int] = []
-    original = task_blocks.TaskBlock.task
-
-    def recorded(self: task_blocks.TaskBlock, *words: Any, **named: Any) -> Any:
-        task = original(self, *words, **named)
-        found.append(len(task.members.unverified))
-        return task
-
-    monkeypatch.setattr(task_blocks.TaskBlock, "task", recorded)
-    return found
-
-
-@pytest.fixture
 def made(tmp_path: Path) -> Path:
-    """Samples of one to three fields."""
+    """A folder of samples of one to three fields."""
     samples = (
         {"__key__": f"k{i:03d}", "png": picture(i), "cls": i % 7}
         | ({"txt": "words " * 20 * i} if i % 3 else {})
@@ -52,7 +43,7 @@ def made(tmp_path: Path) -> Path:
 
 def flip(folder: Path, number: int, field: str) -> None:
     """Change a byte of a field."""
-    index = wt.index(folder)
+    index = open_index(folder)
     shard = index.shards[int(index.shard_of(np.array([number]))[0])]
     offset = next(
         offset + size - 1 for name, offset, size in index.members(number) if name == field
@@ -65,46 +56,76 @@ def flip(folder: Path, number: int, field: str) -> None:
 
 
 def keys(loader: wt.Loader) -> list[str]:
-    found = sorted(key for batch in loader for key in batch["__key__"])
+    """Return the sorted keys of an epoch."""
+    delivered = sorted(key for batch in loader for key in batch["__key__"])
     loader.close()
-    return found
+    return delivered
+
+
+def unverified_ids(index: Index, step: int = 0, **options: Any) -> list[int]:
+    """Return the ids of the samples of an epoch that the reader does not verify. options: its."""
+    plans = partial(Plan, counts=index.counts, seed=0, batch_size=4, window=8)
+    reader = Reader(
+        index, lambda epoch: plans(epoch=epoch), 0, ReadOptions(ahead=1, in_flight=1, **options)
+    )
+    reader.start(0, 0, step, until=1)
+    unverified, batch_number = list[int](), 0
+    try:
+        for block in step_blocks(plans(epoch=0), 0, step):
+            for number in range(len(block)):
+                batch = reader.collect(block, number)
+                if batch.unverified is not None:
+                    unverified += batch.ids[batch.unverified].tolist()
+                reader.release(batch_number)
+                batch_number += 1
+    finally:
+        reader.close()
+    return sorted(unverified)
 
 
 @pytest.mark.parametrize(
-    "fields", [None, FIELDS, {"label": wt.label()}], ids=["bytes", "pictures", "labels"]
+    "fields", [None, {"png", "cls"}, {"cls"}], ids=["bytes", "pictures", "labels"]
 )
-@pytest.mark.parametrize("workers", [0, 2])
-def test_decoders_compare_nothing_of_what_was_read_sound(
-    made: Path, doubtful: list[int], fields: Any, workers: int
+def test_sound_samples_are_verified_while_they_are_read(
+    made: Path, fields: set[str] | None
 ) -> None:
-    loader = wt.Loader(made, fields, batch_size=8, num_workers=workers, tail="keep")
-    assert len(keys(loader)) == COUNT
-    assert len(doubtful) >= 8
-    assert not any(doubtful)
+    assert unverified_ids(open_index(made), needed_fields=fields) == []
 
 
-def test_of_a_server_nothing_is_compared_again_but_what_lies_in_two_requests(
-    made: Path, doubtful: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request brings whole samples; but for those that are larger than it may be, and where a cache's blocks end."""
-    with serving(made) as server:
-        assert len(keys(wt.Loader(server.url, batch_size=8, tail="keep"))) == COUNT
-        assert len(doubtful) >= 8
-        assert not any(doubtful)
-        small_and_quick(monkeypatch, 1 << 14)
-        for options in ({}, {"cache_dir": made.parent / "cache"}):
-            doubtful.clear()
-            assert len(keys(wt.Loader(server.url, batch_size=8, tail="keep", **options))) == COUNT
-            assert 0 < sum(doubtful) < COUNT
+def test_samples_of_damaged_bytes_are_not_verified(made: Path) -> None:
+    for number in (7, 8, 41):
+        flip(made, number, "cls")
+    flip(made, 20, "png")
+    assert unverified_ids(open_index(made)) == [7, 8, 20, 41]
+    assert unverified_ids(open_index(made), needed_fields={"cls"}) == [7, 8, 41]
+
+
+def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None:
+    """Samples larger than a request, and those across a block of the cache."""
+    sizes = [1 << 20, 1 << 20, BLOCK + 5000, *[1 << 20] * 9]
+    samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
+    wt.pack(samples, str(tmp_path / "set"), shuffle=False)
+    with serving(tmp_path / "set") as server:
+        index = open_index(server.url)
+        assert unverified_ids(index) == [2]
+        members = [index.members(number)[0] for number in range(len(index))]
+        crossing = [
+            number
+            for number, (_, offset, size) in enumerate(members)
+            if offset // BLOCK != (offset + size - 1) // BLOCK
+        ]
+        assert len(crossing) > 2
+        for _ in range(2):  # the second time from the cache
+            assert unverified_ids(index, cache=Cache(str(tmp_path / "cache"))) == crossing
 
 
 @pytest.mark.parametrize("fields", [None, FIELDS], ids=["bytes", "pictures"])
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("far", [False, True])
-def test_a_changed_byte_is_found_wherever_reading_begins(
+def test_a_changed_byte_is_an_error_at_any_step(
     made: Path, fields: Any, start: int, far: bool
 ) -> None:
-    """Also in the middle of an epoch, where some of what lies together was delivered before."""
+    """Also in the middle of an epoch, where some samples of a read were delivered before."""
     for number in range(COUNT):
         flip(made, number, "cls")
     with serving(made) as server:
@@ -115,8 +136,7 @@ def test_a_changed_byte_is_found_wherever_reading_begins(
         loader.close()
 
 
-def test_only_what_is_decoded_is_compared(made: Path) -> None:
-    """A field that nobody asked for may be damaged."""
+def test_only_needed_fields_are_verified(made: Path) -> None:
     for number in range(COUNT):
         flip(made, number, "png")
     assert len(keys(wt.Loader(made, {"label": wt.label()}, batch_size=8, tail="keep"))) == COUNT
@@ -126,31 +146,13 @@ def test_only_what_is_decoded_is_compared(made: Path) -> None:
     loader.close()
 
 
-def test_an_index_without_checksums_compares_nothing(tmp_path: Path, doubtful: list[int]) -> None:
+def test_an_index_without_checksums_verifies_nothing(tmp_path: Path) -> None:
     shards = write_shards(tmp_path, [COUNT])
+    assert unverified_ids(open_index(shards)) == []
     assert len(keys(wt.Loader(shards, batch_size=8, tail="keep"))) == COUNT
-    assert not any(doubtful)
 
 
-def compared(
-    table: Table,
-    fields: Bools,
-    memory: Memory,
-    where: Ints,
-    number: int,
-    count: int,
-    place: int = 0,
-) -> tuple[VerifiedRing, ReadVerifier]:
-    """Samples from `number` on that are compared, with places from `place` on and these offsets in the memory."""
-    found = VerifiedRing(PackedChecksums(table, fields, memory), where)
-    return found, found.compared(place, number, count)
-
-
-def doubts(found: VerifiedRing, place: int, count: int) -> list[int]:
-    """Which of them are not known to be sound, and whether this was to be expected."""
-    doubtful = np.flatnonzero(found.unverified(np.arange(place, place + count))).tolist()
-    assert found.any_unverified or not doubtful
-    return doubtful
+# --- the verifier of one read -----------------------------------------------------------------------
 
 
 @pytest.fixture(params=["in C", "in Python"])
@@ -161,8 +163,23 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         pytest.skip("kernels.c was not compiled")
 
 
+def verifier_of(
+    index: Index, memory: Memory, number: int, offsets: Any, fields: Any = None
+) -> ReadVerifier:
+    """Return the verifier of a read of samples from `number` on, at these offsets of the memory."""
+    mask, places = index.field_mask(fields), np.arange(len(offsets))
+    return ReadVerifier(index.table, mask, memory, number, offsets, places)
+
+
+def first_shard(index: Index) -> tuple[Memory, Any]:
+    """Return a memory with the bytes of the first shard, and the offsets of its samples."""
+    memory, shard = Memory(100_000), Path(index.shards[0].path).read_bytes()
+    memory.view[: len(shard)] = shard
+    return memory, index.table.start[:20].copy()
+
+
 @pytest.mark.parametrize(
-    ("part", "by"),
+    ("column", "change"),
     [
         ("member_size", 1_000_000),
         ("member_size", -1_000_000),
@@ -171,100 +188,91 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_no_index_leads_out_of_the_memory_of_what_is_compared(
-    made: Path, part: str, by: int
-) -> None:
-    index = wt.index(made)
-    lying = getattr(index.table, part).copy()
-    lying[3] += by
-    memory, where = Memory(100_000), index.table.start[:20] - index.table.start[0]
-    of = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
-    shard = Path(index.shards[0].path).read_bytes()
-    memory.view[: len(shard)] = shard
-    found, comparison = compared(
-        replace(index.table, **{part: lying}), index.field_mask(None), memory, where, 0, 20
-    )
-    comparison.update(0, len(shard))
-    comparison.settle()
-    assert doubts(found, 0, 20) == [of]
-    where[7] = memory.size - 10  # nor where it would be
-    found, comparison = compared(index.table, index.field_mask(None), memory, where, 0, 20)
-    comparison.update(0, len(shard))
-    comparison.settle()
-    assert doubts(found, 0, 20) == [7]
+def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: int) -> None:
+    """An index may claim any offset; checksums read the memory by address."""
+    index = open_index(made)
+    memory, offsets = first_shard(index)
+    changed = getattr(index.table, column).copy()
+    changed[3] += change
+    lying = replace(index, table=replace(index.table, **{column: changed}))
+    with pytest.raises(ValueError, match="beyond its memory"):
+        verifier_of(lying, memory, 0, offsets)
+    offsets[7] = memory.size - 10
+    with pytest.raises(ValueError, match="beyond its memory"):
+        verifier_of(index, memory, 0, offsets)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
+    index = open_index(made)
+    memory, offsets = first_shard(index)
+    changed = index.table.member_offset.copy()
+    changed[3] += 700
+    lying = replace(index, table=replace(index.table, member_offset=changed))
+    verifier = verifier_of(lying, memory, 0, offsets)
+    verifier.job.update()
+    sample = int(np.searchsorted(index.table.member_first, 3, side="right")) - 1
+    assert sample in verifier.unverified_rows()
 
 
 @pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
 @pytest.mark.usefixtures("way")
-def test_samples_are_sound_where_all_that_is_compared_is(made: Path, names: list[str]) -> None:
-    """Whatever fields they have, in whatever order they were put down, around the end of the ring."""
-    index = wt.index(made)
+def test_samples_are_verified_if_all_needed_fields_are_sound(made: Path, names: list[str]) -> None:
+    """Samples with different fields, in reverse order in the memory."""
+    index = open_index(made)
     whole = Path(index.shards[0].path).read_bytes()
-    number, count, place, table, memory = 5, 12, 17, index.table, Memory(100_000)
+    number, count, table, memory = 5, 12, index.table, Memory(100_000)
     sizes = (table.stop - table.start)[number : number + count][::-1]
     offsets = (sizes.cumsum() - sizes)[::-1]
-    where = np.full(20, -1)
-    where[np.arange(place, place + count) % 20] = offsets
     for i, offset in zip(range(number, number + count), offsets.tolist(), strict=True):
         memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[
             table.start[i] : table.stop[i]
         ]
     extent = int(table.stop[number + count - 1] - table.start[number])
-    found, comparison = compared(
-        table, index.field_mask(names), memory, where, number, count, place
-    )
-    assert found.unverified(np.arange(place, place + count)).all()
-    comparison.update(0, extent)
-    comparison.settle()
-    assert (doubts(found, place, count), found.any_unverified) == ([], False)
+    verifier = verifier_of(index, memory, number, offsets, names)
+    verifier.job.update(0, extent)
+    assert verifier.unverified_rows().tolist() == []
     for name, offset, size in index.members(9):
-        at = int(offsets[9 - number] + offset - table.start[9]) + size // 2
-        memory.view[at] ^= 255
-        found, comparison = compared(
-            table, index.field_mask(names), memory, where, number, count, place
-        )
-        comparison.update(0, extent)
-        comparison.settle()
-        assert doubts(found, place, count) == ([4] if name in names else [])
-        memory.view[at] ^= 255
+        position = int(offsets[9 - number] + offset - table.start[9]) + size // 2
+        memory.view[position] ^= 255
+        verifier = verifier_of(index, memory, number, offsets, names)
+        verifier.job.update(0, extent)
+        assert verifier.unverified_rows().tolist() == ([4] if name in names else [])
+        memory.view[position] ^= 255
 
 
 @pytest.mark.usefixtures("way")
-def test_a_sample_is_compared_when_it_is_whole_and_not_where_it_comes_in_parts(made: Path) -> None:
-    index, memory = wt.index(made), Memory(100_000)
-    shard, table = Path(index.shards[0].path).read_bytes(), index.table
-    memory.view[: len(shard)] = shard
-    where = table.start[:20].copy()
-    found, comparison = compared(table, index.field_mask(None), memory, where, 0, 20)
-    ends = (table.stop[:20] - table.start[0]).tolist()
-    comparison.update(0, ends[3] - 1)
-    assert doubts_so_far(found) == list(range(3, 20))
-    comparison.update(ends[3] - 1, ends[9] + 5)
-    assert doubts_so_far(found) == list(range(10, 20))
-    found, comparison = compared(table, index.field_mask(None), memory, where, 0, 20)
-    middle = (ends[9] + ends[10]) // 2  # of the eleventh
-    first, second = comparison.within(0, middle), comparison.within(middle, ends[19])
+def test_a_sample_is_verified_when_it_is_complete(made: Path) -> None:
+    """A field that comes in two parts is not verified."""
+    index = open_index(made)
+    memory, offsets = first_shard(index)
+    ends = (index.table.stop[:20] - index.table.start[0]).tolist()
+    verifier = verifier_of(index, memory, 0, offsets)
+
+    def unverified() -> list[int]:
+        return sorted(set(verifier.unverified_rows().tolist()))
+
+    verifier.job.update(0, ends[3] - 1024)  # of padding and a part of the last field
+    assert unverified() == list(range(3, 20))
+    verifier.job.update(ends[3] - 1024, ends[9] + 5)
+    assert unverified() == list(range(10, 20))
+    verifier = verifier_of(index, memory, 0, offsets)
+    _, field_offset, size = index.members(10)[0]
+    middle = field_offset + size // 2 - int(index.table.start[0])
+    first, second = verifier.job.within(0, middle), verifier.job.within(middle, ends[19])
     second.update(0, ends[19] - middle)
     first.update(0, middle)
-    assert doubts_so_far(found) == [10]
-    comparison.settle()
-    assert found.any_unverified
+    assert unverified() == [10]
 
 
-def doubts_so_far(found: VerifiedRing) -> list[int]:
-    return np.flatnonzero(found.unverified(np.arange(20))).tolist()
-
-
-@pytest.mark.usefixtures("way")
-def test_what_is_read_once_more_into_the_same_places_is_not_believed(made: Path) -> None:
-    index, memory = wt.index(made), Memory(100_000)
-    shard = Path(index.shards[0].path).read_bytes()
-    memory.view[: len(shard)] = shard
-    found, comparison = compared(
-        index.table, index.field_mask(None), memory, index.table.start[:20].copy(), 0, 20
-    )
-    comparison.update(0, len(shard))
-    comparison.settle()
-    assert not found.any_unverified
-    found.not_compared(4, 3)
-    assert doubts(found, 0, 20) == [4, 5, 6]
+def test_a_ring_keeps_the_last_record_of_each_place() -> None:
+    ring = VerifiedRing(20)
+    ring.record(np.arange(10), np.zeros(0, np.int64))
+    assert not ring.any_unverified
+    ring.record(np.arange(10, 14), np.array([1, 3]))
+    ring.record(np.arange(4, 7))
+    assert ring.any_unverified
+    assert np.flatnonzero(ring.unverified(np.arange(20))).tolist() == [4, 5, 6, 11, 13]
+    assert ring.unverified(np.array([24, 33, 34])).tolist() == [True, True, False]
+    ring.record(np.arange(4, 12), np.array([0]))
+    assert np.flatnonzero(ring.unverified(np.arange(20))).tolist() == [4, 13]

@@ -262,14 +262,14 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
         begun, held = [0], []
         for step, _ in enumerate(loader):
-            reader = loader._pipeline.reader  # type: ignore[union-attr]
-            with reader._lock:
-                assert reader._changed.wait_for(
-                    lambda r=reader: r._paused or len(r._runs) != 1, timeout=30
+            state = loader._pipeline.reader._run.state  # type: ignore[union-attr]
+            with state.lock:
+                assert state.changed.wait_for(
+                    lambda s=state: s.paused or len(s.lanes) != 1, timeout=30
                 )  # type: ignore[misc]
-                if len(reader._runs) != 1:  # at the end the next epoch is begun
+                if len(state.lanes) != 1:  # at the end the next epoch is begun
                     break
-                begun.append(reader._runs[0][0].begun)
+                begun.append(state.lanes[0][0].begun)
                 held.append(begun[-1] - 4 * (step + 1))
         loader.close()
     ranges = np.diff(begun[1:]) // 10  # of ten samples

@@ -16,7 +16,7 @@ from wdstrain.errors import SampleError
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
 from wdstrain.order.plan import Order
-from wdstrain.reader.reader import Batch
+from wdstrain.reader.reader import CollectedBatch
 from wdstrain.shards.index import Ints
 
 
@@ -46,7 +46,7 @@ class BatchAssembler:
         self._seeded = isinstance(parts.workers, WorkerProcesses)
 
     def assemble(
-        self, result: Result, batch: Batch, keys: list[str], plan: Order
+        self, result: Result, batch: CollectedBatch, keys: list[str], plan: Order
     ) -> tuple[dict[str, Any], BatchInfo]:
         """Return the batch and its counts. keys: of its samples.
 
@@ -80,7 +80,7 @@ class BatchAssembler:
 
     # --- bad samples ------------------------------------------------------------------------------
 
-    def _repair(self, result: Result, batch: Batch, epoch: int) -> Result:
+    def _repair(self, result: Result, batch: CollectedBatch, epoch: int) -> Result:
         """Return the batch after its bad samples were read again or replaced.
 
         Raises SampleError if a bad sample is left.
@@ -96,7 +96,7 @@ class BatchAssembler:
             raise SampleError(self._message(batch, left))
         return result
 
-    def _reread(self, failed: Result, batch: Batch, epoch: int) -> Result:
+    def _reread(self, failed: Result, batch: CollectedBatch, epoch: int) -> Result:
         """Return the batch decoded again, after its damaged samples were read past any cache."""
         parts = self._parts
         damaged = batch.ids[[bad.row for bad in failed.bad if bad.reason == MISMATCH]]
@@ -115,7 +115,7 @@ class BatchAssembler:
             parts.decoder, failed, task, batch.offset, seeded=self._seeded
         )
 
-    def _message(self, batch: Batch, left: list[BadSample]) -> str:
+    def _message(self, batch: CollectedBatch, left: list[BadSample]) -> str:
         """Return the error message for the bad samples of a batch that are not replaced."""
         sentence = self._finding(batch, left[0]).sentence
         if left[0].whole_batch:
@@ -125,7 +125,7 @@ class BatchAssembler:
             return f'{sentence}{count} on_bad="replace" goes on without it.'
         return f"{sentence}{count} No good sample was found near it to take its place."
 
-    def _finding(self, batch: Batch, bad: BadSample) -> Finding:
+    def _finding(self, batch: CollectedBatch, bad: BadSample) -> Finding:
         """Return where a bad sample of a batch is and what is wrong with it."""
         number = int(batch.ids[bad.row])
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]

@@ -9,7 +9,7 @@ from wdstrain.decode.task import Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.task_blocks import TaskBlock
-from wdstrain.reader.reader import Batch
+from wdstrain.reader.reader import CollectedBatch
 from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.storage.prefetch import ReadStopped
@@ -33,7 +33,7 @@ class BatchStream:
         self.is_interrupted = False
         self._parts = parts
         # By batch number, the samples and keys of the batches in flight.
-        self._pending: dict[int, tuple[Batch, list[str]]] = {}
+        self._pending: dict[int, tuple[CollectedBatch, list[str]]] = {}
         self._batch_number = 0  # of the next batch; counts from the start
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
@@ -41,10 +41,10 @@ class BatchStream:
     def tasks(self) -> Iterator[Task]:
         """Yield the tasks of all batches, each once its samples are read.
 
-        The reader must have started. Raises ReadStopped if it is stopped.
+        The reader must have started. Raises ReadStopped if its run is cancelled.
         """
-        reader, totals = self._parts.reader, self._parts.totals
-        begun, waited = time.perf_counter(), reader.shuffle_seconds
+        read, totals = self._parts.reader.stats, self._parts.totals
+        begun, waited = time.perf_counter(), read.shuffle_seconds
         for batch_number, (block, steps, number) in enumerate(self._steps()):
             try:
                 task = self._task(block, steps, number, batch_number)
@@ -53,12 +53,12 @@ class BatchStream:
             except WdstrainError as error:
                 self._error = error
                 return
-            waited = reader.shuffle_seconds - waited
+            waited = read.shuffle_seconds - waited
             totals.parse_seconds += time.perf_counter() - begun - waited
             yield task
-            begun, waited = time.perf_counter(), reader.shuffle_seconds
+            begun, waited = time.perf_counter(), read.shuffle_seconds
 
-    def next(self, results: Iterator[Result]) -> tuple[Result, Batch, list[str]]:
+    def next(self, results: Iterator[Result]) -> tuple[Result, CollectedBatch, list[str]]:
         """Return the next decoded batch, with its samples and their keys.
 
         results: of the decoders for `tasks`. They refer to this object, so it does not keep them.
@@ -103,7 +103,7 @@ class BatchStream:
         thread: identity of the thread that waits for a batch. Runs in the watchdog's thread.
         """
         parts = self._parts
-        reading = parts.reader.behind()
+        reading = parts.reader.describe_wait()
         if reading is not None:
             return f"Stage read: {reading}"
         progress = parts.workers.progress
@@ -146,7 +146,7 @@ class BatchStream:
     @property
     def _seconds_before_decoding(self) -> float:
         """Seconds in which the loop's thread built tasks or waited for samples."""
-        return self._parts.totals.parse_seconds + self._parts.reader.shuffle_seconds
+        return self._parts.totals.parse_seconds + self._parts.reader.stats.shuffle_seconds
 
     def _steps(self) -> Iterator[tuple[TaskBlock, StepBlock, int]]:
         """Yield for each batch a block of tasks, its steps, and the batch's number in the block."""

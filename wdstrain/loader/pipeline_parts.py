@@ -15,8 +15,11 @@ from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder, Workers
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.plan import Order
-from wdstrain.reader.reader import Reader, batches_begun
-from wdstrain.reader.slot_sink import SlotSink, direct_fields
+from wdstrain.reader.direct_fields import direct_fields
+from wdstrain.reader.limits import batches_begun
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.resources import ReadOptions
+from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
 
@@ -116,17 +119,14 @@ def build_parts(
     begun = batches_begun(index, plan, rank, ahead) if direct else 0
     slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE_SLOTS)
     sink = SlotSink(index, direct.values(), slots, replaces) if direct else None
-    reader = Reader(
-        index,
-        plans,
-        rank,
+    read_options = ReadOptions(
         ahead=ahead,
         in_flight=busy + 1,
         needed_fields=needed,
         skip_unreadable=replaces,
         cache=options.cache,
-        slot_sink=sink,
     )
+    reader = Reader(index, plans, rank, read_options, sink)
     settings = DecoderSettings(
         field_names=index.fields,
         layout=layout,

@@ -220,7 +220,7 @@ class TaskBuilder:
 
     def _size(self, number: int) -> int:
         whole = int(self._index.table.stop[number] - self._index.table.start[number])
-        return whole - (self._landing.bytes if self._landing is not None else 0)
+        return whole - (self._landing.bytes_elsewhere if self._landing is not None else 0)
 
     def _read(self, number: int, into: memoryview) -> None:
         """Read what of a sample is in the arena."""

@@ -6,18 +6,19 @@ samples. A block covers at least a shuffle window, and a read is a slice of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from wdstrain.order.plan import Order
 from wdstrain.reader.slot_scatter import SlotScatter
-from wdstrain.reader.slot_sink import SlotSink
 from wdstrain.shards.index import Index, Ints
 from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
 GAP = 4 << 20  # bytes; a gap up to this size between two samples is read and discarded
+READ_TOGETHER = 32 << 20  # most bytes of one read of arrays that go straight into batches
 _LOCAL, _REMOTE = 16 << 20, 4 << 20  # most bytes of one read; several remote reads are in flight
 
 
@@ -50,13 +51,13 @@ class ReadBlock(NamedTuple):
         cls,
         index: Index,
         plan: Order,
-        rank: int,
         lane: int,
         start: int,
-        sink: SlotSink | None,
+        destinations: Callable[[int, Ints], SlotScatter | None],
     ) -> ReadBlock:
         """Return the block from place `start` on.
 
+        destinations: returns `scatter` for a first place and the ids from there on.
         It has more places than one read takes, or all the rest of the lane.
         """
         end = plan.lane_places(lane)
@@ -67,8 +68,7 @@ class ReadBlock(NamedTuple):
         is_break = (np.diff(ids) != 1) | other_shard | (starts[1:] - stops[:-1] > GAP)
         due = plan.due(lane, start, stop)
         breaks = start + np.append(np.flatnonzero(is_break), stop - start - 1)
-        scatter = None if sink is None else sink.scatter(plan, rank, lane, start, ids)
-        return cls(start, end, due, ids, starts, stops, breaks, scatter)
+        return cls(start, end, due, ids, starts, stops, breaks, destinations(start, ids))
 
     def covers_read(self, place: int) -> bool:
         """Return whether the block has all places of a read from `place` on, and the next one."""

@@ -128,14 +128,14 @@ class SlotScatter(NamedTuple):
         checked = start[:, :-1].reshape(count, width, 2)[..., :kinds] + self.checked_start
         start += self.start
         memory_index = np.tile(np.arange(kinds), count * width)
-        stops = (self.complete_at - self.starts[0]).reshape(-1)
         checksums = ChecksumJob(
             memories,
             memory_index,
             checked.reshape(-1),
             self.checked_size.reshape(-1),
-            stops,
-            memory_index == 1,
+            self.complete_at.reshape(-1),
+            first_byte=int(self.starts[0]),
+            joined=memory_index == 1,
         )
         scatter_list = scatter_samples(
             memories, self.memory_index, start, self.size, self.starts, self.stops, checksums
