@@ -545,27 +545,32 @@ def _mutated_part(data: bytes, random: Random) -> bytes:
 
 
 def _mutated_arrays(data: bytes, random: Random) -> bytes:
-    """An Arrow file with odd bytes, with an odd number in a column, or with an odd head."""
-    draw = random.random()
-    try:
-        reader = pa.ipc.open_file(pa.BufferReader(data))
-        batch, metadata = reader.get_batch(0), reader.schema.metadata[b"wdstrain"]
-    except (pa.ArrowException, OSError, TypeError, KeyError):
-        return data
-    if draw < 0.3:
-        damaged = bytearray(data)
-        at = random.randrange(len(data) // 8) * 8
-        damaged[at : at + 8] = struct.pack("<q", random.choice(_NUMBERS))
-        return bytes(damaged)
-    if draw < 0.6 and metadata.startswith(b"{"):
-        metadata = json.dumps(_with_odd(json.loads(metadata), random)).encode()
+    """An Arrow file with an odd number in a column, with an odd head, or with odd bytes."""
+    if random.random() < 0.7:
+        with suppress(
+            pa.ArrowException, OSError, TypeError, LookupError, ValueError, OverflowError
+        ):
+            return _rewritten(data, random)  # fails for a file that is damaged already
+    damaged = bytearray(data.ljust(8, b"\0"))
+    at = random.randrange(len(damaged) // 8) * 8
+    damaged[at : at + 8] = struct.pack("<q", random.choice(_NUMBERS))
+    return bytes(damaged)
+
+
+def _rewritten(data: bytes, random: Random) -> bytes:
+    """A whole Arrow file with an odd number in a column or with an odd head."""
+    reader = pa.ipc.open_file(pa.BufferReader(data))
+    batch, metadata = reader.get_batch(0), reader.schema.metadata[b"wdstrain"]
+    batch.validate(full=True)
+    if random.random() < 0.4 and metadata.startswith(b"{"):
+        with suppress(RecursionError):
+            metadata = json.dumps(_with_odd(json.loads(metadata), random)).encode()
     else:
         whole = [n for n, kind in enumerate(batch.schema.types) if pa.types.is_integer(kind)]
-        place, row = random.choice(whole), random.randrange(batch.num_rows)
+        place, row = random.choice(whole or [0]), random.randrange(batch.num_rows)
         values, kind = batch.column(place).to_pylist(), batch.schema.types[place]
         values[row] = random.choice([None, *_NUMBERS])
-        with suppress(pa.ArrowInvalid, OverflowError):
-            batch = batch.set_column(place, batch.schema.names[place], pa.array(values, kind))
+        batch = batch.set_column(place, batch.schema.names[place], pa.array(values, kind))
     sink = pa.BufferOutputStream()
     schema = batch.schema.with_metadata({b"wdstrain": metadata})
     with pa.ipc.new_file(sink, schema) as writer:
@@ -574,6 +579,13 @@ def _mutated_arrays(data: bytes, random: Random) -> bytes:
     return made
 
 
+_TABLE = tuple(  # what reads an index's table
+    f"wdstrain.shards.index_table:{name}"
+    for name in (
+        *("from_batch", "_check_schema", "_check_shards", "_checked", "_check_field"),
+        *("_numbers", "_field", "_key_bytes", "_members"),
+    )
+)
 _NUMBERS = (-1, 0, 1, 2, 512, 4096, 6000, 1 << 31, 1 << 62, (1 << 63) - 1, -(1 << 63))
 
 
@@ -1165,7 +1177,7 @@ TARGETS = {
         Target("salvage", run_salvage, _tar_seeds, ("wdstrain.verifying.salvage", "wdstrain.verifying.search"), (), _mutated_tar),
         Target("rescue", run_rescue, lambda: _tar_seeds()[:1], ("wdstrain.verifying.rescue", "wdstrain.verifying.survey"), (), _mutated_tar),
         Target("index", run_index, _index_seeds, ("wdstrain.shards.index_io", "wdstrain.shards.resolve"), (SPLIT,), _mutated_index),
-        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", "wdstrain.shards.index_table"), (), _mutated_part),
+        Target("part", run_part, _part_seeds, ("wdstrain.shards.index_io:unpack_part", "wdstrain.shards.index_io:_batch", *_TABLE), (), _mutated_part),
         Target("http", run_http, _http_seeds, ("wdstrain.storage.http", "wdstrain.storage.http_response"), _HTTP_WORDS, None, 4096),
         Target("request", run_request, _request_seeds, ("wdstrain.serving.asking", "wdstrain.serving.answering"), _REQUEST_WORDS, None, 4096),
         Target("label", run_label, _label_seeds, ("wdstrain.decode.label_fields:Label", "wdstrain.decode.label_fields:Labels", "wdstrain.decode.label_fields:Number", "wdstrain.shards.values:scalar", "wdstrain.decode.label_fields:_whole"), (b'{"n": ',), None, 512),
