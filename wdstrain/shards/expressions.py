@@ -75,41 +75,48 @@ _LONGEST = 10_000  # characters of a condition
 _METHODS = ("startswith", "endswith", "lower")
 
 
+def parse(text: str, more: tuple[type, ...] = ()) -> ast.expr:
+    """Return the syntax tree of a condition.
+
+    more: kinds of nodes that are allowed besides the usual ones. Raises UsageError for text that is
+    not a valid condition, or that uses or calls anything else.
+    """
+    if len(text) > _LONGEST:
+        raise UsageError(
+            f"a condition of {len(text)} characters is too long; {_LONGEST} is the limit. Shorten it."
+        )
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(
+            f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640"
+        ) from None
+    for node in ast.walk(tree):
+        if not isinstance(node, (*_KNOWN, *more)):
+            raise UsageError(
+                f"{text!r} uses {type(node).__name__}, which is not allowed in a condition. "
+                f"Use comparisons, and, or, not, in, + - * / %, and names of fields."
+            )
+        if isinstance(node, ast.Call) and not _is_known_call(node):
+            raise UsageError(
+                f"{text!r} calls a function that is not allowed in a condition. "
+                f"Use only len(), .startswith(), .endswith() and .lower()."
+            )
+    return tree
+
+
 class Expression:
     """A condition on a sample."""
 
     def __init__(self, text: str) -> None:
         """Parse a condition. Raises UsageError for text that is not a valid condition."""
         self.text = text
-        try:
-            self._tree = (
-                ast.parse(text.strip(), mode="eval").body if len(text) <= _LONGEST else None
-            )
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise UsageError(
-                f"{text!r} is no condition ({error}). Write for example: cls < 3 and json.width > 640"
-            ) from None
-        if self._tree is None:
-            raise UsageError(
-                f"a condition of {len(text)} characters is too long; {_LONGEST} is the limit. Shorten it."
-            )
-        for node in ast.walk(self._tree):
-            if not isinstance(node, _KNOWN):
-                raise UsageError(
-                    f"{text!r} uses {type(node).__name__}, which is not allowed in a condition. "
-                    f"Use comparisons, and, or, not, in, + - * / %, and names of fields."
-                )
-            if isinstance(node, ast.Call) and not _is_known_call(node):
-                raise UsageError(
-                    f"{text!r} calls a function that is not allowed in a condition. "
-                    f"Use only len(), .startswith(), .endswith() and .lower()."
-                )
+        self._tree = parse(text)
 
     @property
     def names(self) -> set[str]:
         """The fields that the condition names, by the first part of their names."""
-        nodes = ast.walk(self._tree) if self._tree is not None else ()
-        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names = {node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)}
         return names - {"key", "shard", "split", "size", "has", "len"}
 
     def holds(self, sample: Mapping[str, bytes], **about: str) -> bool:

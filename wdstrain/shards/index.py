@@ -8,23 +8,27 @@ makes indexes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from wdstrain.errors import ShardError, UsageError
 from wdstrain.report import charts
 from wdstrain.report.printing import printable
 from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
+from wdstrain.shards.conditions import matching
 from wdstrain.shards.index_table import to_table
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
-from wdstrain.storage.local import ShardFile
+from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
+from wdstrain.storage.local import ShardFile, open_source
 from wdstrain.storage.remote import is_remote, name_of, redacted
 
 
@@ -319,6 +323,71 @@ class Index:
             shard_labels=shard_labels,
             is_selection=True,
         )
+
+    def where(self, condition: str) -> Index:
+        """Return the samples for which a condition on the columns holds; see `conditions`.
+
+        Raises UsageError for a condition that is not valid, or that holds for no sample.
+        """
+        ids = np.flatnonzero(matching(self, condition))
+        if not len(ids):
+            raise UsageError(
+                f"{condition!r} holds for none of {len(self)} samples. Look at the values: wdstrain info"
+            )
+        return self.take(ids)
+
+    def sample(self, amount: float, *, seed: int = 0) -> Index:
+        """Return a random choice: a share (float in (0, 1]) or a number of samples (int)."""
+        return self.take(sample_ids(len(self), amount, seed))
+
+    def split(
+        self,
+        shares: Mapping[str, float],
+        *,
+        by: str | None = None,
+        stratify: str | None = None,
+        seed: int = 0,
+    ) -> dict[str, Index]:
+        """Return a random part of the samples for each name; together they are all samples.
+
+        shares: share of each part; they add up to 1. by: a column; samples with the same value stay
+        in one part, and the shares are met as nearly as whole groups allow. stratify: a column;
+        each of its values is shared out alike.
+        """
+        parts = split_ids(self, shares, by, stratify, seed)
+        return {name: self.take(ids) for name, ids in parts.items()}
+
+    def folds(
+        self, count: int, *, by: str | None = None, stratify: str | None = None, seed: int = 0
+    ) -> Iterator[tuple[Index, Index]]:
+        """Return `count` pairs (training, validation) for cross-validation; see `split`.
+
+        Each sample is in the validation part of one pair, and in the training part of the others.
+        """
+        folds = fold_ids(self, count, by, stratify, seed)
+        return ((self.take(outside), self.take(inside)) for outside, inside in folds)
+
+    def __getitem__(self, key: str | int) -> dict[str, Any]:
+        """Return one sample: {"__key__": key, field: bytes}. key: its key, or its number.
+
+        Raises KeyError for an unknown key, IndexError for a number out of range, and ShardError if
+        its shard has changed or its bytes are damaged.
+        """
+        number = number_of(self, key)
+        shard = self.shards[int(self.shard_of(np.array([number]))[0])]
+        crcs = self.offsets.member_crc[slice(*self.offsets.member_first[number : number + 2])]
+        sample: dict[str, Any] = {"__key__": self.key(number)}
+        with open_source(shard.path, shard.bytes, self.expected_state(shard)) as source:
+            for i, (name, offset, size) in enumerate(self.members(number)):
+                data = bytearray(size)
+                source.read_into([memoryview(data)], offset)
+                if len(crcs) and crcs[i] and crc32(data) != crcs[i]:
+                    raise ShardError(
+                        f"{shard.shown}: the field {name} of sample {printable(sample['__key__'])} at "
+                        f"offset {offset} is not what was packed (crc32). See: wdstrain verify"
+                    )
+                sample[name] = bytes(data)
+        return sample
 
     @cached_property
     def table(self) -> pa.Table:

@@ -42,7 +42,7 @@ def to_table(
     codes = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
     names = pa.array([_utf8(shard.name) for shard in shards], pa.string())
     arrays = {
-        "key": _keys(offsets),
+        "key": key_array(offsets),
         "shard": pa.DictionaryArray.from_arrays(pa.array(codes), names),
         "offset": pa.array(offsets.start),
         "size": pa.array(offsets.stop - offsets.start),
@@ -50,13 +50,30 @@ def to_table(
     for name, parts in zip(fields, _field_arrays(offsets, len(fields)), strict=True):
         for (part, _), array in zip(_PARTS, parts, strict=True):
             arrays[f"{_utf8(name)}.{part}"] = array
-    named: list[tuple[str, pa.Array]] = list(arrays.items())
-    taken = set(arrays)
+    arrays |= {name: column.values for name, column in named_columns(fields, columns).items()}
+    return pa.table(arrays)
+
+
+def named_columns(fields: Sequence[str], columns: Iterable[Column]) -> dict[str, Column]:
+    """Return the label columns by their names in the table, in order. fields: of the samples."""
+    taken = {*_BASE, *(f"{_utf8(name)}.{part}" for name in fields for part, _ in _PARTS)}
+    named: dict[str, Column] = {}
     for column in columns:
         name = free_name(column.name, taken)
         taken.add(name)
-        named.append((name, column.values))
-    return pa.table([array for _, array in named], names=[name for name, _ in named])
+        named[name] = column
+    return named
+
+
+def key_array(offsets: Offsets) -> pa.Array:
+    """Return the keys as text, or as bytes if any of them is not UTF-8."""
+    buffers = [None, pa.py_buffer(offsets.key_first), pa.py_buffer(offsets.keys)]
+    keys = pa.Array.from_buffers(pa.large_string(), len(offsets), buffers)
+    try:
+        keys.validate(full=True)
+    except pa.ArrowInvalid:
+        keys = pa.Array.from_buffers(pa.large_binary(), len(offsets), buffers)
+    return keys
 
 
 def free_name(name: str, taken: Iterable[str]) -> str:
@@ -120,17 +137,6 @@ def from_batch(
 def _utf8(text: str) -> str:
     """Return a name as Arrow can hold it: bytes that are not UTF-8 are written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _keys(offsets: Offsets) -> pa.Array:
-    """Return the keys as text, or as bytes if any of them is not UTF-8."""
-    buffers = [None, pa.py_buffer(offsets.key_first), pa.py_buffer(offsets.keys)]
-    keys = pa.Array.from_buffers(pa.large_string(), len(offsets), buffers)
-    try:
-        keys.validate(full=True)
-    except pa.ArrowInvalid:
-        keys = pa.Array.from_buffers(pa.large_binary(), len(offsets), buffers)
-    return keys
 
 
 def _field_arrays(offsets: Offsets, count: int) -> Iterator[tuple[pa.Array, pa.Array, pa.Array]]:

@@ -1,0 +1,261 @@
+"""Choosing samples by conditions on columns, by share, in splits and folds, and by key."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_tar
+
+KINDS = ["Other", "Pants", "Shirts"]
+ROWS: list[dict[str, Any]] = [
+    {
+        "kind": KINDS[n % 3],
+        "kids": n % 4 == 0 if n % 7 else None,
+        "price": n / 4 if n % 5 else None,
+        "year": 2000 + n,
+        "tags": ["a", "b"][: n % 3],
+        "code": f"{n:05d}",
+        "sender_id": f"s{n // 6}",
+        "size": n % 10,
+        "two words": n % 2,
+    }
+    for n in range(60)
+]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 samples in six shards. Some lack `kids`, `price` or the field txt."""
+    out = tmp_path_factory.mktemp("selection") / "out"
+    samples = [
+        {"__key__": f"k{n:03d}", "bin": bytes(n), "cls": n % 2, "json": row}
+        | ({"txt": "t"} if n % 5 else {})
+        for n, row in enumerate(ROWS)
+    ]
+    labels = [wt.Label("kind", "class", "json", "kind", tuple(KINDS))]
+    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=10)
+    return out
+
+
+@pytest.fixture(scope="module")
+def index(packed: Path) -> wt.Index:
+    return wt.open(packed)
+
+
+def keys(index: wt.Index) -> list[str]:
+    return index.keys(np.arange(len(index)))
+
+
+Row = dict[str, Any]
+CONDITIONS: list[tuple[str, Callable[[int, Row], Any]]] = [
+    ("kids and kind != 'Other'", lambda n, r: r["kids"] and r["kind"] != "Other"),
+    ("kids is None", lambda n, r: r["kids"] is None),
+    ("kids is not None and not kids", lambda n, r: r["kids"] is False),
+    ("not kids", lambda n, r: r["kids"] is False),
+    ("not kids or price > 10", lambda n, r: r["kids"] is False or (r["price"] or 0) > 10),
+    ("kids == 1 or kids == False", lambda n, r: r["kids"] is not None),
+    ("kind == 1", lambda n, r: r["kind"] == "Pants"),
+    ("json.kind in ['Pants', 'Shirts']", lambda n, r: r["kind"] in KINDS[1:]),
+    ("kind not in (0, 'Pants')", lambda n, r: r["kind"] == "Shirts"),
+    ("kind.startswith('P') or kind.endswith('r')", lambda n, r: r["kind"] != "Shirts"),
+    ("kind.lower() == 'pants'", lambda n, r: r["kind"] == "Pants"),
+    ("price < 3.5", lambda n, r: r["price"] is not None and r["price"] < 3.5),
+    ("2010 <= year < 2020", lambda n, r: 2010 <= r["year"] < 2020),
+    ("year % 7 == 3 and -year < 0", lambda n, r: r["year"] % 7 == 3),
+    ("-year % 7 == 3", lambda n, r: -r["year"] % 7 == 3),
+    ("(year - 2000) / 4 == price", lambda n, r: r["price"] is not None),
+    ("year + 1 > 2 * 1005", lambda n, r: r["year"] + 1 > 2010),
+    ("'b' in tags", lambda n, r: "b" in r["tags"]),
+    ("'b' not in tags", lambda n, r: "b" not in r["tags"]),
+    ("tags and len(tags) < 2", lambda n, r: r["tags"] == ["a"]),
+    ("'003' in code", lambda n, r: "003" in r["code"]),
+    ("code == '00017'", lambda n, r: r["code"] == "00017"),
+    ("len(code) == 5 and code + 'x' >= '00050x'", lambda n, r: n >= 50),
+    ("json.size == 3", lambda n, r: r["size"] == 3),
+    ("label.size == 3", lambda n, r: r["size"] == 3),
+    ("`two words` == 1", lambda n, r: r["two words"] == 1),
+    ("json['two words'] == 1", lambda n, r: r["two words"] == 1),
+    ("'`' not in code and `two words`", lambda n, r: r["two words"]),
+    ("size.bin > 30", lambda n, r: n > 30),
+    ("has.txt", lambda n, r: n % 5),
+    ("not has.txt", lambda n, r: not n % 5),
+    ("has.price", lambda n, r: r["price"] is not None),
+    ("key == 'k007' or key > 'k055'", lambda n, r: n == 7 or n > 55),
+    ("shard.endswith('00002.tar')", lambda n, r: n // 10 == 2),
+    ("cls == 1", lambda n, r: n % 2),
+    ("size > 0 and split == 'train'", lambda n, r: True),
+    ("1 < 2 and True", lambda n, r: True),
+]
+
+
+@pytest.mark.parametrize(("condition", "holds"), CONDITIONS, ids=[text for text, _ in CONDITIONS])
+def test_a_condition_chooses_what_python_would(
+    index: wt.Index, condition: str, holds: Callable[[int, Row], Any]
+) -> None:
+    wanted = [f"k{n:03d}" for n, row in enumerate(ROWS) if holds(n, row)]
+    assert wanted
+    assert keys(index.where(condition)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("colour == 1", "there is no column 'colour'. Columns: "),
+        ("json.colour == 1", "wdstrain index --columns json.colour"),
+        ("year < 'x'", "a number with a text cannot be compared"),
+        ("code < 3", "a text with a number cannot be compared"),
+        ("kind == 'Othr'", "there is no class 'Othr'. Classes: Other, Pants, Shirts"),
+        ("tags == 'a'", "a list with a text cannot be compared"),
+        ("kids == None", "compared with is or is not"),
+        ("kind", "Compare it with a value"),
+        ("open('x')", "calls a function"),
+        ("kind.upper() == 'X'", "calls a function"),
+        ("(lambda: 1)()", "not allowed in a condition"),
+        ("[x for x in tags]", "not allowed in a condition"),
+        ("year / 0 > 1", "divides by 0"),
+        ("year % (year - 2000) == 1", "divides by 0"),
+        ("year * 9223372036854775807 > 1", "overflow"),
+        ("year == 1e400 * 10 ** 3", "not allowed in a condition"),
+        ("code + 1 == 3", "a text, not a number"),
+        ("year in []", "the list is empty"),
+        ("year in [code]", "no constant"),
+        ("year ==", "is no condition"),
+        ("", "is no condition"),
+        ("kids and year > 9999", "holds for none of 60 samples"),
+        ("9" * 30 + " < year", "cannot be evaluated"),
+        ("not " * 5000 + "kids", "is too long"),
+        ("-" * 4000 + "year > 3", ""),
+        ("''.startswith(key)", "no constant"),
+        ("`` == 3", ""),
+    ],
+)
+def test_a_wrong_condition_gets_one_clear_error(
+    index: wt.Index, condition: str, message: str
+) -> None:
+    with pytest.raises(wt.UsageError) as caught:
+        index.where(condition)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_selection_of_a_selection(index: wt.Index) -> None:
+    small = index.where("year >= 2020").where("kind == 'Pants'").sample(5, seed=3)
+    assert len(small) == 5
+    chosen = [int(key[1:]) for key in keys(small)]
+    assert chosen == sorted(chosen)
+    assert all(n >= 20 and n % 3 == 1 for n in chosen)
+    assert [row["year"] for row in small.table.to_pylist()] == [2000 + n for n in chosen]
+
+
+def test_a_share_is_exact_and_follows_its_seed(index: wt.Index) -> None:
+    tenth = index.sample(0.1, seed=0)
+    assert len(tenth) == 6
+    assert keys(tenth) == keys(index.sample(6, seed=0)) == keys(index.sample(0.1, seed=0))
+    assert keys(tenth) != keys(index.sample(0.1, seed=1))
+    assert keys(index.sample(1.0)) == keys(index)
+
+
+@pytest.mark.parametrize("amount", [0, 0.0, 1.5, -1, 61, True, math.nan, "x", 0.001])
+def test_a_share_that_cannot_be(index: wt.Index, amount: Any) -> None:
+    with pytest.raises(wt.UsageError):
+        index.sample(amount)
+
+
+def test_parts_are_everything_once(index: wt.Index) -> None:
+    parts = index.split({"train": 0.8, "val": 0.1, "test": 0.1}, seed=1)
+    assert {name: len(part) for name, part in parts.items()} == {"train": 48, "val": 6, "test": 6}
+    assert sorted(key for part in parts.values() for key in keys(part)) == keys(index)
+    other = index.split({"train": 0.8, "val": 0.1, "test": 0.1}, seed=2)
+    assert keys(other["train"]) != keys(parts["train"])
+
+
+def test_a_stratified_part_has_its_share_of_every_class(index: wt.Index) -> None:
+    for name in ("kind", "json.two words", "cls"):
+        parts = index.split({"train": 0.9, "val": 0.1}, stratify=name, seed=0)
+        assert len(parts["val"]) == 6
+        column = {"kind": "kind", "json.two words": "two words", "cls": "label"}[name]
+        counts = Counter(row[column] for row in parts["val"].table.to_pylist())
+        assert max(counts.values()) - min(counts.values()) == 0, name
+
+
+@pytest.mark.parametrize("stratify", [None, "kind"])
+def test_a_group_stays_in_one_part(index: wt.Index, stratify: str | None) -> None:
+    parts = index.split({"a": 0.5, "b": 0.3, "c": 0.2}, by="sender_id", stratify=stratify)
+    senders = [{row["sender_id"] for row in p.table.to_pylist()} for p in parts.values()]
+    assert sum(map(len, senders)) == 10
+    assert len(set.union(*senders)) == 10
+    assert [len(part) for part in parts.values()] == [30, 18, 12]
+
+
+@pytest.mark.parametrize("by", [None, "sender_id"])
+@pytest.mark.parametrize("stratify", [None, "kind"])
+def test_each_sample_is_validated_in_one_fold(
+    index: wt.Index, by: str | None, stratify: str | None
+) -> None:
+    seen: list[str] = []
+    for train, val in index.folds(5, by=by, stratify=stratify, seed=4):
+        assert len(val) == 12
+        assert sorted(keys(train) + keys(val)) == keys(index)
+        seen += keys(val)
+    assert sorted(seen) == keys(index)
+
+
+@pytest.mark.parametrize(
+    ("shares", "options", "message"),
+    [
+        ({"a": 0.5, "b": 0.6}, {}, "must add up to 1"),
+        ({"a": 1.2, "b": -0.2}, {}, "above 0"),
+        ({}, {}, "shares by name"),
+        (0.9, {}, "shares by name"),
+        ({"a": 0.999, "b": 0.001}, {}, "'b' gets none of 60"),
+        ({"a": 0.5, "b": 0.5}, {"by": "colour"}, "there is no column 'colour'"),
+        ({"a": 0.5, "b": 0.5}, {"by": "tags"}, "holds lists"),
+        ({"a": math.nan, "b": 0.5}, {}, "above 0"),
+    ],
+)
+def test_shares_that_cannot_be(index: wt.Index, shares: Any, options: Any, message: str) -> None:
+    with pytest.raises(wt.UsageError, match=message):
+        index.split(shares, **options)
+
+
+def test_a_sample_is_found_by_its_key_and_number(packed: Path, index: wt.Index) -> None:
+    assert index["k007"]["bin"] == bytes(7)
+    assert index[7] == index["k007"] == index.where("year > 2005")["k007"]
+    assert index["k005"].keys() == {"__key__", "bin", "cls", "json"}
+    assert index[-1]["__key__"] == "k059"
+    with pytest.raises(KeyError, match="nobody"):
+        index["nobody"]
+    with pytest.raises(IndexError, match="60 samples"):
+        index[60]
+
+
+def test_a_key_of_several_samples(tmp_path: Path) -> None:
+    for number in range(2):
+        write_tar(tmp_path / f"s-{number}.tar", [("same", {"txt": b"%d" % number})])
+    index = wt.open(tmp_path)
+    with pytest.raises(wt.UsageError, match=r"2 samples have the key 'same'.*s-0.tar and s-1.tar"):
+        index["same"]
+    assert index.where("shard == 's-1.tar'")["same"]["txt"] == b"1"
+
+
+def test_a_damaged_sample_is_not_given(packed: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    index = wt.open(copy)
+    (_, offset, _), *_ = [m for m in index.members(30) if m[0] == "bin"]
+    shard = Path(index.shards[3].path)
+    data = bytearray(shard.read_bytes())
+    data[offset] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(wt.ShardError, match=r"bin of sample k030"):
+        index["k030"]

@@ -1,0 +1,186 @@
+"""Which samples a random share, a split or a fold of an index has. Integers only.
+
+A choice is a pure function of the sizes, the columns and the seed: it is the same on every machine
+and for every number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from wdstrain.errors import UsageError
+from wdstrain.order.plan import integer, is_number
+from wdstrain.order.rng import bits
+from wdstrain.shards.conditions import Samples, column_values
+from wdstrain.shards.index_table import key_array
+
+Ints = npt.NDArray[np.int64]
+
+
+def number_of(index: Samples, key: str | int) -> int:
+    """Return the number of the sample with a key, or of the sample at a position.
+
+    Raises KeyError, IndexError, and UsageError for a key that several samples have.
+    """
+    if not isinstance(key, str):
+        number = integer("index", key)
+        if not -len(index) <= number < len(index):
+            raise IndexError(
+                f"sample {number}: there are {len(index)} samples, which count from 0."
+            )
+        return number % len(index)
+    keys = key_array(index.offsets)
+    wanted = key.encode("utf-8", "surrogateescape")
+    scalar = pa.scalar(wanted, pa.large_binary())
+    found = np.flatnonzero(pc.equal(keys.cast(pa.large_binary()), scalar))
+    if not len(found):
+        raise KeyError(f"no sample has the key {key!r}.")
+    if len(found) > 1:
+        shards = [index.shards[i].name for i in index.shard_of(found[:2]).tolist()]
+        raise UsageError(
+            f"{len(found)} samples have the key {key!r}, such as those in {shards[0]} and {shards[1]}. "
+            f"Take one by its number, or choose a shard first: index.where('shard == ...')[{key!r}]"
+        )
+    return int(found[0])
+
+
+def sample_ids(count: int, amount: float, seed: int) -> Ints:
+    """Return a random choice of the ids below `count`, ascending.
+
+    amount: a share (float in (0, 1]) or a number of samples (int >= 1).
+    """
+    seed = integer("seed", seed)
+    if not isinstance(amount, (int, np.integer)):
+        if not is_number(amount):
+            raise UsageError(f"sample({amount!r}): must be a share or a number of samples.")
+        if not 0 < amount <= 1:
+            raise UsageError(f"sample({amount}): a share must be above 0 and at most 1.")
+        wanted = round(float(amount) * count)
+        if not wanted:
+            raise UsageError(
+                f"sample({amount}): this share of {count} samples is no sample. Take a larger one."
+            )
+    else:
+        wanted = integer("sample", amount, 1)
+        if wanted > count:
+            raise UsageError(f"sample({wanted}): there are {count} samples only. Take fewer.")
+    chosen = np.argsort(bits(np.arange(count), "sample", seed), kind="stable")[:wanted]
+    return np.sort(chosen)
+
+
+def split_ids(
+    index: Samples,
+    shares: Mapping[str, float],
+    by: str | None,
+    stratify: str | None,
+    seed: int,
+) -> dict[str, Ints]:
+    """Return the ids of each split, ascending. Every sample is in one of them; see `Index.split`."""
+    seed, parts = integer("seed", seed), _checked(shares)
+    part = _parts(index, list(parts.values()), by, stratify, seed)
+    ids = {name: np.flatnonzero(part == number) for number, name in enumerate(parts)}
+    for name, chosen in ids.items():
+        if not len(chosen):
+            raise UsageError(
+                f"split: {name!r} gets none of {len(index)} samples. Give it a larger share"
+                + (f", or split by smaller groups than those of {by!r}." if by else ".")
+            )
+    return ids
+
+
+def fold_ids(
+    index: Samples, count: int, by: str | None, stratify: str | None, seed: int
+) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the ids (outside, inside) of each of `count` folds of equal size, ascending."""
+    count = integer("folds", count, 2)
+    shares = {str(number): 1 / count for number in range(count)}
+    parts = list(split_ids(index, shares, by, stratify, seed).values())
+    everything = np.arange(len(index))
+    return ((np.setdiff1d(everything, part, assume_unique=True), part) for part in parts)
+
+
+def _checked(shares: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(shares, Mapping) or not len(shares):
+        raise UsageError(
+            f"split({shares!r}): must be shares by name, such as {{'train': 0.9, 'val': 0.1}}."
+        )
+    if not all(is_number(share) and 0 < share <= 1 for share in shares.values()):
+        raise UsageError(f"split({dict(shares)}): each share must be above 0 and at most 1.")
+    if abs(sum(shares.values()) - 1) > 1e-6:
+        raise UsageError(
+            f"split({dict(shares)}): the shares must add up to 1, not {sum(shares.values()):g}."
+        )
+    return {str(name): float(share) for name, share in shares.items()}
+
+
+def _parts(
+    index: Samples, shares: list[float], by: str | None, stratify: str | None, seed: int
+) -> Ints:
+    """Return the number of the split of each sample. int64[n]"""
+    n = len(index)
+    groups = np.arange(n) if by is None else group_codes(index, by)
+    sizes = np.bincount(groups)  # samples of each group
+    order = np.argsort(bits(np.arange(len(sizes)), "split", seed), kind="stable")
+    if stratify is None:
+        middle = np.cumsum(sizes[order]) - (sizes[order] + 1) / 2
+        edges = np.round(np.cumsum(shares[:-1]) * n)
+        dealt: Ints = np.searchsorted(edges, middle, side="right").astype(np.int64)
+    else:
+        strata = group_codes(index, stratify)
+        strata = strata if by is None else _most_common(groups, strata)
+        order = order[np.argsort(strata[order], kind="stable")]
+        dealt = _dealt(n, shares) if by is None else _dealt_groups(sizes[order], shares)
+    part = np.empty(len(sizes), np.int64)
+    part[order] = dealt
+    return np.asarray(part[groups])
+
+
+def _dealt(n: int, shares: list[float]) -> Ints:
+    """Return a split for each of n places, so that any run of places gets nearly its shares."""
+    part, rest, left = np.full(n, len(shares) - 1), np.arange(n), 1.0
+    for number, share in enumerate(shares[:-1]):
+        steps = np.floor(np.arange(len(rest) + 1) * (share / left) + 0.5)
+        chosen = np.diff(steps) > 0
+        part[rest[chosen]] = number
+        rest, left = rest[~chosen], left - share
+    return part
+
+
+def _dealt_groups(sizes: Ints, shares: list[float]) -> Ints:
+    """Return a split for each group in order: always the one that lacks most of its share."""
+    given, total, part = [0] * len(shares), 0, []
+    for size in sizes.tolist():
+        total += size
+        lacking = [share * total - count for share, count in zip(shares, given, strict=True)]
+        part.append(lacking.index(max(lacking)))
+        given[part[-1]] += size
+    return np.array(part, np.int64)
+
+
+def _most_common(groups: Ints, strata: Ints) -> Ints:
+    """Return the most frequent stratum of each group. int64[groups]"""
+    pairs, counts = np.unique(np.stack([groups, strata]), axis=1, return_counts=True)
+    order = np.lexsort((-counts, pairs[0]))
+    first = np.unique(pairs[0][order], return_index=True)[1]
+    return np.asarray(pairs[1][order][first])
+
+
+def group_codes(index: Samples, name: str) -> Ints:
+    """Return a number for each sample, the same for equal values of a column. int64[n]
+
+    Each sample without a value has a number of its own.
+    """
+    values = column_values(index, name)
+    if pa.types.is_list(values.type):
+        raise UsageError(f"column {name!r} holds lists. Group by a column of single values.")
+    if not pa.types.is_dictionary(values.type):
+        values = pc.dictionary_encode(values)
+    missing = np.asarray(values.is_null())
+    codes = np.asarray(pc.fill_null(values.indices, 0)).astype(np.int64)
+    codes[missing] = len(values.dictionary) + np.arange(missing.sum())
+    return np.unique(codes, return_inverse=True)[1].astype(np.int64).reshape(-1)
