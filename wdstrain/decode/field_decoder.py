@@ -60,7 +60,7 @@ class _FieldBatch:
         """columns: arrays of the batch slot, by field name."""
         self.bad = data.find_damaged()  # by row
         self._ids, self._data, self._columns, self._progress = task.ids, data, columns, progress
-        self._draws = uniform(task.ids, DRAWS, "sample", seed, task.epoch)
+        self._draws = uniform(task.draws, DRAWS, "sample", seed, task.epoch)
         self._draws.flags.writeable = False  # all fields of a sample share its numbers
 
     def decode(self, name: str, field: Field) -> list[Any] | None:

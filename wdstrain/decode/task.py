@@ -38,6 +38,7 @@ class Task(NamedTuple):
     ids: int64[b], sample ids.
     keys: keys of the samples; empty unless there is a transform, which gets them.
     unreadable: reason for each row whose sample could not be read.
+    draws: int64[b], numbers of the samples' own random bits; `Order.draws`.
     """
 
     batch_number: int
@@ -47,25 +48,29 @@ class Task(NamedTuple):
     members: Members
     keys: tuple[str, ...]
     unreadable: dict[int, str]
+    draws: Ints
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle arrays as bytes, which takes a quarter of the time of numpy's own way."""
-        arrays = [array.tobytes() for array in (self.ids, *self.members[:-1])]
-        return _unpickle, (self[:3], arrays, self.members.common_fields, self[5:])
+        draws = self.draws[:0] if self.draws is self.ids else self.draws
+        arrays = [array.tobytes() for array in (self.ids, draws, *self.members[:-1])]
+        rest = (self.keys, self.unreadable)
+        return _unpickle, (self[:3], arrays, self.members.common_fields, rest)
 
 
-_DTYPES = tuple(map(np.dtype, "qqHqqqI"))  # of ids and of the arrays of Members
+_DTYPES = tuple(map(np.dtype, "qqqHqqqI"))  # of ids, draws and the arrays of Members
 
 
 def _unpickle(
-    head: tuple[Any, ...], data: list[bytes], common_fields: tuple[int, ...], tail: tuple[Any, ...]
+    head: tuple[Any, ...], data: list[bytes], common_fields: tuple[int, ...], rest: tuple[Any, ...]
 ) -> Task:
     arrays: list[Any] = [
         np.ndarray(len(part) // dtype.itemsize, dtype, part)
         for part, dtype in zip(data, _DTYPES, strict=True)
     ]
-    members = Members._make([*arrays[1:], common_fields])
-    return Task._make([*head, arrays[0], members, *tail])
+    ids, draws = arrays[0], arrays[1] if len(arrays[1]) else arrays[0]
+    members = Members._make([*arrays[2:], common_fields])
+    return Task._make([*head, ids, members, *rest, draws])
 
 
 class Result(NamedTuple):

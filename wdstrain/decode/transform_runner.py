@@ -46,7 +46,7 @@ def run_transform(
             continue
         sample: dict[str, Any] = {"__key__": task.keys[row]}
         sample |= {name: bytes(member) for name, member in members.items()}
-        random_key = key("sample", settings.seed, task.epoch, int(task.ids[row]))
+        random_key = key("sample", settings.seed, task.epoch, int(task.draws[row]))
         if own_process:
             _seed_globals(random_key)
         try:

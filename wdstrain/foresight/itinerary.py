@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wdstrain.order.plan import Plan
-from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, read_bytes
+from wdstrain.reader.read_blocks import READ_SAMPLES, read_breaks, read_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.prefetch import RANGE
@@ -104,7 +104,7 @@ def reads_of(index: Index, plan: Plan, lane: int) -> Reads:
         ids = plan.ids(lane, np.arange(begun, stop))
         starts, stops, shard = table.start[ids], table.stop[ids], index.shard_of(ids)
         # runs are samples that one read could take if it were long enough
-        breaks = (np.diff(ids) != 1) | (np.diff(shard) != 0) | (starts[1:] - stops[:-1] > GAP)
+        breaks = read_breaks(index, ids)
         run = np.concatenate([[0], np.cumsum(breaks)])
         first, last = (
             np.flatnonzero(np.diff(run, prepend=-1)),

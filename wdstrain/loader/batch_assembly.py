@@ -13,6 +13,7 @@ from wdstrain.decode.bad_samples import MISMATCH, BadSample
 from wdstrain.decode.task import Result
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.errors import SampleError
+from wdstrain.loader.batch_stream import PendingBatch
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
 from wdstrain.order.plan import Order
@@ -23,12 +24,13 @@ from wdstrain.shards.offsets import Ints
 class BatchInfo(NamedTuple):
     """Counts of one batch of b rows.
 
-    ids: sample ids in the rows, int64[b]. own: bool[b], whether a row has the sample that the plan
+    ids: sample ids in the rows, int64[b]. draws: as in `Order`, int64[b]. own: bool[b], whether a row has the sample that the plan
     put there; in the others a substitute replaces a bad sample. padded: rows of padding.
     bad: the bad samples, without padding.
     """
 
     ids: Ints
+    draws: Ints
     own: npt.NDArray[np.bool_]
     padded: int
     bad: list[Finding]
@@ -46,31 +48,32 @@ class BatchAssembler:
         self._seeded = isinstance(parts.workers, WorkerProcesses)
 
     def assemble(
-        self, result: Result, batch: Batch, keys: list[str], plan: Order
+        self, result: Result, pending: PendingBatch, plan: Order
     ) -> tuple[dict[str, Any], BatchInfo]:
-        """Return the batch and its counts. keys: of its samples.
+        """Return the batch and its counts.
 
         Raises SampleError for a bad sample that is not replaced.
         """
-        ids, findings = batch.ids.copy(), list[Finding]()
+        batch, findings = pending.batch, list[Finding]()
+        ids, draws = batch.ids.copy(), pending.draws.copy()
         own = np.ones(len(ids), bool)
         if result.bad:
-            result = self._repair(result, batch, plan.epoch)
+            result = self._repair(result, pending, plan.epoch)
             for bad in result.bad:
-                ids[bad.row], own[bad.row] = bad.substitute, False
+                ids[bad.row], draws[bad.row], own[bad.row] = bad.substitute, bad.substitute, False
                 if batch.valid[bad.row]:
                     findings.append(self._finding(batch, bad))
         valid = len(ids) if plan.tail == "drop" else int(np.count_nonzero(batch.valid))
         rows = valid if plan.tail == "keep" else len(ids)
         values: dict[str, Any] = self._parts.slots.lease(result.slot, rows)
         values |= result.values if rows else self._empty(result.values)
-        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else keys[:rows]
+        values["__key__"] = self._index.keys(ids[:rows]) if result.bad else pending.keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
             values["__source__"] = [self._source_names[i] for i in numbers.tolist()]
         if plan.tail == "pad":
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
-        return values, BatchInfo(ids[:rows], own[:rows], rows - valid, findings)
+        return values, BatchInfo(ids[:rows], draws[:rows], own[:rows], rows - valid, findings)
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of decoders without their rows."""
@@ -80,13 +83,14 @@ class BatchAssembler:
 
     # --- bad samples ------------------------------------------------------------------------------
 
-    def _repair(self, result: Result, batch: Batch, epoch: int) -> Result:
+    def _repair(self, result: Result, pending: PendingBatch, epoch: int) -> Result:
         """Return the batch after its bad samples were read again or replaced.
 
         Raises SampleError if a bad sample is left.
         """
+        batch = pending.batch
         if any(bad.reason == MISMATCH for bad in result.bad):
-            result = self._reread(result, batch, epoch)
+            result = self._reread(result, pending, epoch)
         if self._parts.options.on_bad == "replace" and len(result.bad) == len(batch.ids):
             result = self._parts.task_builder.substitute_batch(
                 self._parts.decoder, result, epoch, batch.ids, seeded=self._seeded
@@ -96,9 +100,9 @@ class BatchAssembler:
             raise SampleError(self._message(batch, left))
         return result
 
-    def _reread(self, failed: Result, batch: Batch, epoch: int) -> Result:
+    def _reread(self, failed: Result, pending: PendingBatch, epoch: int) -> Result:
         """Return the batch decoded again, after its damaged samples were read past any cache."""
-        parts = self._parts
+        parts, batch = self._parts, pending.batch
         damaged = batch.ids[[bad.row for bad in failed.bad if bad.reason == MISMATCH]]
         parts.totals.reread += len(damaged)
         if parts.options.cache is not None:
@@ -109,7 +113,13 @@ class BatchAssembler:
             for row in {bad.row for bad in failed.bad} - batch.unreadable.keys():
                 parts.sink.reread(int(batch.ids[row]), row, failed.slot)
         task = parts.task_builder.make(
-            failed.batch_number, epoch, failed.slot, batch.ids, batch.offset, batch.unreadable
+            failed.batch_number,
+            epoch,
+            failed.slot,
+            batch.ids,
+            pending.draws,
+            batch.offset,
+            batch.unreadable,
         )
         return parts.task_builder.again(
             parts.decoder, failed, task, batch.offset, seeded=self._seeded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from wdstrain.decode.task import Result, Task
 from wdstrain.errors import WdstrainError
@@ -12,11 +13,20 @@ from wdstrain.loader.task_blocks import TaskBlock
 from wdstrain.reader.reader import Batch
 from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.watchdog import thread_stack
+from wdstrain.shards.offsets import Ints
 from wdstrain.storage.prefetch import ReadStopped
 
 OVER = (
     "this pass over the loader is over: it was closed, or ended with an error. Begin another one."
 )
+
+
+class PendingBatch(NamedTuple):
+    """Samples of a batch that is being decoded: keys of all, draws as in `Order`, int64[b]."""
+
+    batch: Batch
+    keys: list[str]
+    draws: Ints
 
 
 class BatchStream:
@@ -32,8 +42,8 @@ class BatchStream:
         self.position: tuple[int, int] | None = self.first
         self.is_interrupted = False
         self._parts = parts
-        # By batch number, the samples and keys of the batches in flight.
-        self._pending: dict[int, tuple[Batch, list[str]]] = {}
+        # By batch number, the samples of the batches in flight.
+        self._pending: dict[int, PendingBatch] = {}
         self._batch_number = 0  # of the next batch; counts from the start
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
@@ -58,8 +68,8 @@ class BatchStream:
             yield task
             begun, waited = time.perf_counter(), reader.shuffle_seconds
 
-    def next(self, results: Iterator[Result]) -> tuple[Result, Batch, list[str]]:
-        """Return the next decoded batch, with its samples and their keys.
+    def next(self, results: Iterator[Result]) -> tuple[Result, PendingBatch]:
+        """Return the next decoded batch, with its samples.
 
         results: of the decoders for `tasks`. They refer to this object, so it does not keep them.
         Raises WdstrainError if there is none.
@@ -88,7 +98,7 @@ class BatchStream:
         totals.compute_seconds += result.cpu_seconds
         totals.collate_seconds += result.finished - result.rows_done
         self._batch_number = result.batch_number + 1
-        return result, *self._pending.pop(result.batch_number)
+        return result, self._pending.pop(result.batch_number)
 
     def advance(self, steps: int) -> None:
         """Go on to the next position. steps: of the epoch."""
@@ -135,7 +145,7 @@ class BatchStream:
         stack, index = "\n".join(calls), self._parts.index
         if batch_number not in self._pending:
             return f"{name}:\n{stack}"
-        ids = self._pending[batch_number][0].ids[row : row + 1]
+        ids = self._pending[batch_number].batch.ids[row : row + 1]
         shard, sample = index.shards[int(index.shard_of(ids)[0])], int(ids[0])
         offset = int(index.offsets.start[sample])
         return (
@@ -153,7 +163,7 @@ class BatchStream:
         parts, (epoch, step) = self._parts, self.first
         while epoch != self.until:
             for steps in step_blocks(parts.plans(epoch), parts.rank, step):
-                block = parts.task_builder.build_block(epoch, steps.ids, steps.firsts)
+                block = parts.task_builder.build_block(epoch, steps.ids, steps.draws, steps.firsts)
                 for number in range(len(steps)):
                     yield block, steps, number
             epoch, step = epoch + 1, 0
@@ -168,8 +178,8 @@ class BatchStream:
             slot, unreadable, reread = parts.sink.slot(batch_number, batch.ids)
             batch.unreadable.update(unreadable)
             parts.totals.reread += reread
-        keys = block.keys[steps.firsts[number] : steps.firsts[number + 1]]
-        self._pending[batch_number] = batch, keys
+        rows = slice(*steps.firsts[number : number + 2])
+        self._pending[batch_number] = PendingBatch(batch, block.keys[rows], steps.draws[rows])
         return block.task(
             number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified
         )

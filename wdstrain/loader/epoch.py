@@ -63,7 +63,7 @@ class Taken(NamedTuple):
 
     def draws(self, columns: int) -> Draws:
         """Random numbers in [0, 1), float64[b, columns]: a row for each sample, its own in this epoch."""
-        return uniform(self.counts.ids, columns, "device", self.plan.seed, self.plan.epoch)
+        return uniform(self.counts.draws, columns, "device", self.plan.seed, self.plan.epoch)
 
 
 class Batches(Iterator[Batch]):

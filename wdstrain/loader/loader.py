@@ -29,8 +29,10 @@ from wdstrain.loader.epoch import Batches, Position
 from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.stats import EpochStats, Report
+from wdstrain.loader.weighting import choose
 from wdstrain.native import kernels
 from wdstrain.order.plan import ORDER, Order, Plan, Tail, integer, is_number
+from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.shards.index import Index
@@ -66,6 +68,12 @@ class Loader:
                     so it differs from run to run
     batch_size      per rank
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the same
+    where           a condition on the columns of the index, such as "kids and label != 'Other'": only these samples are
+                    read; see `Index.where`
+    weights         how often each sample occurs in an epoch: one number >= 0 for each sample of the index, or the name of a
+                    column of numbers. A weight of 1.5 means once or twice; the sum of all, rounded, is the size of an epoch.
+                    Reads stay forward; each occurrence is augmented anew
+    balance         a column, such as "label": each of its values gets the same number of samples, together as many as there are
     shuffle         False: file order. seed: of the order and of augmentation; each epoch differs
     shuffle_buffer  samples: how far a sample may be delivered after it was read; about half of them are held at a time.
                     Default: 256 MB of samples. Of a smaller set that was packed shuffled it mixes as well as a shuffle of the
@@ -102,6 +110,9 @@ class Loader:
         *,
         batch_size: int = 64,
         num_workers: int = 0,
+        where: str | None = None,
+        weights: Any = None,
+        balance: str | None = None,
         shuffle: bool = True,
         shuffle_buffer: int | None = None,
         seed: int = 0,
@@ -150,6 +161,7 @@ class Loader:
         self.index: Index = (
             urls if isinstance(urls, Index) else open_shards(urls, cut=on_bad != "raise")
         )
+        self.index, weighting = choose(self.index, where, weights, balance)
         self.batch_size, self.num_workers = batch_size, num_workers
         self.rank, self.world_size = rank_of(rank, world_size)
         self.shuffle_buffer: int = _buffer(self.index, shuffle_buffer, lanes or self.world_size)
@@ -167,6 +179,7 @@ class Loader:
             check_picklable(
                 fields, {"transform": transform, "collate_fn": collate_fn}, multiprocessing_context
             )
+        self._weighting = weighting
         make = self._planner(
             seed=seed,
             batch_size=batch_size,
@@ -192,6 +205,9 @@ class Loader:
         )
         self._options: dict[str, Any] = {
             **options,
+            "where": None,  # the index has the chosen samples only
+            "weights": weighting,
+            "balance": None,
             "rank": self.rank,
             "world_size": self.world_size,
         }  # for copies
@@ -208,7 +224,12 @@ class Loader:
 
     def _planner(self, **sizes: Any) -> Callable[..., Order]:
         """What makes the plan of an epoch."""
-        return partial(Plan, counts=self.index.counts, **sizes)
+        if self._weighting is None:
+            return partial(Plan, counts=self.index.counts, **sizes)
+        weights, strata = self._weighting.weights, self._weighting.strata
+        return partial(
+            WeightedPlan, counts=self.index.counts, weights=weights, strata=strata, **sizes
+        )
 
     # --- iterating ---------------------------------------------------------------------------------------------------
 
@@ -289,6 +310,8 @@ class Loader:
             for name, value in mine.items()
             if state.get(name) != value
         ]
+        if "weights" in state and "weights" not in mine:
+            differing.append("there were weights, here are none")
         if differing:
             raise UsageError(
                 f"this state belongs to another order: {'; '.join(differing)}. Use the same values, or start anew."
@@ -316,7 +339,8 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         """All that the order depends on."""
         plan = self.plan(0)
-        return {
+        weighted = {} if self._weighting is None else {"weights": self._weighting.fingerprint}
+        return weighted | {
             "order": ORDER,
             "data": self.index.fingerprint,
             "seed": plan.seed,
@@ -530,7 +554,7 @@ def _environment(name: str, default: int) -> int:
 
 
 def _mean_bytes(index: Index) -> float:
-    return sum(shard.bytes for shard in index.shards) / max(1, len(index))
+    return float((index.offsets.stop - index.offsets.start).sum()) / max(1, len(index))
 
 
 def _buffer(index: Index, asked: int | None, lanes: int) -> int:

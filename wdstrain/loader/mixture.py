@@ -74,11 +74,16 @@ def mix(
         raise UsageError(
             "there are no sources to mix. Give for example {'a': 'shards/a', 'b': 'shards/b'}."
         )
+    if options.get("balance") is not None:
+        raise UsageError("balance: a mixture takes from each source by its weight. Leave it away.")
     cut = options.get("on_bad", "raise") != "raise"
     indexes = {
         name: urls if isinstance(urls, Index) else open_shards(urls, cut=cut)
         for name, urls in sources.items()
     }
+    where = options.pop("where", None)
+    if where is not None:
+        indexes = {name: index.where(where) for name, index in indexes.items()}
     given = {name: len(index) for name, index in indexes.items()} if weights is None else weights
     numbers = isinstance(given, Mapping) and all(
         is_number(one) and 0 < one < inf for one in given.values()

@@ -180,11 +180,11 @@ class Pipeline:
         self._waiting_thread = threading.get_ident()
         self._watchdog.start_wait()
         try:
-            result, collected, keys = stream.next(self._results)
+            result, pending = stream.next(self._results)
         finally:
             self._watchdog.end_wait()
         arrived = time.perf_counter()
-        batch = self._assembler.assemble(result, collected, keys, plan)
+        batch = self._assembler.assemble(result, pending, plan)
         self.reader.release(result.batch_number)
         self._parts.totals.collate_seconds += time.perf_counter() - arrived
         stream.advance(plan.steps)

@@ -36,13 +36,14 @@ _TRIED = 100  # samples that are asked to stand in, one after another, before th
 class TaskBlock(NamedTuple):
     """Some batches of an epoch: n samples with m members in all.
 
-    ids: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
+    ids, draws: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
     of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, and size. member: their numbers in the table that has
     their checksums. common_fields: as in `Members`.
     """
 
     epoch: int
     ids: Ints
+    draws: Ints
     firsts: list[int]
     keys: list[str]
     sends_keys: bool
@@ -70,10 +71,11 @@ class TaskBlock(NamedTuple):
         """
         start, stop = self.firsts[number : number + 2]
         ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
+        draws = ids if self.draws is self.ids else self.draws[start:stop]
         if not len(self.member):  # everything lands: nothing is to be said of it
             nothing = self.field, self.within, self.size, _NONE, _NO_CRC
             none = Members(self.first[start : stop + 1], *nothing, self.common_fields)
-            return Task(batch_number, self.epoch, slot, ids, none, keys, unreadable)
+            return Task(batch_number, self.epoch, slot, ids, none, keys, unreadable, draws)
         first = self.first[start : stop + 1]
         members = slice(first[0], first[-1])
         unsure: Ints = _NONE
@@ -92,7 +94,7 @@ class TaskBlock(NamedTuple):
             else _NO_CRC,
             common_fields=self.common_fields,
         )
-        return Task(batch_number, self.epoch, slot, ids, sent, keys, unreadable)
+        return Task(batch_number, self.epoch, slot, ids, sent, keys, unreadable, draws)
 
 
 class TaskBuilder:
@@ -116,15 +118,19 @@ class TaskBuilder:
         epoch: int,
         slot: int,
         ids: Ints,
+        draws: Ints,
         offset: Ints,
         unreadable: dict[int, str],
     ) -> Task:
-        """The task of these samples, which begin at these offsets in the arena. ids, offset: int64[b]; unreadable: by row, why"""
-        return self.build_block(epoch, ids, [0, len(ids)]).task(
+        """Return the task of these samples, which begin at these offsets in the arena.
+
+        ids, draws, offset: int64[b]. unreadable: reasons by row.
+        """
+        return self.build_block(epoch, ids, draws, [0, len(ids)]).task(
             0, batch_number, slot, offset, unreadable, np.ones(len(ids), bool)
         )
 
-    def build_block(self, epoch: int, ids: Ints, firsts: list[int]) -> TaskBlock:
+    def build_block(self, epoch: int, ids: Ints, draws: Ints, firsts: list[int]) -> TaskBlock:
         """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
         table, keys = self._index.offsets, self._index.keys(ids)
         if not self._sent.any():  # everything lands
@@ -132,6 +138,7 @@ class TaskBuilder:
             return TaskBlock(
                 epoch,
                 ids,
+                draws,
                 firsts,
                 keys,
                 self._with_keys,
@@ -157,6 +164,7 @@ class TaskBuilder:
         return TaskBlock(
             epoch,
             ids,
+            draws,
             firsts,
             keys,
             self._with_keys,
@@ -208,7 +216,9 @@ class TaskBuilder:
             except (ShardError, StorageError):
                 continue
             rows = np.full(len(ids), number)
-            task = self.make(failed.batch_number, epoch, failed.slot, rows, np.zeros_like(rows), {})
+            task = self.make(
+                failed.batch_number, epoch, failed.slot, rows, rows, np.zeros_like(rows), {}
+            )
             with _generators_kept():
                 result = decoder.with_arena(memory)(task, self._desk, own_process=seeded)
             landing = self._landing

@@ -155,6 +155,10 @@ class Mixture:
         sample_ids: Ints = plan.ids(source_lane, places) + self._firsts[source]
         return sample_ids
 
+    def draws(self, lane: int, places: Ints) -> Ints:
+        """Numbers of the samples' own random bits: their ids. int64, shape of `places`."""
+        return self.ids(lane, places)
+
     # --- helpers ----------------------------------------------------------------------------------
 
     def _locate(self, lane: int) -> tuple[Plan, int, int]:

@@ -99,6 +99,7 @@ class Order(Protocol):
     def due(self, lane: int, start: int, stop: int) -> Ints: ...
     def first_place(self, lane: int, step: int) -> int: ...
     def ids(self, lane: int, places: Ints) -> Ints: ...
+    def draws(self, lane: int, places: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -294,12 +295,20 @@ class Plan:
 
         The id of a sample is its number in the data set, in index order.
         """
+        line = self._line_places(lane, places)
+        shard = np.searchsorted(self._line_stops, line, side="right")
+        return np.asarray(self._line_ids[shard] + line)
+
+    def draws(self, lane: int, places: Ints) -> Ints:
+        """Numbers of the samples' own random bits: their ids. int64, shape of `places`."""
+        return self.ids(lane, places)
+
+    def _line_places(self, lane: int, places: Ints) -> Ints:
+        """Positions on the line of these places of a lane. int64, shape of `places`."""
         kept = self.samples - self.left_out
         start = lane * (kept // self.lane_count) + min(lane, kept % self.lane_count)
         line = np.minimum(start + places, kept - 1)
-        line = line + (line >= self._hole) * self.left_out
-        shard = np.searchsorted(self._line_stops, line, side="right")
-        return np.asarray(self._line_ids[shard] + line)
+        return np.asarray(line + (line >= self._hole) * self.left_out)
 
     # --- helpers ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wdstrain.order.plan import Order
 from wdstrain.reader.slot_scatter import SlotScatter
@@ -18,13 +19,22 @@ from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
-GAP = 4 << 20  # bytes; a gap up to this size between two samples is read and discarded
+GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded
 _LOCAL, _REMOTE = 16 << 20, 4 << 20  # most bytes of one read; several remote reads are in flight
 
 
 def read_bytes(index: Index) -> int:
     """Return the most bytes of one read. A single larger sample is still read as a whole."""
     return _REMOTE if any(is_remote(shard.path) for shard in index.shards) else _LOCAL
+
+
+def read_breaks(index: Index, ids: Ints) -> npt.NDArray[np.bool_]:
+    """Return after which of these samples a new read must begin. ids: int64[n]; bool[n - 1]
+
+    A read goes forward in one shard, and through small gaps.
+    """
+    gaps = index.offsets.start[ids[1:]] - index.offsets.stop[ids[:-1]]
+    return np.asarray((np.diff(index.shard_of(ids)) != 0) | (gaps < 0) | (gaps > GAP))
 
 
 class ReadBlock(NamedTuple):
@@ -64,8 +74,7 @@ class ReadBlock(NamedTuple):
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
         starts, stops = index.offsets.start[ids], index.offsets.stop[ids]
-        other_shard = np.diff(index.shard_of(ids)) != 0
-        is_break = (np.diff(ids) != 1) | other_shard | (starts[1:] - stops[:-1] > GAP)
+        is_break = read_breaks(index, ids)
         due = plan.due(lane, start, stop)
         breaks = start + np.append(np.flatnonzero(is_break), stop - start - 1)
         scatter = None if sink is None else sink.scatter(plan, rank, lane, start, ids)

@@ -38,13 +38,14 @@ class LaneSteps(NamedTuple):
 class StepBlock:
     """Steps [first, first + k) of an epoch on one rank, with n samples ordered by step and lane.
 
-    ids: int64[n]. firsts: k + 1 positions in `ids`, where each step begins and the last ends.
+    ids: int64[n]. draws: int64[n], see `Order.draws`; `ids` itself if they are equal. firsts: k + 1 positions in `ids`, where each step begins and the last ends.
     valid: bool[n], False for padding. lanes: in the order in which a step takes from them.
     """
 
     epoch: int
     first: int
     ids: Ints
+    draws: Ints
     firsts: list[int]
     valid: npt.NDArray[np.bool_]
     lanes: list[LaneSteps]
@@ -64,7 +65,7 @@ def step_blocks(plan: Order, rank: int, step: int = 0) -> Iterator[StepBlock]:
 
 def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> StepBlock:
     """Return the block of the steps [first, stop)."""
-    lane_steps, ids = list[LaneSteps](), list[Ints]()
+    lane_steps, ids, draws = list[LaneSteps](), list[Ints](), list[Ints]()
     valid, steps = list[npt.NDArray[np.bool_]](), list[Ints]()
     for lane in lanes:
         spans = [plan.span(lane, step) for step in range(first, stop)]  # contiguous
@@ -74,6 +75,7 @@ def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Ste
         highest = [0, *(np.maximum.accumulate(places) + 1).tolist()]
         lane_steps.append(LaneSteps(places, firsts, [highest[count] for count in firsts[1:]]))
         ids.append(plan.ids(lane, places))
+        draws.append(plan.draws(lane, places))
         valid.append(np.arange(begin, end) < plan.lane_samples(lane))
         steps.append(np.repeat(np.arange(len(spans)), np.diff(firsts)))
     sizes = [
@@ -81,10 +83,12 @@ def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Ste
         for spans_of_step in zip(*(pairwise(lane.firsts) for lane in lane_steps), strict=True)
     ]
     by_step = np.argsort(np.concatenate(steps), kind="stable")
+    ordered_ids, ordered_draws = np.concatenate(ids)[by_step], np.concatenate(draws)[by_step]
     return StepBlock(
         plan.epoch,
         first,
-        np.concatenate(ids)[by_step],
+        ordered_ids,
+        ordered_ids if (ordered_ids == ordered_draws).all() else ordered_draws,
         [0, *accumulate(sizes)],
         np.concatenate(valid)[by_step] if plan.tail != "drop" else np.ones(sum(sizes), bool),
         lane_steps,

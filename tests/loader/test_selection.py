@@ -1,0 +1,226 @@
+"""Loaders over chosen samples: exactly once, equal ranks, resume, one order, and forward reads."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+
+COUNT = 240
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 samples in eight shards. One of 24 is of class rare; the last shard has no even year."""
+    out = tmp_path_factory.mktemp("selection") / "out"
+    samples = [
+        {
+            "__key__": f"k{n:03d}",
+            "bin": n.to_bytes(2, "big") * 50,
+            "json": {
+                "kind": "rare" if n % 24 == 0 else "usual",
+                "year": 2000 + n if n < 210 else 1,
+                "often": n % 3,
+                "maybe": n if n % 2 else None,
+            },
+        }
+        for n in range(COUNT)
+    ]
+    labels = [wt.Label("kind", "class", "json", "kind", ("rare", "usual"))]
+    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=30)
+    return out
+
+
+def numbers(batch: dict[str, Any]) -> list[int]:
+    for key, data in zip(batch["__key__"], batch["bin"], strict=True):
+        assert bytes(data) == int(key[1:]).to_bytes(2, "big") * 50
+    return [int(key[1:]) for key in batch["__key__"]]
+
+
+def epoch(loader: wt.Loader, number: int = 0) -> list[list[int]]:
+    return [numbers(batch) for batch in loader.epoch(number, until=number + 1)]
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [n for batch in batches for n in batch]
+
+
+CHOSEN = [n for n in range(210) if n % 24 and n >= 20]
+WHERE = "kind != 'rare' and year >= 2020"
+
+
+@pytest.mark.parametrize("tail", ["keep", "pad"])
+def test_chosen_samples_come_exactly_once_on_equal_ranks(packed: Path, tail: Any) -> None:
+    for world_size in (1, 3):
+        ranks = []
+        for rank in range(world_size):
+            with_ranks = {"rank": rank, "world_size": world_size, "tail": tail}
+            loader = wt.Loader(packed, batch_size=8, where=WHERE, **with_ranks)
+            ranks.append([batch for batch in loader.epoch(0, until=1)])
+            assert len(ranks[-1]) == len(loader)
+            loader.close()
+        assert len({len(batches) for batches in ranks}) == 1
+        seen: list[int] = []
+        for batches in ranks:
+            for batch in batches:
+                valid = batch.get("__valid__", np.ones(len(batch["__key__"]), bool))
+                seen += [n for n, v in zip(numbers(batch), valid, strict=True) if v]
+        assert sorted(seen) == CHOSEN
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"where": WHERE}, {"weights": "often"}, {"balance": "kind"}, {"where": WHERE, "weights": 1}],
+    ids=["where", "weights", "balance", "both"],
+)
+def test_the_order_is_one_for_any_workers_and_resumes_at_any_step(
+    packed: Path, options: dict[str, Any]
+) -> None:
+    if options.get("weights") == 1:
+        options = options | {"weights": np.linspace(0, 3, COUNT)}
+    loader = wt.Loader(packed, batch_size=8, **options)
+    whole = [epoch(loader), epoch(loader, 1)]
+    assert whole[0] != whole[1]
+    assert len(whole[0]) == len(whole[1]) == len(loader)
+    state = None
+    for step, batch in enumerate(loader.epoch(1, until=2)):
+        assert numbers(batch) == whole[1][step]
+        if step == 3:
+            state = loader.state_dict()
+            break
+    loader.close()
+    other = wt.Loader(packed, batch_size=8, num_workers=2, **options)
+    assert epoch(other) == whole[0]
+    other.close()
+    other = pickle.loads(pickle.dumps(wt.Loader(packed, batch_size=8, **options)))
+    other.load_state_dict(state)
+    assert [numbers(batch) for batch, _ in zip(other, range(4), strict=False)] == whole[1][4:8]
+    other.close()
+
+
+def test_a_state_belongs_to_its_selection_and_weights(packed: Path) -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"where": WHERE},
+        {"where": "kind == 'rare' or year >= 2020"},
+        {"weights": "often"},
+        {"balance": "kind"},
+    ]
+    states = [wt.Loader(packed, batch_size=2, **given).state_dict() for given in options]
+    for i, given in enumerate(options):
+        for j, state in enumerate(states):
+            loader = wt.Loader(packed, batch_size=2, **given)
+            if i == j:
+                loader.load_state_dict(state)
+            else:
+                with pytest.raises(wt.UsageError, match="another order"):
+                    loader.load_state_dict(state)
+
+
+def test_a_shard_without_chosen_samples_is_never_opened(packed: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(packed, copy)
+    index = wt.open(copy)
+    os.truncate(index.shards[7].path, 10)
+    chosen = index.where("year >= 2020 and shard != ''")
+    assert len(chosen.shards) == 7
+    loader = wt.Loader(chosen, batch_size=10, tail="keep")
+    assert sorted(flat(epoch(loader))) == list(range(20, 210))
+    loader.close()
+
+
+def test_classes_are_balanced_exactly(packed: Path) -> None:
+    """10 samples of 240 are rare, and each class gives half of the epoch."""
+    loader = wt.Loader(packed, batch_size=8, balance="kind", shuffle_buffer=40)
+    for number in range(3):
+        batches = epoch(loader, number)
+        counts = Counter(flat(batches))
+        assert sum(counts.values()) == COUNT
+        rare = [counts[n] for n in range(0, COUNT, 24)]
+        assert rare == [12] * 10
+        assert max(counts[n] for n in range(COUNT) if n % 24) == 1
+    loader.close()
+
+
+def test_weights_leave_out_and_repeat(packed: Path) -> None:
+    loader = wt.Loader(packed, batch_size=8, weights="often", tail="keep")
+    counts = Counter(flat(epoch(loader)))
+    assert counts == {n: n % 3 for n in range(COUNT) if n % 3}
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_occurrence_is_augmented_anew(packed: Path, num_workers: int) -> None:
+    loader = wt.Loader(
+        packed,
+        transform=_with_random_number,
+        batch_size=8,
+        num_workers=num_workers,
+        where="kind == 'rare'",
+        weights=np.full(COUNT, 4.0),
+    )
+    drawn = [
+        (int(n), float(x))
+        for batch in loader.epoch(0, until=1)
+        for n, x in zip(batch["n"], batch["x"], strict=True)
+    ]
+    loader.close()
+    assert len(drawn) == 40
+    assert len(set(drawn)) == 40
+    again = wt.Loader(
+        wt.open(packed).where("kind == 'rare'"), transform=_with_random_number, batch_size=5
+    )
+    once = {(int(n), float(x)) for b in again.epoch(0, until=1) for n, x in zip(b["n"], b["x"])}  # noqa: B905
+    again.close()
+    assert {n for n, _ in once} == {n for n, _ in drawn}
+
+
+def _with_random_number(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"n": int(sample["__key__"][1:]), "x": rng.random()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"where": "year > 9999"}, "holds for none of 240"),
+        ({"where": "kind == 'rare'", "batch_size": 64}, "cannot give"),
+        ({"where": 3}, "must be a condition"),
+        ({"weights": [1.0] * 239}, "needs 240 numbers"),
+        ({"weights": "x"}, "there is no column 'x'"),
+        ({"weights": "kind"}, "holds no numbers"),
+        ({"weights": "maybe"}, "120 of 240 samples have no value"),
+        ({"weights": [1.0] * 239 + [-1]}, "the weight of sample 'k239' is -1"),
+        ({"weights": [float("nan")] + [1.0] * 239}, "the weight of sample 'k000' is nan"),
+        ({"weights": [float("inf")] * 240}, "240 such weights"),
+        ({"weights": np.zeros(240)}, "gives no sample"),
+        ({"weights": {"a": 1}}, "needs 240 numbers"),
+        ({"weights": "often", "balance": "kind"}, "both given"),
+        ({"balance": "maybe"}, "120 of 240 samples have no value"),
+        ({"balance": 3}, "no name of a column"),
+    ],
+)
+def test_a_choice_that_cannot_be(packed: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(wt.WdstrainError, match=message):
+        wt.Loader(packed, **({"batch_size": 8} | options))
+
+
+def test_what_where_leaves_out_needs_no_weight(packed: Path) -> None:
+    loader = wt.Loader(packed, where="maybe is not None", weights="maybe", batch_size=8)
+    assert len(loader) == sum(range(1, 240, 2)) // 8
+
+
+def test_a_mixture_of_selections(packed: Path) -> None:
+    loader = wt.mix({"a": packed, "b": packed}, where=WHERE, batch_size=8)
+    assert set(flat(epoch(loader))) <= set(CHOSEN)
+    loader.close()
+    with pytest.raises(wt.UsageError, match="balance"):
+        wt.mix({"a": packed, "b": packed}, balance="kind")

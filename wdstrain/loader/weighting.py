@@ -1,0 +1,103 @@
+"""How often each sample occurs in an epoch, from an array, from a column, or to balance classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from wdstrain.errors import UsageError
+from wdstrain.runtime.cached import cached_property
+from wdstrain.shards.conditions import column_values, matching
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.selection import group_codes
+
+
+@dataclass(frozen=True, eq=False)
+class Weighting:
+    """Weights of all samples of an index, float64[n], and their strata, int64[n]; see `WeightedPlan`."""
+
+    weights: npt.NDArray[np.float64]
+    strata: Ints
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Short hash of the weights, on which the order of an epoch depends."""
+        digest = blake2b(self.weights.astype("<f8").tobytes(), digest_size=8)
+        digest.update(self.strata.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def choose(
+    index: Index, where: str | None, weights: Any, balance: str | None
+) -> tuple[Index, Weighting | None]:
+    """Return the samples that the options of a loader choose, with their weights if they have any.
+
+    weights: for each sample of `index`. Raises UsageError for options that do not fit the index.
+    """
+    if weights is not None and balance is not None:
+        raise UsageError("weights and balance were both given. Give one of them.")
+    selection = index if where is None else index.where(where)
+    if balance is not None:
+        return selection, _balanced(selection, balance)
+    if weights is None or isinstance(weights, Weighting):  # a copy of a loader has its weighting
+        return selection, weights
+    if isinstance(weights, str):
+        values = _column(selection, weights)
+    else:
+        values = _array(index, weights)
+        values = values if where is None else values[matching(index, where)]
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise UsageError(
+            f"the weight of sample {selection.key(int(wrong[0]))!r} is {values[wrong[0]]} "
+            f"({len(wrong)} such weights). A weight is a number >= 0; 0 leaves a sample out."
+        )
+    return selection, Weighting(values, np.unique(values, return_inverse=True)[1].reshape(-1))
+
+
+def _balanced(index: Index, column: str) -> Weighting:
+    """Return weights that give each value of a column the same total, together all samples."""
+    missing = column_values(index, column).null_count
+    if missing:
+        raise UsageError(
+            f"balance={column!r}: {missing} of {len(index)} samples have no value. "
+            f"Leave them out: where={f'`{column}` is not None'!r}"
+        )
+    strata = group_codes(index, column)
+    counts = np.bincount(strata)
+    return Weighting((len(strata) / len(counts) / counts)[strata], strata)
+
+
+def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
+    values = column_values(index, name)
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise UsageError(
+            f"weights={name!r}: this column holds no numbers. Name a column of numbers."
+        )
+    if values.null_count:
+        raise UsageError(
+            f"weights={name!r}: {values.null_count} of {len(index)} samples have no value. "
+            f"Leave them out: where={f'`{name}` is not None'!r}"
+        )
+    return np.asarray(pc.cast(values, pa.float64()))
+
+
+def _array(index: Index, weights: Any) -> npt.NDArray[np.float64]:
+    try:
+        values = np.array(weights, np.float64)
+    except (TypeError, ValueError):
+        values = np.zeros((0, 0))
+    if values.shape != (len(index),):
+        shape = " x ".join(map(str, values.shape))
+        raise UsageError(
+            f"weights: needs {len(index)} numbers, one for each sample of the index, not {shape}."
+        )
+    return values
