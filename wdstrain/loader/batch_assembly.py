@@ -67,6 +67,7 @@ class BatchAssembler:
         rows = valid if plan.tail == "keep" else len(ids)
         values: dict[str, Any] = self._parts.slots.lease(result.slot, rows)
         values |= result.values if rows else self._empty(result.values)
+        values |= self._labels(ids[:rows], own[:rows])
         values["__key__"] = self._index.keys(ids[:rows]) if result.bad else pending.keys[:rows]
         if self._source_names:
             numbers = np.searchsorted(self._source_firsts, ids, side="right") - 1
@@ -74,6 +75,14 @@ class BatchAssembler:
         if plan.tail == "pad":
             values["__valid__"] = torch.from_numpy(batch.valid.copy())
         return values, BatchInfo(ids[:rows], draws[:rows], own[:rows], rows - valid, findings)
+
+    def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
+        """Return the labels that the index gives, for the samples in the rows."""
+        labels = {name: column.rows(ids) for name, column in self._parts.columns.items()}
+        if self._parts.options.on_bad == "mark" and not own.all():
+            for rows in labels.values():
+                rows[torch.from_numpy(~own)] = 0
+        return labels
 
     def _empty(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of decoders without their rows."""

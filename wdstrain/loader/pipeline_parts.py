@@ -9,6 +9,7 @@ from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.decoder import Decoder
 from wdstrain.decode.fields import Field
 from wdstrain.decode.flight import Flight, flight_of
+from wdstrain.decode.label_columns import LabelColumn, label_columns
 from wdstrain.decode.label_fields import is_light
 from wdstrain.decode.settings import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
@@ -74,7 +75,7 @@ class PipelineParts:
     """Parts of a pipeline, and the data that it is made for.
 
     plans: returns the plan of an epoch. sink: reader of arrays that go straight into batches, if
-    any do. totals: of the stages, without those of `reader` and `slots`.
+    any do. columns: labels that the index gives, by name. totals: of the stages, without those of `reader` and `slots`.
     """
 
     index: Index
@@ -83,6 +84,7 @@ class PipelineParts:
     options: PipelineOptions
     reader: Reader
     sink: SlotSink | None
+    columns: Mapping[str, LabelColumn]
     slots: Slots
     task_builder: TaskBuilder
     decoder: Decoder
@@ -95,6 +97,9 @@ def build_parts(
 ) -> PipelineParts:
     """Return the parts of a pipeline. No thread and no process is started."""
     plan, fields, replaces = plans(0), options.fields, options.on_bad != "raise"
+    columns = label_columns(fields or {}, index)
+    if fields is not None:
+        fields = {name: field for name, field in fields.items() if name not in columns}
     examples = {
         name: field.example for name, field in (fields or {}).items() if field.example is not None
     }
@@ -142,6 +147,7 @@ def build_parts(
         options=options,
         reader=reader,
         sink=sink,
+        columns=columns,
         slots=slots,
         task_builder=builder,
         decoder=decoder,

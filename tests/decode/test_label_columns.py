@@ -1,0 +1,218 @@
+"""Labels from the columns of the index: the same values as from their bytes, and no bytes read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+
+NAMES = ["cat", "dog", "emu"]
+
+
+def samples(values: list[Any], *, field: str) -> list[dict[str, Any]]:
+    """Samples whose cls, or entry `kind` of their json, holds these values."""
+    made = []
+    for n, value in enumerate(values):
+        sample: dict[str, Any] = {"__key__": f"k{n:03d}", "bin": b"x" * (n % 7)}
+        if value is not None:
+            sample[field] = str(value).encode() if field == "cls" else {"kind": value}
+        made.append(sample)
+    return made
+
+
+VALUES: dict[str, list[Any]] = {
+    "numbers": [0, 2, 1, 1],
+    "names": ["dog", "cat", "emu", "cat"],
+    "digits as names": ["1", "2", "0", "1"],
+    "large": [7, 3, 12, 1],
+    "floats": [0.5, 1.0, -2.25, 1e30],
+    "huge": [1e300, 1, 2, 3],
+    "flags": [True, False, True, True],
+    "lists": [["cat"], [], ["dog", "cat"], ["emu"]],
+    "lists of numbers": [[1], [], [2, 0], [1]],
+    "mixed": [1, "cat", 2, "dog"],
+    "missing": [1, None, 2, 0],
+    "negative": [-1, 1, 2, 0],
+}
+LABELS = {
+    "unknown": None,
+    "classes": ("class", tuple(NAMES)),
+    "other order": ("class", ("emu", "dog", "cat")),
+    "numbered": ("class", ("0", "1", "2")),
+    "shifted": ("class", ("1", "2", "0")),
+    "number": ("number", ()),
+    "multi": ("multi", tuple(NAMES)),
+}
+NEVER_VALID = {
+    "cls": ("huge", "missing", "mixed", "flags", "negative", "names"),
+    "json": ("huge", "missing", "lists of numbers"),
+}
+COLUMN = {"cls": None, "json": "kind"}
+
+
+def fields(place: str) -> list[Any]:
+    column = COLUMN[place]
+    made: list[Any] = [wt.number(place, column=column)]
+    made += [wt.label(place, column=column, classes=list(c)) for c in CLASSES]
+    if column:
+        made += [wt.label(place, column=column, classes=NAMES, multi=True)]
+    return made
+
+
+CLASSES: list[tuple[str, ...]] = [
+    (),
+    *itertools.permutations(NAMES, 3),
+    ("x", "y", "z"),
+    ("cat", "y", "z"),
+    ("2", "1", "0"),
+    ("0", "1", "2"),
+    tuple("abcdefghijklmnop"),
+    ("a", "b"),
+    ("cat", "cat", "dog", "emu"),
+]
+
+
+def outcome(index: wt.Index, field: Any) -> Any:
+    """Return the batches of a loader, or the kind of its error."""
+    try:
+        loader = wt.Loader(index, {"label": field}, batch_size=3, tail="keep", seed=1)
+        try:
+            return [batch["label"].tolist() for batch in loader.epoch(0, until=1)]
+        finally:
+            loader.close()
+    except wt.WdstrainError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("place", ["cls", "json"])
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_column_gives_what_the_bytes_give(tmp_path: Path, place: str, kind: str) -> None:
+    if place == "cls" and kind.startswith("lists"):
+        pytest.skip("a list is no text of cls")
+    valid = 0
+    for name, given in LABELS.items():
+        labels = [] if given is None else [wt.Label("l", given[0], place, COLUMN[place], given[1])]
+        out = tmp_path / name
+        try:
+            wt.pack(samples(VALUES[kind], field=place), str(out), shuffle=False, labels=labels)
+        except wt.WdstrainError:
+            continue
+        index = wt.open(out)
+        for field in fields(place):
+            with_column, with_bytes = (
+                outcome(index, field),
+                outcome(replace(index, columns=()), field),
+            )
+            if kind == "names" and place == "cls" and with_bytes != with_column:
+                # bytes with names do not know the new names of all classes; the index knows which
+                assert set(field.classes).isdisjoint(NAMES)
+                with_bytes = outcome(index, wt.label())
+            assert with_column == with_bytes, (name, field, json.dumps(VALUES[kind]))
+            valid += not isinstance(with_column, str)
+    assert valid or kind in NEVER_VALID[place]
+
+
+def test_joined_sets_with_other_numberings_are_joined_by_name(tmp_path: Path) -> None:
+    orders = [("cat", "dog", "emu"), ("emu", "cat"), ("dog",)]
+    for number, classes in enumerate(orders):
+        values = [n % len(classes) for n in range(5)]
+        labels = [wt.Label("label", "class", "cls", None, classes)]
+        wt.pack(samples(values, field="cls"), str(tmp_path / str(number)), labels=labels)
+    index = wt.open([str(tmp_path / str(number)) for number in range(3)])
+    for field in (wt.label(), wt.label(classes=["emu", "dog", "cat"])):
+        expected = outcome(replace(index, columns=()), field)
+        assert outcome(index, field) == expected
+        assert sum(map(len, expected)) == 15
+
+
+def with_labels(shape: bool) -> dict[str, Any]:
+    array = wt.array("npy", shape=(64, 32), dtype="float32") if shape else wt.array("npy")
+    return {
+        "a": array,
+        "label": wt.label(),
+        "price": wt.number("json", column="price"),
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shape", [True, False], ids=["direct", "decoded"])
+@pytest.mark.parametrize("extra", [{}, {"tail": "pad"}, {"weights": np.linspace(0, 3, 98)}])
+def test_labels_belong_to_their_samples(
+    tmp_path: Path, num_workers: int, shape: bool, extra: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = rng.random((98, 64, 32)).astype(np.float32)
+    made = [
+        {"__key__": f"k{n:03d}", "npy": arrays[n], "cls": n % 5, "json": {"price": n / 4}}
+        for n in range(98)
+    ]
+    wt.pack(made, str(tmp_path / "out"), shard_samples=25)
+    loader = wt.Loader(
+        tmp_path / "out", with_labels(shape), batch_size=8, num_workers=num_workers, **extra
+    )
+    rows = 0
+    for batch in loader.epoch(0, until=1):
+        numbers = [int(key[1:]) for key in batch["__key__"]]
+        assert torch.equal(batch["a"], torch.from_numpy(arrays[numbers]))
+        assert batch["label"].tolist() == [n % 5 for n in numbers]
+        assert batch["price"].tolist() == [n / 4 for n in numbers]
+        assert (batch["label"].dtype, batch["price"].dtype) == (torch.int64, torch.float32)
+        rows += len(numbers)
+    loader.close()
+    assert rows == len(loader) * 8
+
+
+@pytest.mark.parametrize("on_bad", ["replace", "mark"])
+@pytest.mark.parametrize("shape", [True, False], ids=["direct", "decoded"])
+def test_a_substitute_brings_its_own_label(tmp_path: Path, on_bad: Any, shape: bool) -> None:
+    made = [
+        {"__key__": f"k{n:03d}", "npy": np.full((64, 32), n, np.float32), "cls": n % 5}
+        | {"json": {"price": n / 4}}
+        for n in range(40)
+    ]
+    out = tmp_path / "out"
+    wt.pack(made, str(out), shuffle=False)
+    index = wt.open(out)
+    shard = Path(index.shards[0].path)
+    data = bytearray(shard.read_bytes())
+    for n in (7, 8, 30):
+        (offset,) = (offset for name, offset, _ in index.members(n) if name == "npy")
+        data[offset + 200] ^= 1
+    shard.write_bytes(data)
+    loader = wt.Loader(out, with_labels(shape), batch_size=8, on_bad=on_bad, max_bad=0.2)
+    batches, bad = loader.epoch(0, until=1), 0
+    for batch in batches:
+        values = torch.tensor([0 if a is None else int(a[0, 1]) for a in batch["a"]])
+        own = torch.from_numpy(batches.own)
+        bad += int((~own).sum())
+        assert torch.equal(batch["label"], values % 5)
+        assert torch.equal(batch["price"], values / 4)
+    loader.close()
+    assert bad == 3
+
+
+def test_no_bytes_of_labels_are_read(tmp_path: Path) -> None:
+    """Overwritten label bytes do not matter: the index has the labels, and `verify` finds them."""
+    made = [{"__key__": f"k{n:03d}", "bin": b"abc", "cls": n % 5} for n in range(20)]
+    out = tmp_path / "out"
+    wt.pack(made, str(out), shuffle=False)
+    index = wt.open(out)
+    shard = Path(index.shards[0].path)
+    data = bytearray(shard.read_bytes())
+    for n in range(20):
+        (offset,) = (offset for name, offset, _ in index.members(n) if name == "cls")
+        data[offset] = ord("x")
+    shard.write_bytes(data)
+    loader = wt.Loader(out, {"label": wt.label()}, batch_size=5, shuffle=False)
+    labels = [number for batch in loader.epoch(0, until=1) for number in batch["label"].tolist()]
+    loader.close()
+    assert labels == [n % 5 for n in range(20)]
+    assert not wt.verify(str(out)).ok
