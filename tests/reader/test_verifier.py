@@ -97,7 +97,9 @@ def test_of_a_server_nothing_is_compared_again_but_what_lies_in_two_requests(
             assert 0 < sum(doubtful) < COUNT
 
 
-@pytest.mark.parametrize("fields", [None, FIELDS], ids=["bytes", "pictures"])
+@pytest.mark.parametrize(
+    "fields", [None, {"image": wt.image(size=16), "cls": wt.text("cls")}], ids=["bytes", "pictures"]
+)
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("far", [False, True])
 def test_a_changed_byte_is_found_wherever_reading_begins(
