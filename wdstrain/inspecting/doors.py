@@ -27,7 +27,6 @@ from wdstrain.inspecting.sampling import Sampler
 from wdstrain.report.printing import printable
 from wdstrain.shards.index import Index, Label, Shard, join
 from wdstrain.shards.index_io import check_size
-from wdstrain.shards.labels import recorded_counts
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import Note, gather, recall, walked
 from wdstrain.storage.addresses import Urls
@@ -191,9 +190,9 @@ def _histograms(
         Label(name, "class", name) for name in names if name in index.fields
     )
     found = {
-        label: histograms.said(label, counts)
+        label: histogram
         for label in labels
-        if (counts := recorded_counts(index, label))
+        if (histogram := histograms.recorded(index, label)) is not None
     }
     ids = np.arange(len(index)) if exact else sampler.ids(_LABELS, whole=True)
     asked = not len(ids)  # no sample is small enough to be at hand

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
 from wdstrain.inspecting.dimensions import Range, of_all
 from wdstrain.report.printing import printable
-from wdstrain.shards.index import Label
-from wdstrain.shards.labels import class_names
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.labels import class_names, complete_column, recorded_counts
 from wdstrain.shards.values import scalar
 
 SHOWN = 20  # classes of a histogram
@@ -63,9 +65,18 @@ class Histogram:
     without: int = 0
 
 
-def said(label: Label, counts: dict[str, int]) -> Histogram:
-    """Of counts that the index says."""
-    return _classes(label, counts, sum(counts.values()), True)
+def recorded(index: Index, label: Label) -> Histogram | None:
+    """Return the histogram of all labels from the index, without reading any; None if it has none."""
+    column, counts = complete_column(index, label), recorded_counts(index, label)
+    if column is not None and label.kind == "number":
+        bars = _classes(label, {}, len(index), True)
+        return replace(bars, numbers=_numbers(np.asarray(column.values)))
+    if not counts:
+        return None
+    bars = _classes(label, counts, len(index), True)
+    if column is None or label.kind != "multi":
+        return bars
+    return replace(bars, per_sample=of_all(pc.list_value_length(column.values).to_pylist()))
 
 
 class Counting:
@@ -185,8 +196,8 @@ def _classes(label: Label, counts: Mapping[str, float], looked_at: int, exact: b
     )
 
 
-def _numbers(values: list[float]) -> Numbers | None:
-    finite = np.array([one for one in values if np.isfinite(one)])
+def _numbers(values: list[float] | npt.NDArray[np.float64]) -> Numbers | None:
+    finite = np.array(values, np.float64)[np.isfinite(np.array(values, np.float64))]
     if not len(finite):
         return None
     low, first, middle, third, high = map(float, np.quantile(finite, (0, 0.25, 0.5, 0.75, 1)))

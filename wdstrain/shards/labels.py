@@ -1,7 +1,7 @@
 """Label values of samples, read at their offsets without the images between them.
 
-An index has the offset of each label, not its value. Class counts are in an index only if its
-conversion counted them.
+Labels with a column in the index are counted there. For others the index has only the offset of
+each label, and class counts only if the conversion counted them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.columns import ColumnBuilder, Place
+from wdstrain.shards.columns import Column, ColumnBuilder, Place
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
@@ -32,11 +33,25 @@ def even_part(index: Index, most: int) -> Ints:
     return np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)
 
 
-def recorded_counts(index: Index, label: Label) -> dict[str, int]:
-    """Return the number of samples of each class that the conversion recorded in the index.
+def complete_column(index: Index, label: Label) -> Column | None:
+    """Return the column of a label if it has a value for every sample."""
+    for column in index.columns:
+        if column.place == label.place and column.kind == label.kind and len(column):
+            return None if column.values.null_count else column
+    return None
 
-    {} if it recorded none for this label or if the numbers do not fit the index.
+
+def recorded_counts(index: Index, label: Label) -> dict[str, int]:
+    """Return the number of samples of each class, from the label's column or the conversion.
+
+    {} if the index does not say it. A sample of several classes counts for each of them.
     """
+    column = complete_column(index, label)
+    if column is not None and label.kind in ("class", "multi"):
+        values = column.values if label.kind == "class" else column.values.flatten()
+        counts = {row["values"]: row["counts"] for row in pc.value_counts(values).to_pylist()}
+        if set(counts) <= set(label.classes):
+            return {name: counts.get(name, 0) for name in label.classes}
     by_split = index.info.get("samples", {})
     if not isinstance(by_split, dict):
         by_split = {}

@@ -10,12 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.shards.index import Index
-from wdstrain.shards.labels import classes_in, even_part, label_bytes, recorded_counts
+from wdstrain.shards.labels import (
+    classes_in,
+    complete_column,
+    even_part,
+    label_bytes,
+    recorded_counts,
+)
 from wdstrain.shards.values import scalar
 from wdstrain.training.task import Head, Task
 
@@ -40,7 +47,7 @@ def class_weights(index: Index, head: Head, asked: str, device: torch.device) ->
     if asked == "none" or head.kind == "number":
         return None
     said = counts_said(index, head)
-    counts, samples = (said, sum(said.values())) if said else _read(index, head)
+    counts, samples = (said, len(index)) if said else _read(index, head)
     if not any(counts.values()):
         raise UsageError(
             f"class_weights={asked}: no label {head.name!r} could be read. Leave it away."
@@ -56,15 +63,22 @@ def scaled(task: Task, index: Index) -> Task:
 
 
 def _scaled(head: Head, index: Index) -> Head:
-    values = []
-    for _, data in label_bytes(index, head.target.field, even_part(index, _NUMBERS)):
-        with suppress(WdstrainError, ValueError, TypeError):
-            values.append(float(scalar(data, head.target.column)))
-    found = np.array(values)[np.isfinite(values)] if values else np.zeros(1)
+    column = complete_column(index, head.target)
+    values = _read_numbers(index, head) if column is None else np.asarray(column.values)
+    found = values[np.isfinite(values)] if len(values) else np.zeros(1)
     mean, deviation = float(found.mean()), float(found.std())
     return replace(
         head, mean=mean, deviation=deviation if deviation > 1e-12 * abs(mean) else 1.0
     )  # rounding is no deviation
+
+
+def _read_numbers(index: Index, head: Head) -> npt.NDArray[np.float64]:
+    """Return the numbers of an even part of the samples, without those that cannot be read."""
+    values = []
+    for _, data in label_bytes(index, head.target.field, even_part(index, _NUMBERS)):
+        with suppress(WdstrainError, ValueError, TypeError):
+            values.append(float(scalar(data, head.target.column)))
+    return np.array(values, np.float64)
 
 
 def _read(index: Index, head: Head) -> tuple[dict[str, int], int]:
