@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from wdstrain.cli.words import result, size, urls, verb
+from wdstrain.cli.words import result, size, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter
 
@@ -20,6 +20,7 @@ def add_bench(verbs: Any) -> None:
         "bench shards/photos --tune",
     )
     urls(bench)
+    where(bench)
     bench.add_argument(
         "--batch-size",
         type=int,
@@ -75,6 +76,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     from wdstrain.tuning.bench import bench, usual_fields
 
     index = open_shards(arguments.urls)
+    if arguments.where is not None:
+        index = index.where(arguments.where)
     fields = (
         None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb
+from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb, where
 from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
@@ -138,6 +138,7 @@ def add_convert(verbs: Any) -> None:
         metavar="CONDITION",
         help="samples to take, such as 'cls < 3 and json.width > 640'",
     )
+    where(tars)
     tars.add_argument(
         "--keys", metavar="FILE", help="keys of the samples to take, one on each line"
     )
@@ -225,6 +226,7 @@ def _tars(arguments: argparse.Namespace) -> int:
         "rename": dict(map(_pair, _words(arguments.rename))),
         "select": arguments.select,
         "keys": arguments.keys,
+        "where": arguments.where,
     }
     return _convert(
         arguments,

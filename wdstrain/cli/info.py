@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from wdstrain.cli.words import urls, verb
+from wdstrain.cli.words import selected, urls, verb, where
 from wdstrain.report.terminal import (
     ProgressReporter,
     print_grid,
@@ -31,6 +31,7 @@ def add_info(verbs: Any) -> None:
         "info shards/photos",
     )
     urls(info)
+    where(info)
     info.add_argument(
         "--exact",
         action="store_true",
@@ -45,7 +46,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     with ProgressReporter() as teller:
         found = info(
-            arguments.urls,
+            selected(arguments),
             exact=arguments.exact,
             note=teller.line,
             progress=lambda title, done, total: teller.step(title, done, total, unit="labels"),

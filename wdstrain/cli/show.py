@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from wdstrain.cli.words import result, urls, verb
+from wdstrain.cli.words import result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 
 _SHOWN = 24  # samples, unless somebody says otherwise; of each class that is named, a third of it
@@ -21,6 +21,7 @@ def add_show(verbs: Any) -> None:
         "show shards/photos -o sheet.png --random",
     )
     urls(show)
+    where(show)
     show.add_argument(
         "-o",
         "--out",
@@ -100,9 +101,9 @@ def _show(arguments: argparse.Namespace) -> int:
     n = arguments.n if arguments.n is not None else _SHOWN // 3 if classes else _SHOWN
     wanted = Wanted(n, arguments.order or "first", classes, keys, arguments.label, arguments.seed)
     found = (
-        peek_varied(arguments.urls, wanted, *_loading(arguments))
+        peek_varied(selected(arguments), wanted, *_loading(arguments))
         if _loads(arguments)
-        else peek(arguments.urls, **vars(wanted))
+        else peek(selected(arguments), **vars(wanted))
     )
     file = found.save(arguments.out) if arguments.out else None
     if not arguments.json and file is None:

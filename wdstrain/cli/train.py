@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from wdstrain.cli.words import result, urls, verb
+from wdstrain.cli.words import result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import print_message
 from wdstrain.training.configuration import (
@@ -55,7 +55,10 @@ def add_training(verbs: Any) -> None:
     )
     for name in OPTIONS:
         _add_option(train, name)
-    train.set_defaults(interrupted="Run it again with --resume to go on from the last checkpoint.")
+    train.set_defaults(
+        options=tuple(OPTIONS),
+        interrupted="Run it again with --resume to go on from the last checkpoint.",
+    )
 
     evaluate = verb(
         verbs,
@@ -83,7 +86,10 @@ def add_training(verbs: Any) -> None:
     predict.add_argument(
         "--probabilities", action="store_true", help="a column for each class, too"
     )
+    where(evaluate)
+    where(predict)
     for one, names in ((evaluate, OF_EVALUATING), (predict, OF_PREDICTING)):
+        one.set_defaults(options=names)
         for name in names:
             _add_option(one, name)
 
@@ -127,7 +133,9 @@ def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in OPTIONS if hasattr(arguments, name)}
+    return {
+        name: getattr(arguments, name) for name in arguments.options if hasattr(arguments, name)
+    }
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -200,7 +208,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.metrics import text
     from wdstrain.training.world import World
 
-    task, metrics = evaluate(arguments.checkpoint, arguments.urls, **_given(arguments))
+    task, metrics = evaluate(arguments.checkpoint, selected(arguments), **_given(arguments))
     if World().leads:
         result(
             arguments,
@@ -213,7 +221,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     from wdstrain.training.predicting import predict
 
-    addresses = arguments.urls[0] if len(arguments.urls) == 1 else arguments.urls
+    given = selected(arguments)
+    addresses = given[0] if isinstance(given, list) and len(given) == 1 else given
     done = predict(
         arguments.checkpoint,
         addresses,

@@ -11,6 +11,7 @@ from typing import Any
 from wdstrain.report.terminal import print_result, print_table
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.shards.index import Index
+from wdstrain.shards.resolve import open_index
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -35,6 +36,23 @@ def urls(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="folder, index.json, tar, glob or brace pattern of shards",
     )
+
+
+def where(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--where",
+        metavar="EXPR",
+        help="only samples for which this holds, such as \"kids and label != 'Other'\"; "
+        "names are the columns of the index",
+    )
+
+
+def selected(arguments: argparse.Namespace) -> list[str] | Index:
+    """Return the addresses, or with --where the index of the chosen samples."""
+    if arguments.where is None:
+        addresses: list[str] = arguments.urls
+        return addresses
+    return open_index(arguments.urls).where(arguments.where)
 
 
 def size(text: str) -> int:

@@ -43,7 +43,11 @@ _KEYS = 3
 
 
 def info(
-    urls: Urls, *, exact: bool = False, note: Note | None = None, progress: Progress | None = None
+    urls: Urls | Index,
+    *,
+    exact: bool = False,
+    note: Note | None = None,
+    progress: Progress | None = None,
 ) -> Info:
     """What is in the shards that `urls` mean: samples, sizes, fields, pictures, labels, splits, and how they were made.
 
@@ -53,7 +57,7 @@ def info(
     with some of several is in Info.findings.
     """
     found = _Gathered(exact, note)
-    index = gather(urls, found.sound, found.unindexed)
+    index = urls if isinstance(urls, Index) else gather(urls, found.sound, found.unindexed)
     known = index.pick(i for i, shard in enumerate(index.shards) if shard.path not in found.fresh)
     seen = look_into(list(found.fresh)) if found.fresh else None
     index = join(
@@ -75,6 +79,8 @@ def info(
     contents = _contents(index, sampler, weights)
     counts = [*known.counts.tolist(), *(seen.counts if seen else [])]
     size, samples = sum(shard.bytes for shard in index.shards), sum(counts)
+    if index.is_selection:  # its shards hold other samples too
+        size = int((index.offsets.stop - index.offsets.start).sum())
     splits: Counter[str] = Counter()
     for shard, count in zip(index.shards, counts, strict=True):
         splits[shard.split] += count

@@ -126,12 +126,12 @@ def peek(
     return _looked(source, wanted, None)
 
 
-def peek_varied(urls: Urls, wanted: Wanted, image: Image, epochs: Sequence[int]) -> Peek:
+def peek_varied(urls: Urls | Index, wanted: Wanted, image: Image, epochs: Sequence[int]) -> Peek:
     """Samples with their pictures as a Loader with this field and seed delivers them, once for each epoch.
 
     Raises as `peek`, and UsageError for shards of several splits, which no loader takes together.
     """
-    index = open_shards(urls)
+    index = urls if isinstance(urls, Index) else open_shards(urls)
     if not any(name in index.fields for name in image.names):
         raise UsageError(
             f"these shards hold {', '.join(index.fields)}, and none of them is a picture that could be varied."

@@ -149,6 +149,7 @@ def pack_tars(
     rename: Mapping[str, str] | None = None,
     select: str | None = None,
     keys: str | None = None,
+    where: str | None = None,
     progress: Progress | None = None,
     **options: Unpack[Packing],
 ) -> Index:
@@ -157,12 +158,14 @@ def pack_tars(
     Into the folder they lie in, with overwrite=True, if all of its shards are among them.
     """
     urls, out = urls if isinstance(urls, (str, os.PathLike)) else list(urls), os.fspath(out)
-    asked = stated(urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    asked = stated(
+        urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where
+    )
     done = resumed_in_place(out, asked, Options(**options), progress)
     if done is not None:
         return done.index
     source = stream_tars(
-        urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, out=out
+        urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where, out=out
     )
     return _packed(source, out, options, progress)
 

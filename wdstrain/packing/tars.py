@@ -48,11 +48,12 @@ def stream_tars(
     rename: Mapping[str, str] | None = None,
     select: str | None = None,
     keys: str | None = None,
+    where: str | None = None,
     out: str = "",
     note: Callable[[str], None] | None = None,
 ) -> Stream:
     """The samples of shards in their order. keep or drop: fields; rename: {field: new name}; select: a condition
-    (`expression`); keys: a file with a key on each line, of the samples that are taken. out: where they are packed.
+    (`expression`); where: a condition on columns of the index; keys: a file with a key on each line, of the samples that are taken. out: where they are packed.
 
     Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for keys that are not there.
     """
@@ -70,6 +71,8 @@ def stream_tars(
             f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
         )
     _check_replaced(index, out)
+    everything = len(index)
+    index = index if where is None else index.where(where)
     condition = Expression(select) if select is not None else None
     wanted = _keys(keys) if keys is not None else None
     if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
@@ -111,6 +114,8 @@ def stream_tars(
         else ", ".join(sorted({folder_of(s.path) or "." for s in index.shards}))
     )
     ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
+    if len(index) < everything:
+        ignored["samples that do not meet the condition"] = everything - len(index)
 
     def entries(quarantine: Quarantine) -> Iterator[Entry]:
         for number, parts in _read(index):
@@ -135,7 +140,9 @@ def stream_tars(
                 continue
             yield Entry(key, kept, split, stratum=kind)
 
-    source = stated(urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys)
+    source = stated(
+        urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where
+    )
     source |= {"fields": dict(names), "data": index.fingerprint}
     total = None if condition or wanted is not None else len(index)
     mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())} {labels}"
@@ -152,6 +159,7 @@ def stated(
     rename: Mapping[str, str] | None = None,
     select: str | None = None,
     keys: str | None = None,
+    where: str | None = None,
 ) -> dict[str, Any]:
     """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
     wanted = (
@@ -176,7 +184,7 @@ def stated(
         "rename": dict(rename or {}),
         "select": select,
         "keys": wanted,
-    }
+    } | ({} if where is None else {"where": where})
     return {"kind": "tars", **asked, "in_place": places}
 
 

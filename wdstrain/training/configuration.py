@@ -69,6 +69,16 @@ class Config:
     )
     mixup: float = _option(0.0, "alpha of mixup", metavar="X")
     cutmix: float = _option(0.0, "alpha of CutMix", metavar="X")
+    where: str | None = _option(
+        None,
+        "learn from and validate on only the samples for which this holds, such as \"label != 'Other'\"",
+        metavar="EXPR",
+    )
+    balance: str | None = _option(
+        None,
+        "column, such as label, each value of which gives the same number of samples of an epoch",
+        metavar="COLUMN",
+    )
     # how
     epochs: int = _option(10, "passes over the data", metavar="N", free=True)
     batch_size: int = _option(64, "pictures per step, of all processes together", metavar="N")

@@ -60,10 +60,10 @@ class Outcome:
 
 @WorkerDeathsAsErrors()
 def train(
-    urls: Urls,
+    urls: Urls | Index,
     out: str | os.PathLike[str],
     *,
-    val: Urls | None = None,
+    val: Urls | Index | None = None,
     model: str | Maker | nn.Module = "small",
     image: Field | None = None,
     resume: bool = False,
@@ -73,7 +73,7 @@ def train(
 ) -> Outcome:
     """Train a model on the shards of `urls`, validate it on `val` after each epoch, and keep the run in the folder `out`.
 
-    urls       of the training shards; one that holds the splits train and val serves for both
+    urls       of the training shards, or an Index; one that holds the splits train and val serves for both
     model      small, a torchvision model by name, module:function, a function that makes a model of so many outputs, or a
                torch.nn.Module, of which a copy is trained
     image      what becomes of the pictures, instead of wt.image(size=image_size, augment=augment). Validation uses it too.
@@ -99,7 +99,7 @@ def train(
         raise UsageError(
             "resume goes on with what is in the folder, and overwrite takes it away. Give one of them."
         )
-    train_index, val_index = sources(urls, val)
+    train_index, val_index = sources(urls, val, config.where)
     state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     task = _task(train_index, config, state)
     if val_index is not None:
@@ -195,7 +195,7 @@ def train(
 @WorkerDeathsAsErrors()
 def evaluate(
     checkpoint: str | os.PathLike[str],
-    urls: Urls,
+    urls: Urls | Index,
     *,
     model: Maker | nn.Module | str | None = None,
     image: Field | None = None,
@@ -211,7 +211,7 @@ def evaluate(
     world = World()
     opened = Opened.of(checkpoint, model=model, options=options, known=OF_EVALUATING)
     field = opened.field(image)
-    index = require_one_split(open_index(urls), urls)
+    index = _opened(urls)
     opened.task.check(index)
     config, task, device = opened.config, opened.task, device_of(opened.config.device, world)
     loader = _val_loader(index, task, field, config, world)
@@ -225,18 +225,30 @@ def evaluate(
     return task, metrics
 
 
-def sources(urls: Urls, val: Urls | None) -> tuple[Index, Index | None]:
-    """The shards to train on and those to validate on."""
-    index = open_index(urls)
+def sources(
+    urls: Urls | Index, val: Urls | Index | None, where: str | None = None
+) -> tuple[Index, Index | None]:
+    """Return the samples to train on and those to validate on. where: a condition on both."""
+    parts = _both(urls, val)
+    if where is None:
+        return parts
+    return parts[0].where(where), parts[1].where(where) if parts[1] is not None else None
+
+
+def _both(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
+    index = urls if isinstance(urls, Index) else open_index(urls)
     if val is None and {"train", "val"} <= set(index.splits):
         numbers = {
             split: [i for i, shard in enumerate(index.shards) if shard.split == split]
             for split in index.splits
         }
         return index.pick(numbers["train"]), index.pick(numbers["val"])
-    return require_one_split(index, urls), require_one_split(
-        open_index(val), val
-    ) if val is not None else None
+    train = index if isinstance(urls, Index) else require_one_split(index, urls)
+    return train, _opened(val) if val is not None else None
+
+
+def _opened(urls: Urls | Index) -> Index:
+    return urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -276,6 +288,7 @@ def _loader(
         task.fields(picture),
         seed=config.seed,
         shuffle_buffer=config.shuffle_buffer,
+        balance=config.balance,
         lanes=lanes,
         **_own(config, world),
     )
@@ -318,12 +331,14 @@ def _determinism(config: Config, device: torch.device) -> ExitStack:
     return stack
 
 
-def _data(urls: Urls, val: Urls | None) -> dict[str, Any]:
+def _data(urls: Urls | Index, val: Urls | Index | None) -> dict[str, Any]:
     """Addresses as config.toml keeps them: those of this machine from its root, so that a run goes on from any folder."""
     return {"train": _plain(urls), "val": _plain(val) if val is not None else None}
 
 
-def _plain(urls: Urls) -> str | list[str]:
+def _plain(urls: Urls | Index) -> str | list[str]:
+    if isinstance(urls, Index):
+        return [str(_plain(shard.path)) for shard in urls.shards]
     if isinstance(urls, (str, os.PathLike)):
         scheme, separator, rest = os.fspath(urls).partition("://")
         text = f"{scheme.lower()}://{rest}" if separator else scheme

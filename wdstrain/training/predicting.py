@@ -55,7 +55,7 @@ class Predicted:
 @WorkerDeathsAsErrors()
 def predict(
     checkpoint: str | os.PathLike[str],
-    urls: Urls,
+    urls: Urls | Index,
     out: str | os.PathLike[str],
     *,
     model: Maker | nn.Module | str | None = None,
@@ -81,7 +81,7 @@ def predict(
 
 def _written(
     opened: Opened,
-    urls: Urls,
+    urls: Urls | Index,
     out: str,
     field: Field,
     device: torch.device,
@@ -91,7 +91,7 @@ def _written(
     if _is_pictures(urls):
         found, known = _of_folder(os.fspath(urls), opened, field, device, tell), []  # type: ignore[arg-type]
     else:
-        index = require_one_split(open_index(urls), urls)
+        index = urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
         known = list(opened.task.heads) if index.labels or index.shard_labels else []
         try:
             opened.task.check(index) if known else None
@@ -306,7 +306,7 @@ def _shown(value: float) -> str:
     return repr(value).removesuffix(".0")
 
 
-def _is_pictures(urls: Urls) -> bool:
+def _is_pictures(urls: Urls | Index) -> bool:
     """Whether an address is that of a folder of pictures, and not of shards."""
     if not isinstance(urls, (str, os.PathLike)):
         return False

@@ -1,0 +1,110 @@
+"""`--where` and `--balance`: every verb that reads samples takes only the chosen ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture
+from wdstrain.cli.main import main
+
+WHERE = "kind != 'Other' and year >= 2010"
+CHOSEN = [n for n in range(60) if n % 3 and n >= 10]  # 34 samples
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 pictures of three kinds."""
+    out = tmp_path_factory.mktemp("where") / "out"
+    kinds = ["Other", "Pants", "Shirts"]
+    samples = [
+        {"__key__": f"k{n:03d}", "png": picture(n), "cls": n % 3}
+        | {"json": {"kind": kinds[n % 3], "year": 2000 + n}}
+        for n in range(60)
+    ]
+    labels = [wt.Label("label", "class", "cls", None, tuple(kinds))]
+    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=20)
+    return out
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert main([*map(str, words), "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def test_looking_at_chosen_samples(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = run(capsys, "info", packed, "--where", WHERE)
+    assert info["samples"] == len(CHOSEN) == 34
+    assert info["shards"] == 3
+    whole = run(capsys, "info", packed)
+    assert info["bytes"] < whole["bytes"]
+    plan = run(capsys, "plan", packed, "--where", WHERE, "--batch-size", 11)
+    assert plan["steps"] == 3
+    shown = run(capsys, "show", packed, "--where", WHERE, "-n", 100)
+    assert [one["key"] for one in shown["samples"]] == [f"k{n:03d}" for n in CHOSEN]
+    words = ("--where", WHERE, "--bytes", "--batch-size", 4, "--seconds", 0.1)
+    assert "samples_per_second" in json.dumps(run(capsys, "bench", packed, *words))
+
+
+def test_packing_chosen_samples(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new"
+    run(capsys, "convert", "tars", packed, out, "--where", WHERE, "--no-shuffle")
+    made = wt.open(out)
+    assert [made.key(i) for i in range(len(made))] == [f"k{n:03d}" for n in CHOSEN]
+    assert made.table.column("year").to_pylist() == [2000 + n for n in CHOSEN]
+
+
+def test_learning_from_chosen_samples(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = tmp_path / "run"
+    options = ["--epochs", 1, "--batch-size", 8, "--image-size", 16, "--device", "cpu"]
+    options += ["--label", "label"]
+    done = run(
+        capsys,
+        "train",
+        packed,
+        "--out",
+        run_folder,
+        "--where",
+        WHERE,
+        "--balance",
+        "label",
+        *options,
+    )
+    assert done["epochs"][0]["samples"] == 32
+    best = run_folder / "checkpoints" / "last.pt"
+    scored = run(capsys, "evaluate", best, packed, "--where", "year >= 2050")
+    assert scored["samples"] == 10
+    table = tmp_path / "table.csv"
+    predicted = run(capsys, "predict", best, packed, "--where", "year >= 2050", "-o", table)
+    assert predicted["rows"] == 10
+    with open(table) as file:
+        assert [row["key"] for row in csv.DictReader(file)] == [f"k{n:03d}" for n in range(50, 60)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["info", "--where", "colour == 1"], "there is no column 'colour'"),
+        (["show", "--where", "year > 9999"], "holds for none of 60 samples"),
+        (["plan", "--where", "year <"], "is no condition"),
+        (["plan", "--where", "year >= 2058", "--batch-size", "8"], "cannot give"),
+        (["bench", "--where", "kind < 3"], "cannot be compared"),
+    ],
+)
+def test_a_wrong_condition_is_wrong_usage(
+    packed: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([words[0], str(packed), *words[1:]]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
