@@ -101,16 +101,17 @@ def gather(
             run = list(group)
             parts.append(check(_picked(run, known)) if is_indexed else walk(run))
     index = join(parts)
-    named: dict[str, str] = {}  # real path -> path for messages
+    named: dict[str, Shard] = {}  # by real path
     folders: dict[str, str] = {}
     for shard in index.shards:
         real = _real(shard.path, folders)
         if real in named:
-            also = f" (also as {named[real]})" if named[real] != shard.shown else ""
+            other = named[real].shown
+            also = f" (also as {other})" if other != shard.shown else ""
             raise UsageError(
                 f"{shard.shown} is named twice{also}, so its samples would come twice. Name each shard once."
             )
-        named[real] = shard.shown
+        named[real] = shard
     return index
 
 
@@ -264,7 +265,7 @@ def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
     newer = [
         n
         for n, shard in enumerate(index.shards)
-        if index.expected_state(shard) and _is_newer(shard.path)
+        if _is_newer(shard.path) and index.expected_state(shard)
     ]
     if not newer:
         return index

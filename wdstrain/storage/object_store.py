@@ -24,6 +24,7 @@ from wdstrain.runtime.machine import memory
 from wdstrain.storage.retries import Retries, network_timeout
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
+_PREFIXES = tuple(f"{scheme}://" for scheme in SCHEMES)
 
 _SHA256 = "sha256"  # metadata name of an object's checksum
 _LONGEST_REQUEST, _CONNECT_TIMEOUT = 60.0, 10.0  # seconds
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 
 
 def is_object(path: str) -> bool:
-    return path.startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+    return path.startswith(_PREFIXES)
 
 
 class ObjectFile:
