@@ -78,10 +78,14 @@ def _unknown(arguments: argparse.Namespace, word: str) -> str:
 
 
 def _index(arguments: argparse.Namespace) -> int:
+    from wdstrain.shards.declare import read_classes
+    from wdstrain.shards.declare import summary as columns
     from wdstrain.shards.resolve import make_index
 
-    index = make_index(arguments.urls)
-    result(arguments, facts(index), summary(index))
+    classes = None if arguments.classes is None else read_classes(arguments.classes)
+    named = [name.strip() for name in (arguments.columns or "").split(",") if name.strip()]
+    index = make_index(arguments.urls, columns=named, label=arguments.label, classes=classes)
+    result(arguments, facts(index), [*summary(index), *columns(index)])
     return 0
 
 
@@ -147,6 +151,21 @@ def _parser() -> argparse.ArgumentParser:
         verbs, "index", _index, "make or refresh the index of shards", "index shards/photos"
     )
     urls(index)
+    index.add_argument(
+        "--columns",
+        metavar="NAME[,NAME...]",
+        help="read these fields and entries of JSON into columns, such as cls,json.kind",
+    )
+    index.add_argument(
+        "--label",
+        metavar="NAME[:KIND]",
+        help="the field or entry that holds the label; KIND is class, number or multi",
+    )
+    index.add_argument(
+        "--classes",
+        metavar="FILE|A,B,...",
+        help="names of its classes in the order of their numbers (default: sorted)",
+    )
     add_info(verbs)
     add_check(verbs)
 

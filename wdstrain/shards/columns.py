@@ -39,7 +39,7 @@ TYPES = {
 }
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
-_PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
+PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _LARGEST_NPY = 256  # bytes of a .npy file with one number
 
@@ -125,7 +125,7 @@ class ColumnBuilder:
                 document = parsed_json(bytes(data))
                 if isinstance(document, dict):
                     return [((field, name), value) for name, value in document.items()]
-            elif self._fields is not None or field in _PLAIN_FIELDS:
+            elif self._fields is not None or field in PLAIN_FIELDS:
                 return [((field, None), plain_value(data))]
             elif field.endswith("npy") and len(data) <= _LARGEST_NPY:
                 array = npy_array(memoryview(data))

@@ -97,13 +97,28 @@ def label_bytes(
 
 def read_columns(index: Index, places: Collection[Place]) -> Index:
     """Return `index` with columns of these fields and entries, read forward from the shards."""
-    parts: dict[int, list[tuple[str, bytes]]] = {}
-    for field in {field for field, _ in places}:
-        for number, data in label_bytes(index, field, np.arange(len(index)), through=True):
-            parts.setdefault(number, []).append((field, bytes(data)))
     builder = ColumnBuilder(places)
-    for number in range(len(index)):
-        builder.add(parts.get(number, ()))
+    wanted = np.flatnonzero(index.field_mask({field for field, _ in places}))
+    offsets = index.offsets
+    for number, shard in enumerate(index.shards):
+        first, stop = int(index.first[number]), int(index.first[number + 1])
+        members = np.arange(offsets.member_first[first], offsets.member_first[stop])
+        members = members[np.isin(offsets.member_field[members], wanted)]
+        rows = np.searchsorted(offsets.member_first, members, side="right") - 1
+        parts: dict[int, list[tuple[str, bytes]]] = {}
+        if len(members):
+            with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
+                for row, member in zip(rows.tolist(), members.tolist(), strict=True):
+                    data = bytearray(int(offsets.member_size[member]))
+                    at = int(offsets.member_offset[member])
+                    if isinstance(source, LocalFile):
+                        source.read_into([memoryview(data)], at)
+                    else:
+                        source.read_into([memoryview(data)], at, last=shard.bytes)
+                    field = index.fields[offsets.member_field[member]]
+                    parts.setdefault(row, []).append((field, bytes(data)))
+        for row in range(first, stop):
+            builder.add(parts.get(row, ()))
     return replace(index, columns=builder.finish())
 
 

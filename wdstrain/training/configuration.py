@@ -55,7 +55,12 @@ class Config:
     """How to train."""
 
     # what is learnt
-    label: str | None = _option(None, "labels to learn, as NAME or NAME:KIND with a comma between; KIND is class, binary, multi or number (default: the only one)", metavar="NAME")  # fmt: skip
+    label: str | None = _option(None, "labels to learn, as NAME or NAME:KIND with a comma between; KIND is class, binary, multi or number; or, in shards that declare none, the field or entry that holds it, such as cls or json.kind (default: the only one)", metavar="NAME")  # fmt: skip
+    classes: str | None = _option(
+        None,
+        "with such a label, names of its classes in the order of their numbers (default: sorted)",
+        metavar="FILE|A,B,...",
+    )
     model: str = _option("small", "small, a torchvision model such as resnet18, or module:function of yours, called with the number of outputs", metavar="NAME")  # fmt: skip
     weights: str | None = _option(
         None,

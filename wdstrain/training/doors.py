@@ -19,6 +19,7 @@ from wdstrain.decode.fields import Example, Field
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
+from wdstrain.shards.declare import read_classes, with_label
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.storage.addresses import Urls
@@ -99,9 +100,21 @@ def train(
         raise UsageError(
             "resume goes on with what is in the folder, and overwrite takes it away. Give one of them."
         )
-    train_index, val_index = sources(urls, val, config.where)
+    train_index, val_index = sources(urls, val)
+    asked = config.label
+    if not train_index.labels and not train_index.shard_labels and asked is not None:
+        train_index, val_index = _declared(train_index, val_index, asked, config.classes)
+        asked = train_index.labels[0].name
+    elif config.classes is not None:
+        raise UsageError(
+            "classes name those of a label that no index declares. Leave them away, or name a field "
+            "with label in shards whose index has no labels."
+        )
+    if config.where is not None:
+        train_index = train_index.where(config.where)
+        val_index = val_index.where(config.where) if val_index is not None else None
     state, refused = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
-    task = _task(train_index, config, state)
+    task = _task(train_index, asked, state)
     if val_index is not None:
         task.check(val_index)
     elif config.patience:
@@ -225,17 +238,8 @@ def evaluate(
     return task, metrics
 
 
-def sources(
-    urls: Urls | Index, val: Urls | Index | None, where: str | None = None
-) -> tuple[Index, Index | None]:
-    """Return the samples to train on and those to validate on. where: a condition on both."""
-    parts = _both(urls, val)
-    if where is None:
-        return parts
-    return parts[0].where(where), parts[1].where(where) if parts[1] is not None else None
-
-
-def _both(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
+def sources(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
+    """Return the samples to train on and those to validate on."""
     index = urls if isinstance(urls, Index) else open_index(urls)
     if val is None and {"train", "val"} <= set(index.splits):
         numbers = {
@@ -247,6 +251,16 @@ def _both(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | 
     return train, _opened(val) if val is not None else None
 
 
+def _declared(
+    train: Index, val: Index | None, name: str, classes: str | None
+) -> tuple[Index, Index | None]:
+    """Return both sets with a label that is read from a field or an entry, in one pass over each."""
+    train = with_label(train, name, None if classes is None else read_classes(classes))
+    if val is not None and not val.labels and not val.shard_labels:
+        val = with_label(val, name, train.labels[0].classes or None)
+    return train, val
+
+
 def _opened(urls: Urls | Index) -> Index:
     return urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
 
@@ -254,9 +268,9 @@ def _opened(urls: Urls | Index) -> Index:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _task(index: Index, config: Config, state: Mapping[str, Any] | None) -> Task:
+def _task(index: Index, asked: str | None, state: Mapping[str, Any] | None) -> Task:
     """What is learnt. A run that goes on has the scale of its numbers, which of shards elsewhere may be taken from other samples."""
-    task = Task.of(index, config.label)
+    task = Task.of(index, asked)
     former = Task.from_state(state["task"]) if state is not None else None
     return former if former is not None and former.is_as(task) else scaled(task, index)
 

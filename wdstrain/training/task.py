@@ -150,7 +150,8 @@ class Task:
                 )
         if not labels:
             raise UsageError(
-                "the index says nothing of labels. Convert with `wdstrain convert folder` or `convert table --label`."
+                "the index says nothing of labels. Name the field or the entry of JSON that holds them, such "
+                "as --label cls or --label json.kind, or declare it once: wdstrain index URL --label cls"
             )
         if asked is None and len(labels) > 1:
             raise UsageError(

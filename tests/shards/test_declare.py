@@ -1,0 +1,204 @@
+"""Columns and labels of shards that were made elsewhere: `wdstrain index --columns --label --classes`."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture
+from wdstrain.cli.main import main
+
+KINDS = ["Shirts", "Other", "Pants"]
+
+
+def write(folder: Path, samples: list[dict[str, Any]], per_shard: int = 10) -> Path:
+    """Tars as Python's tarfile writes them, without any index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, first in enumerate(range(0, len(samples), per_shard)):
+        with tarfile.open(folder / f"s-{shard:03d}.tar", "w") as tar:
+            for number, sample in enumerate(samples[first : first + per_shard], first):
+                for field, data in sample.items():
+                    info = tarfile.TarInfo(f"k{number:03d}.{field}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """30 samples with a class number, a text, and JSON; every fifth has no JSON."""
+    return write(
+        tmp_path / "shards",
+        [
+            {"png": picture(n), "cls": str(n % 3).encode(), "txt": KINDS[n % 3].encode()}
+            | (
+                {
+                    "json": json.dumps(
+                        {
+                            "kind": KINDS[n % 3],
+                            "price": n / 2,
+                            "kids": n % 2 == 0,
+                            "tags": ["a"] * (n % 2) + ["b"],
+                            "a.b": n,
+                            "mixed": [n, {"x": 1}][n % 2],
+                            "minus": n - 5,
+                        }
+                    ).encode()
+                }
+                if n % 5
+                else {}
+            )
+            for n in range(30)
+        ],
+    )
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a verb prints that fails as wrong usage."""
+    capsys.readouterr()
+    assert main(list(map(str, words))) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_fields_and_entries_become_typed_columns(shards: Path, capsys: Any) -> None:
+    names = "cls,txt,json.kind,json.price,json.kids,json.tags,json.a.b"
+    assert main(["index", str(shards), "--columns", names]) == 0
+    printed = capsys.readouterr().out
+    assert "6 samples have none" in printed
+    table = wt.open(shards).table
+    types = {name: str(table.schema.field(name).type) for name in ("cls", "txt", "price", "kids")}
+    assert types == {"cls": "int64", "txt": "string", "price": "double", "kids": "bool"}
+    for n, row in enumerate(table.to_pylist()):
+        assert (row["cls"], row["txt"]) == (n % 3, KINDS[n % 3])
+        has = n % 5
+        assert row["kind"] == (KINDS[n % 3] if has else None)
+        assert row["price"] == (n / 2 if has else None)
+        assert row["tags"] == (["a"] * (n % 2) + ["b"] if has else None)
+        assert row["a.b"] == (n if has else None)
+    assert len(wt.open(shards).where("price > 10 and 'a' in tags")) == sum(
+        n / 2 > 10 and n % 2 and n % 5 > 0 for n in range(30)
+    )
+
+
+def test_columns_stay_and_are_read_again(shards: Path) -> None:
+    wt.index(shards, columns=["cls"])
+    wt.index(shards, columns=["txt"])
+    index = wt.index(shards)
+    assert [column.name for column in index.columns] == ["cls", "txt"]
+    data = bytearray((shards / "s-000.tar").read_bytes())
+    offset = next(offset for name, offset, _ in index.members(1) if name == "cls")
+    data[offset : offset + 1] = b"7"
+    (shards / "s-000.tar").write_bytes(data)
+    index = wt.index(shards, columns=["cls"])
+    assert [column.name for column in index.columns] == ["txt", "cls"]
+    assert index.table["cls"].to_pylist()[:3] == [0, 7, 2]
+
+
+def labels(index: wt.Index, field: Any) -> list[int]:
+    loader = wt.Loader(index, {"label": field}, batch_size=10, shuffle=False)
+    found = [number for batch in loader.epoch(0, until=1) for number in batch["label"].tolist()]
+    loader.close()
+    return found
+
+
+def test_a_declared_label_is_what_training_learns(
+    shards: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["index", str(shards), "--label", "txt"]) == 0
+    index = wt.open(shards)
+    assert index.labels == (wt.Label("txt", "class", "txt", None, tuple(sorted(KINDS))),)
+    assert labels(index, wt.label("txt")) == [sorted(KINDS).index(KINDS[n % 3]) for n in range(30)]
+    options = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
+    assert main(["train", str(shards), "--out", str(tmp_path / "run"), *options]) == 0
+    capsys.readouterr()
+    score = ["evaluate", str(tmp_path / "run/checkpoints/last.pt"), str(shards), "--json"]
+    assert main(score) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 30
+
+
+def test_training_on_shards_that_declare_nothing(shards: Path, tmp_path: Path, capsys: Any) -> None:
+    """The label is named on the command line; nothing is written beside the shards."""
+    val = write(tmp_path / "val", [{"png": picture(n), "txt": b"Pants"} for n in range(10)])
+    options = ["--epochs", "1", "--batch-size", "10", "--image-size", "16", "--device", "cpu"]
+    words = ["train", shards, "--val", val, "--out", tmp_path / "run", *options, "--label", "txt"]
+    assert main(list(map(str, words))) == 0
+    assert not (shards / "index.json").exists()
+    outcome = wt.evaluate(
+        tmp_path / "run/checkpoints/last.pt", wt.index(val, label="txt", classes=KINDS)
+    )
+    assert outcome[0].heads[0].classes == tuple(sorted(KINDS))
+    words[words.index("txt")] = "json.colour"
+    assert "no sample has a value in json.colour" in failure(capsys, *words, "--overwrite")
+    words[-1] = "cls"
+    assert "not one of the 2" in failure(capsys, *words, "--overwrite", "--classes", "a,b")
+    assert "--label cls" in failure(capsys, *words[:-2], "--overwrite")
+
+
+def test_classes_are_named_in_the_order_of_their_numbers(shards: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("Shirts\nOther\n\nPants\n")
+    assert main(["index", str(shards), "--label", "cls", "--classes", str(names)]) == 0
+    index = wt.open(shards)
+    assert index.labels == (wt.Label("label", "class", "cls", None, tuple(KINDS)),)
+    assert index.table["label"].to_pylist() == [KINDS[n % 3] for n in range(30)]
+    assert len(index.where("label == 'Pants'")) == 10
+    assert main(["index", str(shards), "--label", "cls", "--classes", "x,y,z"]) == 0
+    assert wt.open(shards).table["label"].to_pylist() == ["xyz"[n % 3] for n in range(30)]
+    assert main(["index", str(shards), "--label", "cls"]) == 0
+    assert wt.open(shards).labels[0].classes == ("0", "1", "2")
+
+
+def test_kinds_of_labels(shards: Path) -> None:
+    index = wt.index(shards, label="json.price")
+    assert index.labels == (wt.Label("price", "number", "json", "price", ()),)
+    index = wt.index(shards, label="json.tags")
+    assert index.labels[1] == wt.Label("tags", "multi", "json", "tags", ("a", "b"))
+    index = wt.index(shards, label="cls:number")
+    assert {label.name: label.kind for label in index.labels} == {
+        "price": "number",
+        "tags": "multi",
+        "label": "number",
+    }
+    assert labels(index, wt.number("cls")) == [n % 3 for n in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--columns", "colour"], "there is no field 'colour'"),
+        (["--columns", "json"], "json.ENTRY"),
+        (["--columns", "json.colour"], "no sample has a value in json.colour"),
+        (["--columns", "json.mixed"], "no column can hold"),
+        (["--label", "png"], "no sample has a value in png"),
+        (["--label", "json.minus"], "add :number"),
+        (["--label", "txt", "--classes", "Shirts,Pants"], "is 'Other', which is not one of the 2"),
+        (["--label", "cls", "--classes", "a,b"], "is '2', which is not one of the 2"),
+        (["--label", "txt:number"], "which is not a number"),
+        (["--label", "json.tags", "--classes", "a,c"], "not a list of the 2 classes"),
+        (["--label", "cls", "--classes", "a,b,a"], "'a' occurs twice"),
+        (["--label", "cls", "--classes", ","], "there is no name in them"),
+        (["--classes", "a,b"], "Give label too"),
+        (["--label", "nothing"], "there is no field 'nothing'"),
+    ],
+)
+def test_a_declaration_that_cannot_be(
+    shards: Path, words: list[str], message: str, capsys: Any
+) -> None:
+    assert message in failure(capsys, "index", shards, *words)
+    assert not (shards / "index.json").exists()
+
+
+def test_names_and_numbers_in_one_field_need_classes(tmp_path: Path, capsys: Any) -> None:
+    values = ["cat", "1", "dog"]
+    shards = write(tmp_path / "odd", [{"cls": value.encode()} for value in values])
+    assert "names and numbers" in failure(capsys, "index", shards, "--label", "cls")
+    index = wt.index(shards, label="cls", classes=["dog", "cat"])
+    assert index.table["label"].to_pylist() == ["cat", "cat", "dog"]

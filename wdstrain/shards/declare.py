@@ -1,0 +1,185 @@
+"""Columns and labels for shards that were made elsewhere, read from their fields in one forward pass.
+
+A column is named by where it is stored: `cls` for a field, `json.kind` for an entry of a JSON field.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from wdstrain.errors import UsageError
+from wdstrain.report.printing import printable
+from wdstrain.shards.columns import (
+    NOT_A_COLUMN,
+    PLAIN_FIELDS,
+    Column,
+    Place,
+    as_label,
+    column_name,
+    is_json,
+)
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.labels import read_columns
+from wdstrain.storage.files import read_whole
+
+KINDS = ("class", "number", "multi")
+_MOST_CLASSES = 1 << 20  # of numbers that nobody named
+
+
+def with_columns(index: Index, names: Sequence[str]) -> Index:
+    """Return the index with columns of these fields and entries. Columns that it has are read again.
+
+    Raises UsageError for a name that is no field, for a column without a value, and for values that
+    no column can hold.
+    """
+    places = [_place(index, name) for name in names]
+    labels = {label.place: label for label in index.labels}
+    fresh = []
+    for column in _raw(index, places):
+        label = labels.get(column.place)
+        if label is not None:
+            column = as_label(column, label.name, label.kind, label.classes)
+        fresh.append(column)
+    kept = [column for column in index.columns if column.place not in places]
+    return replace(index, columns=(*kept, *fresh))
+
+
+def with_label(index: Index, name: str, classes: Sequence[str] | None = None) -> Index:
+    """Return the index with a label that is stored in a field or in an entry of a JSON field.
+
+    name: of the column, with `:KIND` if the values do not say which of KINDS is meant. classes: names
+    in the order of their numbers; default: sorted. Raises UsageError for values that do not fit.
+    """
+    place, kind = _place_and_kind(index, name)
+    column = _raw(index, [place])[0]
+    kind = kind or {"number": "number", "multi": "multi"}.get(column.kind, "class")
+    known = () if kind == "number" else _classes(column, kind, classes)
+    plain = place[1] is None and place[0] in PLAIN_FIELDS
+    title = "label" if plain else column_name(place)
+    label = Label(title, kind, *place, tuple(known))
+    typed = as_label(column, title, kind, known)
+    _check_values(index, column, typed, label)
+    others = [one for one in index.labels if one.place != place and one.name != title]
+    kept = [one for one in index.columns if one.place != place]
+    return replace(index, labels=(*others, label), columns=(*kept, typed))
+
+
+def read_classes(text: str) -> list[str]:
+    """Return class names from a file with a name on each line, or from a list with commas."""
+    data = read_whole(text) if os.path.exists(text) else None
+    lines = text.split(",") if data is None else data.decode("utf-8-sig").splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def summary(index: Index) -> list[tuple[str, str]]:
+    """Return (name, description) of each column, with the number of samples that lack a value."""
+    rows = []
+    for column in index.columns:
+        lacking = column.values.null_count
+        shown = f"{len(column.classes)} classes" if column.kind == "class" else column.kind
+        note = f", {lacking} samples have none" if lacking else ""
+        rows.append((printable(f"column {column.name}"), shown + note))
+    return rows
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _place(index: Index, name: str) -> Place:
+    """Return (field, entry) of a column's name. Raises UsageError for a name that is no field."""
+    for field in sorted(index.fields, key=len, reverse=True):
+        if name == field and not is_json(field):
+            return field, None
+        if is_json(field) and name.startswith(f"{field}.") and len(name) > len(field) + 1:
+            return field, name[len(field) + 1 :]
+    shown = ", ".join(f"{field}.ENTRY" if is_json(field) else field for field in index.fields)
+    raise UsageError(f"there is no field {name!r} in these shards. A column is one of: {shown}")
+
+
+def _place_and_kind(index: Index, name: str) -> tuple[Place, str]:
+    head, _, kind = name.rpartition(":")
+    if head and kind in KINDS:
+        return _place(index, head), kind
+    return _place(index, name), ""
+
+
+def _raw(index: Index, places: Sequence[Place]) -> list[Column]:
+    """Return the columns of these places as their bytes say. Raises UsageError."""
+    by_place = {column.place: column for column in read_columns(index, places).columns}
+    columns = [by_place[place] for place in places]
+    for column in columns:
+        name = column.field if column.entry is None else f"{column.field}.{column.entry}"
+        if column.kind == NOT_A_COLUMN:
+            raise UsageError(
+                f"{name} holds values that no column can hold: long texts, documents, or values of "
+                f"different types. A column holds numbers, texts of at most 256 characters, "
+                f"true and false, or lists of names."
+            )
+        if column.values.null_count == len(column):
+            raise UsageError(
+                f"no sample has a value in {name} that a column can hold: a number, a short text, true "
+                f"or false, or a list of names. Look at one: wdstrain show"
+            )
+    return columns
+
+
+def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the class names of a label."""
+    if given is not None:
+        counts = Counter(given)
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None or not counts:
+            problem = f"{twice!r} occurs twice" if counts else "there is no name in them"
+            raise UsageError(
+                f"classes: {problem}. Give each class once, in the order of their numbers: cat,dog, "
+                f"or a file with a name on each line."
+            )
+        return tuple(given)
+    if column.kind == "integer":
+        low, high = pc.min_max(column.values).as_py().values()
+        if low < 0 or high >= _MOST_CLASSES:
+            raise UsageError(
+                f"{column.name} has values from {low} to {high}, and class numbers count from 0. "
+                f"If they are numbers, add :number to the name."
+            )
+        return tuple(map(str, range(high + 1)))
+    if column.kind == "flag":
+        return ("false", "true")
+    values = column.values.flatten() if column.kind == "multi" else column.values
+    names = sorted(filter(None, pc.unique(pc.cast(values, pa.string())).to_pylist()))
+    number = next((name for name in names if name.isdecimal()), None)
+    if number is not None and column.entry is None:
+        raise UsageError(
+            f"{column.name} holds names and numbers, such as {names[-1]!r} and {number!r}, and a number "
+            f"counts as the number of a class. Name the classes in the order of their numbers."
+        )
+    return tuple(names)
+
+
+def _check_values(index: Index, raw: Column, typed: Column, label: Label) -> None:
+    """Raise UsageError for the first sample whose value is none that the label can have."""
+    wrong = np.asarray(typed.values.is_null()) & ~np.asarray(raw.values.is_null())
+    if label.kind == "multi" and raw.kind == "multi":
+        known = pa.array(label.classes, pa.string())
+        rows = pc.list_parent_indices(raw.values)
+        unknown = pc.invert(pc.is_in(raw.values.flatten(), value_set=known))
+        wrong[rows.filter(unknown).to_numpy()] = True
+    if not wrong.any():
+        return
+    number = int(np.flatnonzero(wrong)[0])
+    shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+    value = str(raw.values[number].as_py())[:80]
+    rule = "a number" if label.kind == "number" else f"one of the {len(label.classes)} classes"
+    if label.kind == "multi":
+        rule = f"a list of the {len(label.classes)} classes"
+    raise UsageError(
+        f"{shard.shown}: {printable(raw.name)} of sample {printable(index.key(number))!r} is "
+        f"{printable(value)!r}, which is not {rule} ({int(wrong.sum())} such samples). Name all classes, or another kind."
+    )
