@@ -151,6 +151,33 @@ def test_classes_are_balanced_exactly(packed: Path) -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("options", [{"where": "often != 1"}, {"weights": "often"}])
+def test_a_changed_byte_of_a_chosen_sample_is_found(
+    packed: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Also where a read passes over samples that are not chosen, up to the last one of the set."""
+    import shutil
+
+    for number in (0, 2, 119, 239):
+        copy = tmp_path / str(number)
+        shutil.copytree(packed, copy)
+        index = wt.open(copy)
+        offset = next(offset for name, offset, _ in index.members(number) if name == "bin")
+        with open(index.shards[number // 30].path, "r+b") as file:
+            file.seek(offset + 1)
+            file.write(b"\xff")
+        loader = wt.Loader(copy, batch_size=8, tail="keep", on_bad="replace", **options)
+        if number == 0 and "weights" in options:
+            assert len(flat(epoch(loader))) == COUNT  # its weight is 0
+            assert loader.report()["bad"] == 0
+        else:
+            assert f"k{number:03d}" not in {
+                key for batch in loader.epoch(0, until=1) for key in batch["__key__"]
+            }
+            assert loader.report()["bad"] == max(1, number % 3 * ("weights" in options))
+        loader.close()
+
+
 def test_weights_leave_out_and_repeat(packed: Path) -> None:
     loader = wt.Loader(packed, batch_size=8, weights="often", tail="keep")
     counts = Counter(flat(epoch(loader)))
