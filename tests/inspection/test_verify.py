@@ -785,3 +785,58 @@ def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Pat
         ),
     ]
     assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0
+
+
+def test_columns_are_compared_with_the_bytes_they_came_from(tmp_path: Path) -> None:
+    """Also where columns have another type in one shard than in the set, and where values are missing."""
+    samples = [
+        {
+            "__key__": f"k{n:02d}",
+            "bin": b"x" * n,
+            "cls": n % 3,
+            "json": {
+                "p": n / 2 if n % 5 else None,
+                "tags": ["a"] * (n % 2),
+                "mixed": n if n < 9 else "z",
+            }
+            | ({"rare": True} if n > 30 else {}),
+        }
+        for n in range(40)
+    ]
+    labels = [wt.Label("p", "number", "json", "p")]
+    out = tmp_path / "set"
+    wt.pack(samples, str(out), shuffle=False, shard_samples=7, labels=labels)
+    assert wt.verify(str(out)).ok
+    index = wt.open(out)
+    changed = {("k08", "cls"): b"1", ("k20", "cls"): b"0"}
+    for (key, field), data in changed.items():
+        number = int(key[1:])
+        offset = next(at for name, at, _ in index.members(number) if name == field)
+        with open(index.shards[number // 7].path, "r+b") as file:
+            file.seek(offset)
+            assert file.read(1) != data
+            file.seek(offset)
+            file.write(data)
+    found = wt.verify(str(out))
+    assert {(one.key, one.field) for one in found.findings} == set(changed)
+    assert all("not those that were packed" in one.reason for one in found.findings)
+
+
+def test_a_column_that_says_something_else_is_a_finding(tmp_path: Path) -> None:
+    """The shards have no checksums, so only the columns tell that labels were changed."""
+    for number in range(3):
+        write_tar(
+            tmp_path / f"s-{number}.tar",
+            [(f"k{number}{i}", {"txt": b"t", "cls": str(i).encode()}) for i in range(5)],
+        )
+    index = wt.index(str(tmp_path), label="cls", classes=list("abcde"))
+    assert wt.verify(str(tmp_path)).ok
+    offset = next(at for name, at, _ in index.members(7) if name == "cls")
+    with open(tmp_path / "s-1.tar", "r+b") as file:
+        file.seek(offset)
+        file.write(b"4")
+    found = wt.verify(str(tmp_path))
+    assert [(one.key, one.field, one.offset) for one in found.findings] == [("k12", "cls", offset)]
+    assert "the index has 'c' in its column label, the shard 'e'" in found.findings[0].reason
+    wt.index(str(tmp_path), label="cls", classes=list("abcde"))
+    assert wt.verify(str(tmp_path)).ok

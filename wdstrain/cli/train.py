@@ -89,7 +89,7 @@ def add_training(verbs: Any) -> None:
     where(evaluate)
     where(predict)
     for one, names in ((evaluate, OF_EVALUATING), (predict, OF_PREDICTING)):
-        one.set_defaults(options=names)
+        one.set_defaults(options=(*names, "model"))
         for name in names:
             _add_option(one, name)
 

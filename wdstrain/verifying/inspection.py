@@ -7,12 +7,15 @@ told of by its first thousand findings and a count of the rest.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.loader.stats import Finding
+from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.verifying.passage import Passage
@@ -64,8 +67,12 @@ def inspect(
     """Pass over a shard once and compare it. Raises StorageError or ShardError where it cannot be read to its end."""
     done = Inspection(path, passage.shown)
     labels = promised.labels if promised is not None else ()
+    columns = promised.columns if promised is not None else ()
     found = done.found = survey(
-        passage, Readers(labels, is_finite=True) if trials is not None else None, trials
+        passage,
+        Readers(labels, is_finite=True) if trials is not None else None,
+        trials,
+        keep={column.field for column in columns},
     )
     table = found.offsets()
     done.starts = table.start
@@ -82,6 +89,7 @@ def inspect(
     _empty(done, found, table, {label.field for label in labels} | {"cls"})
     if promised is not None:
         _compare(done, found, table, promised, passage)
+        _compare_columns(done, found, promised)
     empty = {one.offset for one in done.findings if one.reason == _EMPTY}
     misfits = trials.misfits if trials is not None else []
     alike = Counter(reason for _, _, _, reason in misfits if reason.endswith(NOT_FINITE))
@@ -175,3 +183,42 @@ def _compare(
     elif clean and mine and changed and len(done.findings) == before:
         said = ", though every field is as packed" if len(theirs.member_crc) else ""
         done.add("", "", 0, f"has another sha256 than its index says{said}")
+
+
+def _compare_columns(done: Inspection, found: Survey, promised: Index) -> None:
+    """Compare the labels and scalars that the index has with those in the bytes of the shard."""
+    damaged = {(one.key, one.field) for one in done.findings}
+    builder = ColumnBuilder([column.place for column in promised.columns])
+    seen: list[dict[str, int]] = []  # of each sample, the offsets of its fields
+    for number in range(len(promised)):
+        members = promised.members(number)
+        seen.append({name: offset for name, offset, _ in members if offset in found.kept})
+        builder.add([(name, found.kept[offset]) for name, offset in seen[-1].items()])
+    stored = {column.place: column for column in builder.finish()}
+    for column in promised.columns:
+        mine = stored[column.place]
+        if column.kind in ("class", "number", "multi"):
+            mine = as_label(mine, column.name, column.kind, column.classes)
+        for number, said, value in _differences(column, mine):
+            key, offset = promised.key(number), seen[number].get(column.field)
+            if offset is None or (key, column.field) in damaged:  # a finding tells of it
+                continue
+            reason = f"the index has {_shown(said)} in its column {column.name}, the shard {_shown(value)}. Run: wdstrain index --columns"
+            done.add(key, column.field, offset, reason)
+
+
+def _differences(promised: Column, mine: Column) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (number of the sample, value in the index, value in the shard) where they differ."""
+    count = len(promised)
+    both = join_columns([(count, [promised]), (count, [mine])])
+    if both and both[0].kind == promised.kind:
+        values = both[0].values.to_pylist()
+    else:  # values of other types
+        values = [*promised.values.to_pylist(), *mine.values.to_pylist()]
+    for number, (said, value) in enumerate(zip(values[:count], values[count:], strict=True)):
+        if said != value and not (said != said and value != value):  # NaN equals NaN here
+            yield number, said, value
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else repr(value)[:80]

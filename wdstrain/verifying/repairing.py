@@ -21,7 +21,7 @@ from wdstrain.native.checksum import crc32
 from wdstrain.packing.listing import Part
 from wdstrain.packing.shard import write_samples
 from wdstrain.packing.stage import Stage
-from wdstrain.shards.index import Index, join
+from wdstrain.shards.index import Index, join, with_labels
 from wdstrain.shards.index_io import TABLE_NAME, is_wdstrain_index, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
@@ -261,8 +261,5 @@ def _with_what_was_known(index: Index, known: list[Index], result: Repair) -> In
     former = {
         name: value for name, value in (known[0].info if known else {}).items() if name not in stale
     }
-    return replace(
-        index,
-        labels=labels,
-        info={**former, "repaired": {"copied": len(index), "lost": result.lost}},
-    )
+    info = {**former, "repaired": {"copied": len(index), "lost": result.lost}}
+    return replace(with_labels(index, labels), info=info)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from wdstrain.verifying.passage import Passage, sums
 from wdstrain.verifying.salvage import Damage, Found, salvage
 from wdstrain.verifying.trial import MOST, Readers, Trials
 
+_LARGEST_KEPT = 1 << 20  # bytes of a field whose bytes are kept
 EXAMPLES = 100  # samples that are remembered by name of those that have the same fields
 
 Fields = frozenset[str]
@@ -42,6 +44,7 @@ class Survey:
         self.tried: Counter[str] = Counter()  # fields that were decoded, by name
         self.untried: Counter[str] = Counter()  # fields that nothing here can decode
         self.walk, self.sha256 = Walk(), ""
+        self.kept: dict[int, bytes] = {}  # by offset, the bytes of the fields to keep
         self._numbers: dict[str, int] = {}
         self._samples, self._members = array("q"), array("q")
         self._keys = bytearray()
@@ -115,21 +118,30 @@ class Survey:
 
 
 def survey(
-    passage: Passage, readers: Readers | None = None, trials: Trials | None = None
+    passage: Passage,
+    readers: Readers | None = None,
+    trials: Trials | None = None,
+    keep: Collection[str] = (),
 ) -> Survey:
     """Pass over a shard to its end. With readers, every field that they know is tried.
 
-    Raises StorageError where it cannot be read, ShardError where its samples cannot be ones.
+    keep: fields whose bytes are kept, if they are small. Raises StorageError where it cannot be read, ShardError where its samples cannot be ones.
     """
     found = Survey()
 
     def look(key: str, field: str, offset: int, size: int) -> tuple[int, int]:
+        is_kept = field in keep and size <= _LARGEST_KEPT
         read = readers.of(field) if readers is not None else None
         if trials is None or read is None or size > MOST:
             if trials is not None:
                 found.untried[field] += 1
-            return passage.sums(offset, size)
+            if not is_kept:
+                return passage.sums(offset, size)
+            found.kept[offset] = b"".join(passage.parts(offset, size))
+            return sums([found.kept[offset]], size)
         data = b"".join(passage.parts(offset, size))
+        if is_kept:
+            found.kept[offset] = data
         found.tried[field] += 1
         trials.put(key, field, offset, data, read)
         return sums([data], size)
