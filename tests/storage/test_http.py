@@ -461,7 +461,7 @@ def test_short_faults_are_not_logged(made: Path, caplog: pytest.LogCaptureFixtur
 def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
     made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two requests are in flight, for bytes 0 and 65536; the first one gets 100 bytes."""
+    """Several requests are in flight, and any of them may be the first to give up."""
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "2")
     released = threading.Event()
     with serving(made) as server:
@@ -469,7 +469,7 @@ def test_a_server_that_stays_silent_is_given_up_after_the_time_that_was_set(
         server.faults += [stall(100, released), *[stall(0, released)] * 100]
         with pytest.raises(
             StorageError,
-            match=r"byte (100|65536) did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NETWORK",
+            match=r"byte \d+ did not arrive in [3-9] attempts over [2-9] s; last error: .*WDSTRAIN_NETWORK",
         ):
             list(loader)
         released.set()
