@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.conftest import picture
+from tests.conftest import picture, write_tar
 from wdstrain.cli.main import main
 
 WHERE = "kind != 'Other' and year >= 2010"
@@ -60,6 +60,39 @@ def test_packing_chosen_samples(
     made = wt.open(out)
     assert [made.key(i) for i in range(len(made))] == [f"k{n:03d}" for n in CHOSEN]
     assert made.table.column("year").to_pylist() == [2000 + n for n in CHOSEN]
+
+
+def test_packing_with_a_declared_label(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shards are somebody else's; the new ones know what their labels are."""
+    samples = [(f"k{n}", {"txt": b"t", "cls": str(n % 2).encode()}) for n in range(8)]
+    write_tar(tmp_path / "old" / "s.tar", samples)
+    words = ["convert", "tars", tmp_path / "old", tmp_path / "new", "--no-shuffle"]
+    run(capsys, *words, "--label", "cls", "--classes", "cat,dog")
+    made = wt.open(tmp_path / "new")
+    assert made.labels == (wt.Label("label", "class", "cls", None, ("cat", "dog")),)
+    assert made.table.column("label").to_pylist() == ["cat", "dog"] * 4
+    renamed = [*words, "--overwrite", "--label", "cls", "--rename", "cls=kind"]
+    run(capsys, *renamed)
+    assert wt.open(tmp_path / "new").labels[0].field == "kind"
+    for more, message in (
+        (["--label", "cls", "--drop", "cls"], "would not stay"),
+        (["--label", "cls", "--classes", "cat"], "is '1', which is not one of the 1 classes"),
+        (["--classes", "cat,dog"], "Give label too"),
+    ):
+        assert main([*map(str, words), "--overwrite", *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_samples_of_several_splits_are_not_mixed(
+    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a condition as without one: training samples must not be scored as validation."""
+    both = tmp_path / "both"
+    wt.pack_tars(packed, both, split={"train": 0.5, "val": 0.5})
+    for words in (["plan", both], ["bench", both], ["predict", "x.pt", both, "-o", "x.csv"]):
+        assert main([*map(str, words), "--where", "year > 2000"]) == 2
+        assert "several splits" in capsys.readouterr().err
+    assert run(capsys, "info", both, "--where", "year > 2000")["samples"] == 59
 
 
 def test_learning_from_chosen_samples(

@@ -806,7 +806,13 @@ def test_columns_are_compared_with_the_bytes_they_came_from(tmp_path: Path) -> N
     labels = [wt.Label("p", "number", "json", "p")]
     out = tmp_path / "set"
     wt.pack(samples, str(out), shuffle=False, shard_samples=7, labels=labels)
-    assert wt.verify(str(out)).ok
+    assert wt.verify(str(out)).columns == {
+        "cls": 40,
+        "json.p": 40,
+        "json.tags": 40,
+        "json.mixed": 40,
+        "json.rare": 40,
+    }
     index = wt.open(out)
     changed = {("k08", "cls"): b"1", ("k20", "cls"): b"0"}
     for (key, field), data in changed.items():

@@ -78,10 +78,10 @@ def test_occurrences_of_a_sample_are_apart_and_draw_other_numbers() -> None:
     where = np.flatnonzero(made.ids(0, places) == 7)
     assert len(where) == 20
     assert np.diff(where).max() < 3 * len(places) / 20
-    assert len(set(made.draws(0, places).tolist())) == len(places)
+    assert len(set(made.draws(0, places, made.ids(0, places)).tolist())) == len(places)
     once = weights < 2
     first = made.ids(0, places)
-    assert (made.draws(0, places)[once[first]] == first[once[first]]).all()
+    assert (made.draws(0, places, made.ids(0, places))[once[first]] == first[once[first]]).all()
 
 
 def test_global_batches_do_not_depend_on_the_world_size() -> None:

@@ -97,7 +97,7 @@ def test_columns_stay_and_are_read_again(shards: Path) -> None:
     offset = next(offset for name, offset, _ in index.members(1) if name == "cls")
     data[offset : offset + 1] = b"7"
     (shards / "s-000.tar").write_bytes(data)
-    index = wt.index(shards, columns=["cls"])
+    index = wt.index(shards, columns=["cls", "cls"])
     assert [column.name for column in index.columns] == ["txt", "cls"]
     assert index.table["cls"].to_pylist()[:3] == [0, 7, 2]
 
@@ -184,8 +184,10 @@ def test_kinds_of_labels(shards: Path) -> None:
         (["--label", "txt:number"], "which is not a number"),
         (["--label", "json.tags", "--classes", "a,c"], "not a list of the 2 classes"),
         (["--label", "cls", "--classes", "a,b,a"], "'a' occurs twice"),
-        (["--label", "cls", "--classes", ","], "there is no name in them"),
+        (["--label", "cls", "--classes", ","], "the list is empty"),
         (["--classes", "a,b"], "Give label too"),
+        (["--label", "txt", "--classes", "missing.txt"], "there is no such file"),
+        (["--label", "cls:number", "--classes", "a,b"], "numbers have no classes"),
         (["--label", "nothing"], "there is no field 'nothing'"),
     ],
 )

@@ -235,6 +235,8 @@ def test_a_sample_is_found_by_its_key_and_number(packed: Path, index: wt.Index) 
         index["nobody"]
     with pytest.raises(IndexError, match="60 samples"):
         index[60]
+    with pytest.raises(TypeError, match="not iterable"):
+        list(index)
 
 
 def test_a_key_of_several_samples(tmp_path: Path) -> None:

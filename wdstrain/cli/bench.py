@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from wdstrain.cli.words import result, size, urls, verb, where
+from wdstrain.cli.words import result, selected, size, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter
+from wdstrain.shards.index import Index
 
 
 def add_bench(verbs: Any) -> None:
@@ -75,9 +76,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     from wdstrain.loader.loader import open_shards
     from wdstrain.tuning.bench import bench, usual_fields
 
-    index = open_shards(arguments.urls)
-    if arguments.where is not None:
-        index = index.where(arguments.where)
+    given = selected(arguments)
+    index = given if isinstance(given, Index) else open_shards(given)
     fields = (
         None if arguments.bytes else usual_fields(index, arguments.image_size, arguments.augment)
     )

@@ -99,6 +99,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         ("MB", f"{done.bytes / 1e6:.1f}"),
     ]
     rows.append(("fields", _counts(done.fields)))
+    if done.columns:
+        rows.append(("columns compared", _counts(done.columns)))
     if done.unindexed:
         what = f"{done.unindexed} of {done.shards} shards: no index has any, so only structure was checked"
         rows.append(("without checksums", what))

@@ -9,7 +9,17 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from wdstrain.cli.words import Verb, facts, result, shares, size, summary, verb, where
+from wdstrain.cli.words import (
+    Verb,
+    facts,
+    label_options,
+    result,
+    shares,
+    size,
+    summary,
+    verb,
+    where,
+)
 from wdstrain.packing.convert import Conversion, Step, convert, resumed_in_place
 from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options
@@ -139,6 +149,7 @@ def add_convert(verbs: Any) -> None:
         help="samples to take, such as 'cls < 3 and json.width > 640'",
     )
     where(tars)
+    label_options(tars)
     tars.add_argument(
         "--keys", metavar="FILE", help="keys of the samples to take, one on each line"
     )
@@ -218,21 +229,24 @@ def _arrays(arguments: argparse.Namespace) -> int:
 
 
 def _tars(arguments: argparse.Namespace) -> int:
-    from wdstrain.packing.tars import stated, stream_tars
+    from wdstrain.packing.tars import TarOptions, stated, stream_tars
+    from wdstrain.shards.declare import read_classes
 
-    asked: dict[str, Any] = {
-        "keep": _words(arguments.keep),
-        "drop": _words(arguments.drop),
-        "rename": dict(map(_pair, _words(arguments.rename))),
-        "select": arguments.select,
-        "keys": arguments.keys,
-        "where": arguments.where,
-    }
+    chosen = TarOptions(
+        keep=_words(arguments.keep),
+        drop=_words(arguments.drop),
+        rename=dict(map(_pair, _words(arguments.rename))),
+        select=arguments.select,
+        keys=arguments.keys,
+        where=arguments.where,
+        label=arguments.label,
+        classes=None if arguments.classes is None else read_classes(arguments.classes),
+    )
     return _convert(
         arguments,
-        lambda: stream_tars(arguments.urls, out=arguments.out, note=print_message, **asked),
+        lambda: stream_tars(arguments.urls, chosen, out=arguments.out, note=print_message),
         lambda options: resumed_in_place(
-            arguments.out, stated(arguments.urls, arguments.out, **asked), options
+            arguments.out, stated(arguments.urls, arguments.out, chosen), options
         ),
     )
 

@@ -46,7 +46,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     with ProgressReporter() as teller:
         found = info(
-            selected(arguments),
+            selected(arguments, one_split=False),
             exact=arguments.exact,
             note=teller.line,
             progress=lambda title, done, total: teller.step(title, done, total, unit="labels"),

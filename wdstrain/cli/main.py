@@ -27,7 +27,7 @@ from wdstrain.cli.info import add_info
 from wdstrain.cli.plan import add_plan
 from wdstrain.cli.show import add_show
 from wdstrain.cli.train import add_training
-from wdstrain.cli.words import facts, result, summary, urls, verb
+from wdstrain.cli.words import facts, label_options, result, summary, urls, verb
 from wdstrain.errors import WdstrainError
 from wdstrain.report.terminal import ProgressReporter, flush_results, print_message, print_result
 
@@ -78,14 +78,13 @@ def _unknown(arguments: argparse.Namespace, word: str) -> str:
 
 
 def _index(arguments: argparse.Namespace) -> int:
-    from wdstrain.shards.declare import read_classes
-    from wdstrain.shards.declare import summary as columns
+    from wdstrain.shards.declare import column_rows, read_classes
     from wdstrain.shards.resolve import make_index
 
     classes = None if arguments.classes is None else read_classes(arguments.classes)
     named = [name.strip() for name in (arguments.columns or "").split(",") if name.strip()]
     index = make_index(arguments.urls, columns=named, label=arguments.label, classes=classes)
-    result(arguments, facts(index), [*summary(index), *columns(index)])
+    result(arguments, facts(index), [*summary(index), *column_rows(index)])
     return 0
 
 
@@ -156,16 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME[,NAME...]",
         help="read these fields and entries of JSON into columns, such as cls,json.kind",
     )
-    index.add_argument(
-        "--label",
-        metavar="NAME[:KIND]",
-        help="the field or entry that holds the label; KIND is class, number or multi",
-    )
-    index.add_argument(
-        "--classes",
-        metavar="FILE|A,B,...",
-        help="names of its classes in the order of their numbers (default: sorted)",
-    )
+    label_options(index)
     add_info(verbs)
     add_check(verbs)
 

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any, get_args
 
-from wdstrain.cli.words import urls, verb, where
+from wdstrain.cli.words import selected, urls, verb, where
 from wdstrain.order.plan import Tail
 from wdstrain.report.terminal import ProgressReporter, print_message, print_result
 
@@ -81,17 +81,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     from wdstrain.errors import UsageError
     from wdstrain.foresight.doors import foresee
     from wdstrain.foresight.outlook import lines, page
-    from wdstrain.loader.loader import open_shards
     from wdstrain.storage.files import write_whole
 
     if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
         raise UsageError(f"{arguments.out}: the page is HTML. Give it a name that ends in .html")
-    index = open_shards(arguments.urls)
-    if arguments.where is not None:
-        index = index.where(arguments.where)
     with ProgressReporter() as teller:
         found = foresee(
-            index,
+            selected(arguments),
             batch_size=arguments.batch_size,
             world_size=arguments.world_size,
             lanes=arguments.lanes,

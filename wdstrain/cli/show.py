@@ -103,7 +103,7 @@ def _show(arguments: argparse.Namespace) -> int:
     found = (
         peek_varied(selected(arguments), wanted, *_loading(arguments))
         if _loads(arguments)
-        else peek(selected(arguments), **vars(wanted))
+        else peek(selected(arguments, one_split=False), **vars(wanted))
     )
     file = found.save(arguments.out) if arguments.out else None
     if not arguments.json and file is None:

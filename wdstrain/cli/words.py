@@ -11,7 +11,7 @@ from typing import Any
 from wdstrain.report.terminal import print_result, print_table
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.shards.index import Index
-from wdstrain.shards.resolve import open_index
+from wdstrain.shards.resolve import open_index, require_one_split
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -47,12 +47,29 @@ def where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def selected(arguments: argparse.Namespace) -> list[str] | Index:
-    """Return the addresses, or with --where the index of the chosen samples."""
+def label_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--label",
+        metavar="NAME[:KIND]",
+        help="the field or entry of JSON that holds the label; KIND is class, number or multi",
+    )
+    parser.add_argument(
+        "--classes",
+        metavar="FILE|A,B,...",
+        help="names of its classes in the order of their numbers (default: sorted)",
+    )
+
+
+def selected(arguments: argparse.Namespace, *, one_split: bool = True) -> list[str] | Index:
+    """Return the addresses, or with --where the index of the chosen samples.
+
+    one_split: raise UsageError for an address that holds several splits.
+    """
+    addresses: list[str] = arguments.urls
     if arguments.where is None:
-        addresses: list[str] = arguments.urls
         return addresses
-    return open_index(arguments.urls).where(arguments.where)
+    index = open_index(addresses)
+    return (require_one_split(index, addresses) if one_split else index).where(arguments.where)
 
 
 def size(text: str) -> int:
@@ -94,6 +111,9 @@ def facts(index: Index) -> dict[str, Any]:
         "splits": _splits(index),
         "fields": list(index.fields),
         "labels": [asdict(label) for label in index.labels],
+        "columns": [
+            {**column.described, "missing": column.values.null_count} for column in index.columns
+        ],
     }
 
 

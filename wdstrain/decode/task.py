@@ -38,7 +38,7 @@ class Task(NamedTuple):
     ids: int64[b], sample ids.
     keys: keys of the samples; empty unless there is a transform, which gets them.
     unreadable: reason for each row whose sample could not be read.
-    draws: int64[b], numbers of the samples' own random bits; `Order.draws`.
+    draws: int64[b], numbers of the samples' own random bits; `Plan.draws`.
     """
 
     batch_number: int

@@ -24,8 +24,8 @@ from wdstrain.shards.offsets import Ints
 class BatchInfo(NamedTuple):
     """Counts of one batch of b rows.
 
-    ids: sample ids in the rows, int64[b]. draws: as in `Order`, int64[b]. own: bool[b], whether a row has the sample that the plan
-    put there; in the others a substitute replaces a bad sample. padded: rows of padding.
+    ids: sample ids in the rows, int64[b]. draws: see `Plan.draws`, int64[b]. own: bool[b], whether
+    a row has the sample that the plan put there; in the others a substitute replaces a bad sample. padded: rows of padding.
     bad: the bad samples, without padding.
     """
 

@@ -22,7 +22,7 @@ OVER = (
 
 
 class PendingBatch(NamedTuple):
-    """Samples of a batch that is being decoded: keys of all, draws as in `Order`, int64[b]."""
+    """Samples of a batch that is being decoded. draws: see `Plan.draws`, int64[b]."""
 
     batch: Batch
     keys: list[str]

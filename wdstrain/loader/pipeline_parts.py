@@ -75,7 +75,8 @@ class PipelineParts:
     """Parts of a pipeline, and the data that it is made for.
 
     plans: returns the plan of an epoch. sink: reader of arrays that go straight into batches, if
-    any do. columns: labels that the index gives, by name. totals: of the stages, without those of `reader` and `slots`.
+    any do. columns: labels that the index gives, by name. totals: of the stages, without those of
+    `reader` and `slots`.
     """
 
     index: Index

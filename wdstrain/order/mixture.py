@@ -155,9 +155,9 @@ class Mixture:
         sample_ids: Ints = plan.ids(source_lane, places) + self._firsts[source]
         return sample_ids
 
-    def draws(self, lane: int, places: Ints) -> Ints:
-        """Numbers of the samples' own random bits: their ids. int64, shape of `places`."""
-        return self.ids(lane, places)
+    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
+        """Numbers of the random bits of the samples at these places: their ids; see `Plan.draws`."""
+        return ids
 
     # --- helpers ----------------------------------------------------------------------------------
 

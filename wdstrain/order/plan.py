@@ -99,7 +99,7 @@ class Order(Protocol):
     def due(self, lane: int, start: int, stop: int) -> Ints: ...
     def first_place(self, lane: int, step: int) -> int: ...
     def ids(self, lane: int, places: Ints) -> Ints: ...
-    def draws(self, lane: int, places: Ints) -> Ints: ...
+    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -299,9 +299,12 @@ class Plan:
         shard = np.searchsorted(self._line_stops, line, side="right")
         return np.asarray(self._line_ids[shard] + line)
 
-    def draws(self, lane: int, places: Ints) -> Ints:
-        """Numbers of the samples' own random bits: their ids. int64, shape of `places`."""
-        return self.ids(lane, places)
+    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
+        """Numbers of the random bits of the samples at these places: their ids. int64.
+
+        ids: of the samples at these places.
+        """
+        return ids
 
     def _line_places(self, lane: int, places: Ints) -> Ints:
         """Positions on the line of these places of a lane. int64, shape of `places`."""

@@ -61,10 +61,9 @@ class WeightedPlan(Plan):
         """Sample ids at these places of a lane; see `Plan.ids`."""
         return self._line[0][self._line_places(lane, places)]
 
-    def draws(self, lane: int, places: Ints) -> Ints:
-        """Numbers of the samples' own random bits: another one for each occurrence of a sample."""
-        line = self._line_places(lane, places)
-        return self._line[0][line] + self._line[1][line] * len(self.weights)
+    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
+        """Numbers of the random bits at these places: another one for each occurrence of a sample."""
+        return ids + self._line[1][self._line_places(lane, places)] * len(self.weights)
 
     @cached_property
     def _fixed_weights(self) -> Ints:

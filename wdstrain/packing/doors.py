@@ -17,7 +17,7 @@ from wdstrain.packing.listing import Source
 from wdstrain.packing.options import Options, Packing
 from wdstrain.packing.samples import stream_samples
 from wdstrain.packing.table import list_table
-from wdstrain.packing.tars import stated, stream_tars
+from wdstrain.packing.tars import TarOptions, stated, stream_tars
 from wdstrain.packing.vision import stream_torchvision
 from wdstrain.shards.index import Index, Label
 from wdstrain.storage.addresses import Urls
@@ -150,6 +150,8 @@ def pack_tars(
     select: str | None = None,
     keys: str | None = None,
     where: str | None = None,
+    label: str | None = None,
+    classes: Sequence[str] | None = None,
     progress: Progress | None = None,
     **options: Unpack[Packing],
 ) -> Index:
@@ -158,15 +160,20 @@ def pack_tars(
     Into the folder they lie in, with overwrite=True, if all of its shards are among them.
     """
     urls, out = urls if isinstance(urls, (str, os.PathLike)) else list(urls), os.fspath(out)
-    asked = stated(
-        urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where
+    chosen = TarOptions(
+        keep=keep,
+        drop=drop,
+        rename=rename,
+        select=select,
+        keys=keys,
+        where=where,
+        label=label,
+        classes=classes,
     )
-    done = resumed_in_place(out, asked, Options(**options), progress)
+    done = resumed_in_place(out, stated(urls, out, chosen), Options(**options), progress)
     if done is not None:
         return done.index
-    source = stream_tars(
-        urls, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where, out=out
-    )
+    source = stream_tars(urls, chosen, out=out)
     return _packed(source, out, options, progress)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -28,6 +28,7 @@ from wdstrain.packing.listing import (
     split_of,
 )
 from wdstrain.packing.planning import batches
+from wdstrain.shards.declare import with_label
 from wdstrain.shards.expressions import Expression
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.index_io import is_wdstrain_index, labels_of, read_document
@@ -40,23 +41,40 @@ from wdstrain.storage.remote import is_remote
 _BLOCK = 16 << 20  # bytes read at a time
 
 
+@dataclass(frozen=True, kw_only=True)
+class TarOptions:
+    """Which samples and fields of existing shards are packed anew.
+
+    keep or drop: fields. rename: {field: new name}. select: a condition on the bytes of a sample;
+    see `expressions`. keys: a file with a key on each line, of the samples to take. where: a
+    condition on the columns of the index. label, classes: as in `make_index`.
+    """
+
+    keep: Sequence[str] = ()
+    drop: Sequence[str] = ()
+    rename: Mapping[str, str] | None = None
+    select: str | None = None
+    keys: str | None = None
+    where: str | None = None
+    label: str | None = None
+    classes: Sequence[str] | None = None
+
+
 def stream_tars(
     urls: Urls,
+    options: TarOptions,
     *,
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
-    select: str | None = None,
-    keys: str | None = None,
-    where: str | None = None,
     out: str = "",
     note: Callable[[str], None] | None = None,
 ) -> Stream:
-    """The samples of shards in their order. keep or drop: fields; rename: {field: new name}; select: a condition
-    (`expression`); where: a condition on columns of the index; keys: a file with a key on each line, of the samples that are taken. out: where they are packed.
+    """Return the samples of shards in their order. out: where they are packed.
 
-    Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for keys that are not there.
+    Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for
+    keys that no shard has.
     """
+    keep, drop, rename, keys = options.keep, options.drop, options.rename, options.keys
+    if options.classes is not None and options.label is None:
+        raise UsageError("classes name the values of a label. Give label too.")
     index = open_index(urls, note=note)
     if keep and drop:
         raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
@@ -72,8 +90,8 @@ def stream_tars(
         )
     _check_replaced(index, out)
     everything = len(index)
-    index = index if where is None else index.where(where)
-    condition = Expression(select) if select is not None else None
+    index = index if options.where is None else index.where(options.where)
+    condition = Expression(options.select) if options.select is not None else None
     wanted = _keys(keys) if keys is not None else None
     if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
         raise SourceError(
@@ -94,6 +112,8 @@ def stream_tars(
             f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once."
         )
     labels = _labels(index, names)
+    if options.label is not None:
+        labels = _with_declared(index, labels, options)
     unknown = (
         sorted(condition.names - {field.partition(".")[0] for field in index.fields})
         if condition is not None
@@ -101,7 +121,7 @@ def stream_tars(
     )
     if unknown:
         raise UsageError(
-            f"{select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
+            f"{options.select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
         )
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
@@ -140,9 +160,7 @@ def stream_tars(
                 continue
             yield Entry(key, kept, split, stratum=kind)
 
-    source = stated(
-        urls, out, keep=keep, drop=drop, rename=rename, select=select, keys=keys, where=where
-    )
+    source = stated(urls, out, options)
     source |= {"fields": dict(names), "data": index.fingerprint}
     total = None if condition or wanted is not None else len(index)
     mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())} {labels}"
@@ -150,23 +168,11 @@ def stream_tars(
     return Stream(str(title), entries, lambda: renamed, source, total, mark, ignored, resplit=True)
 
 
-def stated(
-    urls: Urls,
-    out: str,
-    *,
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
-    select: str | None = None,
-    keys: str | None = None,
-    where: str | None = None,
-) -> dict[str, Any]:
+def stated(urls: Urls, out: str, options: TarOptions) -> dict[str, Any]:
     """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
-    wanted = (
-        blake2b("\n".join(sorted(_keys(keys))).encode(), digest_size=8).hexdigest()
-        if keys is not None
-        else None
-    )
+    keys = None
+    if options.keys is not None:
+        keys = blake2b("\n".join(sorted(_keys(options.keys))).encode(), digest_size=8).hexdigest()
     addresses = (
         [os.fspath(urls)]
         if isinstance(urls, (str, os.PathLike))
@@ -178,13 +184,16 @@ def stated(
         if inside
         else []
     )
-    asked = {
-        "keep": list(keep),
-        "drop": list(drop),
-        "rename": dict(rename or {}),
-        "select": select,
-        "keys": wanted,
-    } | ({} if where is None else {"where": where})
+    asked: dict[str, Any] = {
+        "keep": list(options.keep),
+        "drop": list(options.drop),
+        "rename": dict(options.rename or {}),
+        "select": options.select,
+        "keys": keys,
+    }
+    for name in ("where", "label", "classes"):
+        if (value := getattr(options, name)) is not None:
+            asked[name] = value if isinstance(value, str) else list(value)
     return {"kind": "tars", **asked, "in_place": places}
 
 
@@ -258,6 +267,19 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
             f"itself, or drop the label's field. One that has labels: {folder_of(next(found[one] for one in found if one))}"
         )
     return next(iter(found), ())
+
+
+def _with_declared(
+    index: Index, labels: tuple[Label, ...], options: TarOptions
+) -> tuple[Label, ...]:
+    """Return the labels with the one that the options declare, in the place of one of its name."""
+    assert options.label is not None
+    declared = with_label(index, options.label, options.classes).labels[-1]
+    stays = declared.field in options.keep if options.keep else declared.field not in options.drop
+    if not stays:
+        raise UsageError(f"the label {options.label!r} is in a field that would not stay. Keep it.")
+    others = [one for one in labels if declared.place != one.place and declared.name != one.name]
+    return (*others, declared)
 
 
 def _count(ignored: dict[str, int], reason: str) -> None:

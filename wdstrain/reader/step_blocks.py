@@ -38,8 +38,8 @@ class LaneSteps(NamedTuple):
 class StepBlock:
     """Steps [first, first + k) of an epoch on one rank, with n samples ordered by step and lane.
 
-    ids: int64[n]. draws: int64[n], see `Order.draws`; `ids` itself if they are equal. firsts: k + 1 positions in `ids`, where each step begins and the last ends.
-    valid: bool[n], False for padding. lanes: in the order in which a step takes from them.
+    ids: int64[n]. draws: int64[n], see `Plan.draws`; `ids` itself if they are equal.
+    firsts: k + 1 positions in `ids`, where each step begins and the last ends. valid: bool[n], False for padding. lanes: in the order in which a step takes from them.
     """
 
     epoch: int
@@ -75,7 +75,7 @@ def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Ste
         highest = [0, *(np.maximum.accumulate(places) + 1).tolist()]
         lane_steps.append(LaneSteps(places, firsts, [highest[count] for count in firsts[1:]]))
         ids.append(plan.ids(lane, places))
-        draws.append(plan.draws(lane, places))
+        draws.append(plan.draws(lane, places, ids[-1]))
         valid.append(np.arange(begin, end) < plan.lane_samples(lane))
         steps.append(np.repeat(np.arange(len(spans)), np.diff(firsts)))
     sizes = [
@@ -83,12 +83,13 @@ def _step_block(plan: Order, lanes: Sequence[int], first: int, stop: int) -> Ste
         for spans_of_step in zip(*(pairwise(lane.firsts) for lane in lane_steps), strict=True)
     ]
     by_step = np.argsort(np.concatenate(steps), kind="stable")
-    ordered_ids, ordered_draws = np.concatenate(ids)[by_step], np.concatenate(draws)[by_step]
+    are_ids = all(own is lane_ids for own, lane_ids in zip(draws, ids, strict=True))
+    ordered = np.concatenate(ids)[by_step]
     return StepBlock(
         plan.epoch,
         first,
-        ordered_ids,
-        ordered_ids if (ordered_ids == ordered_draws).all() else ordered_draws,
+        ordered,
+        ordered if are_ids else np.concatenate(draws)[by_step],
         [0, *accumulate(sizes)],
         np.concatenate(valid)[by_step] if plan.tail != "drop" else np.ones(sum(sizes), bool),
         lane_steps,

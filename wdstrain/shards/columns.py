@@ -95,9 +95,12 @@ class ColumnBuilder:
     def add(self, parts: Sequence[tuple[str, bytes | memoryview]]) -> None:
         """Add a sample. parts: (field, bytes) of its members."""
         for field, data in parts:
-            if self._fields is None or field in self._fields:
-                for place, value in self._read(field, data):
-                    self._put(place, value)
+            self._put_all(self.read(field, data))
+        self._count += 1
+
+    def add_values(self, values: Iterable[tuple[Place, Any]]) -> None:
+        """Add a sample. values: as `read` returned them for its members."""
+        self._put_all(values)
         self._count += 1
 
     def finish(self) -> tuple[Column, ...]:
@@ -108,18 +111,30 @@ class ColumnBuilder:
             columns.append(_inferred(place, values))
         return tuple(columns)
 
-    def _put(self, place: Place, value: Any) -> None:
-        values = self._values.get(place)
-        if values is None:
-            if self._wanted is not None or len(self._values) >= MOST_COLUMNS:
-                return
-            values = self._values[place] = []
-        if len(values) <= self._count:
-            values.extend([None] * (self._count - len(values)))
-            values.append(value)
+    def _put_all(self, values: Iterable[tuple[Place, Any]]) -> None:
+        for place, value in values:
+            column = self._values.get(place)
+            if column is None:
+                if len(self._values) >= MOST_COLUMNS:
+                    continue
+                column = self._values[place] = []
+            if len(column) <= self._count:
+                column.extend([None] * (self._count - len(column)))
+                column.append(value)
 
-    def _read(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
-        """Return (place, value) of what a field holds; nothing if it cannot be read."""
+    def reads(self, field: str) -> bool:
+        """Return whether a field may hold values of the columns."""
+        return self._fields is None or field in self._fields
+
+    def read(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
+        """Return (place, value) of the columns that a field holds; nothing if it cannot be read."""
+        if not self.reads(field):
+            return []
+        values = self._values_in(field, data)
+        wanted = self._wanted
+        return values if wanted is None else [pair for pair in values if pair[0] in wanted]
+
+    def _values_in(self, field: str, data: bytes | memoryview) -> list[tuple[Place, Any]]:
         try:
             if is_json(field):
                 document = parsed_json(bytes(data))

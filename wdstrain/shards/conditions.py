@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.shards.columns import NOT_A_COLUMN, Column
 from wdstrain.shards.expressions import parse
-from wdstrain.shards.index_table import key_array, named_columns
+from wdstrain.shards.index_table import key_array, named_columns, utf8_text
 from wdstrain.shards.offsets import Ints, Offsets
 
 Bools = npt.NDArray[np.bool_]
@@ -96,7 +96,7 @@ def matching(index: Samples, text: str) -> Bools:
 def column_values(index: Samples, name: str) -> pa.Array:
     """Return the values of the column with a name of a condition. Raises UsageError."""
     if not isinstance(name, str) or not name:
-        raise UsageError(f"{name!r} is no name of a column.")
+        raise UsageError(f"{name!r} is not the name of a column.")
     return _Evaluation(index, name).named(name)
 
 
@@ -166,7 +166,7 @@ class _Evaluation:
                 return (*self._path(node.value), node.attr)
             case ast.Subscript(slice=ast.Constant(value=str(part))):
                 return (*self._path(node.value), part)
-        raise self._error(f"{ast.unparse(node)} is no name of a column")
+        raise self._error(f"{ast.unparse(node)} is not the name of a column")
 
     def named(self, name: str) -> _Operand:
         """Return the values that a name stands for."""
@@ -185,7 +185,7 @@ class _Evaluation:
         if name in ("shard", "split"):
             texts = [shard.name if name == "shard" else shard.split for shard in index.shards]
             rows = np.repeat(np.arange(len(index.shards)), index.counts)
-            return pa.array(texts, pa.string()).take(pa.array(rows))
+            return pa.array(map(utf8_text, texts), pa.string()).take(pa.array(rows))
         raise self._unknown(name)
 
     def _column(self, name: str) -> Column | None:

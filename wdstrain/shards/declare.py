@@ -39,7 +39,7 @@ def with_columns(index: Index, names: Sequence[str]) -> Index:
     Raises UsageError for a name that is no field, for a column without a value, and for values that
     no column can hold.
     """
-    places = [_place(index, name) for name in names]
+    places = list(dict.fromkeys(_place(index, name) for name in names))
     labels = {label.place: label for label in index.labels}
     fresh = []
     for column in _raw(index, places):
@@ -60,6 +60,8 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     place, kind = _place_and_kind(index, name)
     column = _raw(index, [place])[0]
     kind = kind or {"number": "number", "multi": "multi"}.get(column.kind, "class")
+    if kind == "number" and classes is not None:
+        raise UsageError(f"{name} is a number, and numbers have no classes. Leave classes away.")
     known = () if kind == "number" else _classes(column, kind, classes)
     plain = place[1] is None and place[0] in PLAIN_FIELDS
     title = "label" if plain else column_name(place)
@@ -72,19 +74,27 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
 
 
 def read_classes(text: str) -> list[str]:
-    """Return class names from a file with a name on each line, or from a list with commas."""
+    """Return class names from a file with a name on each line, or from a list with commas.
+
+    Raises UsageError for a file that is missing.
+    """
     data = read_whole(text) if os.path.exists(text) else None
+    if data is None and (os.sep in text or text.endswith(".txt")):
+        raise UsageError(
+            f"classes {text[:80]!r}: there is no such file. Give one with a name on each line, or the "
+            f"names themselves: cat,dog"
+        )
     lines = text.split(",") if data is None else data.decode("utf-8-sig").splitlines()
     return [line.strip() for line in lines if line.strip()]
 
 
-def summary(index: Index) -> list[tuple[str, str]]:
+def column_rows(index: Index) -> list[tuple[str, str]]:
     """Return (name, description) of each column, with the number of samples that lack a value."""
     rows = []
     for column in index.columns:
-        lacking = column.values.null_count
+        missing = column.values.null_count
         shown = f"{len(column.classes)} classes" if column.kind == "class" else column.kind
-        note = f", {lacking} samples have none" if lacking else ""
+        note = f", {missing} samples have none" if missing else ""
         rows.append((printable(f"column {column.name}"), shown + note))
     return rows
 
@@ -136,7 +146,7 @@ def _classes(column: Column, kind: str, given: Sequence[str] | None) -> tuple[st
         counts = Counter(given)
         twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None or not counts:
-            problem = f"{twice!r} occurs twice" if counts else "there is no name in them"
+            problem = f"{twice!r} occurs twice" if counts else "the list is empty"
             raise UsageError(
                 f"classes: {problem}. Give each class once, in the order of their numbers: cat,dog, "
                 f"or a file with a name on each line."

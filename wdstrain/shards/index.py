@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 from zlib import crc32
 
 import numpy as np
@@ -384,10 +384,13 @@ class Index:
                 if len(crcs) and crcs[i] and crc32(data) != crcs[i]:
                     raise ShardError(
                         f"{shard.shown}: the field {name} of sample {printable(sample['__key__'])} at "
-                        f"offset {offset} is not what was packed (crc32). See: wdstrain verify"
+                        f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
                     )
                 sample[name] = bytes(data)
         return sample
+
+    # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
+    __iter__: ClassVar[None] = None
 
     @cached_property
     def table(self) -> pa.Table:

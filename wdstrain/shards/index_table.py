@@ -40,7 +40,7 @@ def to_table(
     """Return the table of an index."""
     counts = [shard.samples for shard in shards]
     codes = np.repeat(np.arange(len(shards), dtype=np.int32), counts)
-    names = pa.array([_utf8(shard.name) for shard in shards], pa.string())
+    names = pa.array([utf8_text(shard.name) for shard in shards], pa.string())
     arrays = {
         "key": key_array(offsets),
         "shard": pa.DictionaryArray.from_arrays(pa.array(codes), names),
@@ -49,14 +49,14 @@ def to_table(
     }
     for name, parts in zip(fields, _field_arrays(offsets, len(fields)), strict=True):
         for (part, _), array in zip(_PARTS, parts, strict=True):
-            arrays[f"{_utf8(name)}.{part}"] = array
+            arrays[f"{utf8_text(name)}.{part}"] = array
     arrays |= {name: column.values for name, column in named_columns(fields, columns).items()}
     return pa.table(arrays)
 
 
 def named_columns(fields: Sequence[str], columns: Iterable[Column]) -> dict[str, Column]:
     """Return the label columns by their names in the table, in order. fields: of the samples."""
-    taken = {*_BASE, *(f"{_utf8(name)}.{part}" for name in fields for part, _ in _PARTS)}
+    taken = {*_BASE, *(f"{utf8_text(name)}.{part}" for name in fields for part, _ in _PARTS)}
     named: dict[str, Column] = {}
     for column in columns:
         name = free_name(column.name, taken)
@@ -134,7 +134,7 @@ def from_batch(
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _utf8(text: str) -> str:
+def utf8_text(text: str) -> str:
     """Return a name as Arrow can hold it: bytes that are not UTF-8 are written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -174,7 +174,7 @@ def _check_schema(
             pa.large_binary() if schema.types[:1] == [pa.large_binary()] else pa.large_string(),
         ),
         *(("shard", shard_type), ("offset", pa.int64()), ("size", pa.int64())),
-        *((f"{_utf8(name)}.{part}", kind) for name in fields for part, kind in _PARTS),
+        *((f"{utf8_text(name)}.{part}", kind) for name in fields for part, kind in _PARTS),
     ]
     taken = {name for name, _ in expected}
     for row in described:
@@ -195,7 +195,7 @@ def _check_schema(
 
 def _check_shards(column: pa.DictionaryArray, shards: Sequence[_Shard]) -> None:
     """Raise ValueError unless the rows are the samples of the shards, in order."""
-    if column.dictionary.to_pylist() != [_utf8(shard.name) for shard in shards]:
+    if column.dictionary.to_pylist() != [utf8_text(shard.name) for shard in shards]:
         raise ValueError("its shards are not the ones of index.json")
     codes = _numbers(column.indices)
     counts = np.array([shard.samples for shard in shards], np.int64)

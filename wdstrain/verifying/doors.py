@@ -39,6 +39,7 @@ class Verification:
     """What was read and what was found wrong.
 
     findings: each with shard, key, field, offset, reason and `sentence`, which is its `str`. fields: samples that have each.
+    columns: samples whose value in the index was compared with the shard, by column.
     decoded, not_decoded: members by field, if that was asked for. repeated: samples whose key another shard has with other
     bytes, which is no finding.
     """
@@ -51,6 +52,7 @@ class Verification:
     )
     findings: list[Finding] = field(default_factory=list)
     fields: dict[str, int] = field(default_factory=dict)
+    columns: dict[str, int] = field(default_factory=dict)
     decoded: dict[str, int] = field(default_factory=dict)
     not_decoded: dict[str, int] = field(default_factory=dict)
     ignored: dict[str, int] = field(
@@ -95,10 +97,12 @@ def verify(
     tried: Counter[str] = Counter()
     untried: Counter[str] = Counter()
     ignored: Counter[str] = Counter()
+    compared: Counter[str] = Counter()
 
     def took(done: Inspection, promised: Index | None) -> None:
         result.shards += 1
         result.findings += done.findings
+        compared.update(done.columns)
         labels = [label.field for label in promised.labels] if promised is not None else []
         census.add(done, labels, promised.shards[0].split if promised is not None else "")
         result.samples = census.samples
@@ -115,6 +119,7 @@ def verify(
 
     work.run(took, told)
     result.findings += census.missing() + census.twins(_key_at) + census.divided(_key_at)
+    result.columns = dict(compared)
     result.fields, result.repeated = dict(census.fields.most_common()), census.repeated
     result.decoded, result.not_decoded, result.ignored = dict(tried), dict(untried), dict(ignored)
     told()

@@ -46,6 +46,7 @@ class Inspection:
     starts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of its samples
     compared: bool = False  # its bytes, with checksums of an index
     left_out: int = 0  # findings that were counted only
+    columns: Counter[str] = field(default_factory=Counter)  # samples of each that were compared
 
     def add(self, key: str, name: str, offset: int, reason: str) -> None:
         if len(self.findings) < _MOST:
@@ -67,12 +68,12 @@ def inspect(
     """Pass over a shard once and compare it. Raises StorageError or ShardError where it cannot be read to its end."""
     done = Inspection(path, passage.shown)
     labels = promised.labels if promised is not None else ()
-    columns = promised.columns if promised is not None else ()
+    columns = ColumnBuilder([one.place for one in promised.columns] if promised is not None else [])
     found = done.found = survey(
         passage,
         Readers(labels, is_finite=True) if trials is not None else None,
         trials,
-        keep={column.field for column in columns},
+        columns=columns,
     )
     table = found.offsets()
     done.starts = table.start
@@ -89,7 +90,7 @@ def inspect(
     _empty(done, found, table, {label.field for label in labels} | {"cls"})
     if promised is not None:
         _compare(done, found, table, promised, passage)
-        _compare_columns(done, found, promised)
+        _compare_columns(done, found, promised, columns)
     empty = {one.offset for one in done.findings if one.reason == _EMPTY}
     misfits = trials.misfits if trials is not None else []
     alike = Counter(reason for _, _, _, reason in misfits if reason.endswith(NOT_FINITE))
@@ -185,39 +186,45 @@ def _compare(
         done.add("", "", 0, f"has another sha256 than its index says{said}")
 
 
-def _compare_columns(done: Inspection, found: Survey, promised: Index) -> None:
+def _compare_columns(
+    done: Inspection, found: Survey, promised: Index, builder: ColumnBuilder
+) -> None:
     """Compare the labels and scalars that the index has with those in the bytes of the shard."""
     damaged = {(one.key, one.field) for one in done.findings}
-    builder = ColumnBuilder([column.place for column in promised.columns])
-    seen: list[dict[str, int]] = []  # of each sample, the offsets of its fields
+    offsets: list[dict[str, int]] = []  # of each sample, where its fields with values lie
     for number in range(len(promised)):
         members = promised.members(number)
-        seen.append({name: offset for name, offset, _ in members if offset in found.kept})
-        builder.add([(name, found.kept[offset]) for name, offset in seen[-1].items()])
-    stored = {column.place: column for column in builder.finish()}
+        offsets.append({name: at for name, at, _ in members if at in found.values})
+        builder.add_values(pair for at in offsets[-1].values() for pair in found.values[at])
+    by_place = {column.place: column for column in builder.finish()}
     for column in promised.columns:
-        mine = stored[column.place]
+        stored = by_place[column.place]
         if column.kind in ("class", "number", "multi"):
-            mine = as_label(mine, column.name, column.kind, column.classes)
-        for number, said, value in _differences(column, mine):
-            key, offset = promised.key(number), seen[number].get(column.field)
-            if offset is None or (key, column.field) in damaged:  # a finding tells of it
+            stored = as_label(stored, column.name, column.kind, column.classes)
+        name = column.field if column.entry is None else f"{column.field}.{column.entry}"
+        done.columns[name] = sum(column.field in fields for fields in offsets)
+        for number, indexed, value in _differences(column, stored):
+            key, offset = promised.key(number), offsets[number].get(column.field)
+            if offset is None or (key, column.field) in damaged:  # another finding names it
                 continue
-            reason = f"the index has {_shown(said)} in its column {column.name}, the shard {_shown(value)}. Run: wdstrain index --columns"
+            reason = (
+                f"the index has {_shown(indexed)} in its column {column.name}, the shard "
+                f"{_shown(value)}. Run: wdstrain index FOLDER --columns {name}"
+            )
             done.add(key, column.field, offset, reason)
 
 
-def _differences(promised: Column, mine: Column) -> Iterator[tuple[int, Any, Any]]:
+def _differences(indexed: Column, stored: Column) -> Iterator[tuple[int, Any, Any]]:
     """Yield (number of the sample, value in the index, value in the shard) where they differ."""
-    count = len(promised)
-    both = join_columns([(count, [promised]), (count, [mine])])
-    if both and both[0].kind == promised.kind:
+    count = len(indexed)
+    both = join_columns([(count, [indexed]), (count, [stored])])
+    if both and both[0].kind == indexed.kind:
         values = both[0].values.to_pylist()
     else:  # values of other types
-        values = [*promised.values.to_pylist(), *mine.values.to_pylist()]
-    for number, (said, value) in enumerate(zip(values[:count], values[count:], strict=True)):
-        if said != value and not (said != said and value != value):  # NaN equals NaN here
-            yield number, said, value
+        values = [*indexed.values.to_pylist(), *stored.values.to_pylist()]
+    for number, (one, other) in enumerate(zip(values[:count], values[count:], strict=True)):
+        if one != other and not (one != one and other != other):  # NaN equals NaN here
+            yield number, one, other
 
 
 def _shown(value: Any) -> str:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
 from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.shards.columns import ColumnBuilder, Place
 from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
 from wdstrain.shards.tar import Walk
 from wdstrain.verifying.passage import Passage, sums
 from wdstrain.verifying.salvage import Damage, Found, salvage
 from wdstrain.verifying.trial import MOST, Readers, Trials
 
-_LARGEST_KEPT = 1 << 20  # bytes of a field whose bytes are kept
 EXAMPLES = 100  # samples that are remembered by name of those that have the same fields
 
 Fields = frozenset[str]
@@ -44,7 +44,7 @@ class Survey:
         self.tried: Counter[str] = Counter()  # fields that were decoded, by name
         self.untried: Counter[str] = Counter()  # fields that nothing here can decode
         self.walk, self.sha256 = Walk(), ""
-        self.kept: dict[int, bytes] = {}  # by offset, the bytes of the fields to keep
+        self.values: dict[int, list[tuple[Place, Any]]] = {}  # of columns, by offset of the member
         self._numbers: dict[str, int] = {}
         self._samples, self._members = array("q"), array("q")
         self._keys = bytearray()
@@ -121,27 +121,29 @@ def survey(
     passage: Passage,
     readers: Readers | None = None,
     trials: Trials | None = None,
-    keep: Collection[str] = (),
+    columns: ColumnBuilder | None = None,
 ) -> Survey:
     """Pass over a shard to its end. With readers, every field that they know is tried.
 
-    keep: fields whose bytes are kept, if they are small. Raises StorageError where it cannot be read, ShardError where its samples cannot be ones.
+    columns: reads the values to keep. Raises StorageError where it cannot be read, ShardError
+    where its samples cannot be ones.
     """
     found = Survey()
 
     def look(key: str, field: str, offset: int, size: int) -> tuple[int, int]:
-        is_kept = field in keep and size <= _LARGEST_KEPT
+        values = columns if columns is not None and columns.reads(field) and size <= MOST else None
         read = readers.of(field) if readers is not None else None
         if trials is None or read is None or size > MOST:
             if trials is not None:
                 found.untried[field] += 1
-            if not is_kept:
+            if values is None:
                 return passage.sums(offset, size)
-            found.kept[offset] = b"".join(passage.parts(offset, size))
-            return sums([found.kept[offset]], size)
+            data = b"".join(passage.parts(offset, size))
+            found.values[offset] = values.read(field, data)
+            return sums([data], size)
         data = b"".join(passage.parts(offset, size))
-        if is_kept:
-            found.kept[offset] = data
+        if values is not None:
+            found.values[offset] = values.read(field, data)
         found.tried[field] += 1
         trials.put(key, field, offset, data, read)
         return sums([data], size)
