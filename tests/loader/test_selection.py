@@ -232,7 +232,7 @@ def _with_random_number(sample: dict[str, Any], rng: np.random.Generator) -> dic
         ({"weights": {"a": 1}}, "needs 240 numbers"),
         ({"weights": "often", "balance": "kind"}, "both given"),
         ({"balance": "maybe"}, "120 of 240 samples have no value"),
-        ({"balance": 3}, "no name of a column"),
+        ({"balance": 3}, "not the name of a column"),
     ],
 )
 def test_a_choice_that_cannot_be(packed: Path, options: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ ROWS: list[dict[str, Any]] = [
         "sender_id": f"s{n // 6}",
         "size": n % 10,
         "two words": n % 2,
+        "class": n % 4,
     }
     for n in range(60)
 ]
@@ -82,6 +83,7 @@ CONDITIONS: list[tuple[str, Callable[[int, Row], Any]]] = [
     ("json.size == 3", lambda n, r: r["size"] == 3),
     ("label.size == 3", lambda n, r: r["size"] == 3),
     ("`two words` == 1", lambda n, r: r["two words"] == 1),
+    ("`class` == 3 and json['class'] > 2 and `json.class` > 1", lambda n, r: n % 4 == 3),
     ("json['two words'] == 1", lambda n, r: r["two words"] == 1),
     ("'`' not in code and `two words`", lambda n, r: r["two words"]),
     ("size.bin > 30", lambda n, r: n > 30),
@@ -128,6 +130,8 @@ def test_a_condition_chooses_what_python_would(
         ("year in []", "the list is empty"),
         ("year in [code]", "no constant"),
         ("year ==", "is no condition"),
+        ("class == 1 and year > 3", "a column of this name stands in backticks, `class`"),
+        ("json.class == 1", "or `json.class`"),
         ("", "is no condition"),
         ("kids and year > 9999", "holds for none of 60 samples"),
         ("9" * 30 + " < year", "cannot be evaluated"),

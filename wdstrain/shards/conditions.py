@@ -15,6 +15,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from functools import reduce
+from keyword import iskeyword
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ Bools = npt.NDArray[np.bool_]
 
 _QUOTED_NAME = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]+)`""")
 _COLUMNS = "__column__"  # `a b` is parsed as __column__["a b"]
+_OPERATORS = {"and", "or", "not", "in", "is", "True", "False", "None"}  # words of a condition
 _SHOWN = 12  # names that an error lists
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: pc.equal,
@@ -83,7 +85,17 @@ def matching(index: Samples, text: str) -> Bools:
     if not isinstance(text, str):
         raise UsageError(f"where={text!r}: must be a condition, such as \"label != 'Other'\".")
     plain = _QUOTED_NAME.sub(lambda m: f"{_COLUMNS}[{m[1]!r}]" if m[1] else m[0], text)
-    tree = parse(plain, (ast.Is, ast.IsNot))
+    try:
+        tree = parse(plain, (ast.Is, ast.IsNot))
+    except UsageError as error:
+        words = set(re.findall(r"\w+", plain))
+        reserved = sorted(word for word in words - _OPERATORS if iskeyword(word))
+        if not reserved:
+            raise
+        raise UsageError(
+            f"{error}. Python reserves the word {reserved[0]}: a column of this name stands in "
+            f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
+        ) from None
     try:
         holds = _Evaluation(index, text).truth(tree)
     except (pa.ArrowException, RecursionError, OverflowError) as error:
