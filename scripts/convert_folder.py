@@ -1,13 +1,41 @@
-"""Class folders to shards.
+"""Convert a folder of class folders into shards.
 
-    .venv/bin/python scripts/convert_folder.py photos/ shards/photos --split train=0.9,val=0.1
+    python scripts/convert_folder.py photos/ shards/photos --val 0.1
 
-The same as `wdstrain convert folder`; --help lists the options.
+Images are stored as they are; `resize=` in the call below makes them smaller. All options:
+python -c "import wdstrain as wt; help(wt.convert_folder)"
 """
 
-import sys
+import argparse
+import time
 
-from wdstrain.cli import main
+import wdstrain as wt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert class folders into shards.")
+    parser.add_argument("source", help="folder with a folder for each class")
+    parser.add_argument("out", help="folder for the shards")
+    parser.add_argument("--val", type=float, default=0.1, help="share of the split val")
+    parser.add_argument("--resize", type=int, help="shorter side of the images, in pixels")
+    arguments = parser.parse_args()
+
+    start = time.monotonic()
+    index = wt.convert_folder(
+        arguments.source,
+        arguments.out,
+        split={"train": 1 - arguments.val, "val": arguments.val},
+        stratify="label",  # the shares are exact within each class
+        resize=arguments.resize,
+        on_error="skip",  # bad images are listed in skipped.jsonl
+        overwrite=True,
+    )
+    seconds = time.monotonic() - start
+    print(f"{len(index)} images in {len(index.shards)} shards in {seconds:.1f} s: {arguments.out}")
+    for split, classes in index.info["samples"].items():
+        print(f"{split}: " + ", ".join(f"{name} {count}" for name, count in classes.items()))
+    print(f"skipped: {index.info['skipped']}, renamed: {index.info['renamed']}")
+
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", "folder", *sys.argv[1:]]))
+    main()

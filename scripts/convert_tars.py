@@ -1,13 +1,42 @@
-"""Existing shards to new ones: other sizes, another order, merged, split, filtered.
+"""Convert existing tar shards: shuffle, split, select and rename.
 
-    .venv/bin/python scripts/convert_tars.py 'old/*.tar' shards/new --select 'cls < 3'
+    python scripts/convert_tars.py 'old/*.tar' shards/new --rename jpeg=jpg --val 0.1
 
-The same as `wdstrain convert tars`; --help lists the options.
+One forward pass over the old shards. All options:
+python -c "import wdstrain as wt; help(wt.convert_tars)"
 """
 
-import sys
+import argparse
+import time
 
-from wdstrain.cli import main
+import wdstrain as wt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert existing shards.")
+    parser.add_argument("urls", nargs="+", help="folder, index.json, tar, glob or brace pattern")
+    parser.add_argument("out", help="folder for the new shards")
+    parser.add_argument("--select", help="condition on the fields, such as 'cls < 3'")
+    parser.add_argument("--rename", action="append", default=[], help="OLD=NEW")
+    parser.add_argument("--val", type=float, default=0.1, help="share of the split val")
+    arguments = parser.parse_args()
+
+    start = time.monotonic()
+    index = wt.convert_tars(
+        arguments.urls,
+        arguments.out,
+        select=arguments.select,
+        rename=dict(pair.split("=", 1) for pair in arguments.rename),
+        split={"train": 1 - arguments.val, "val": arguments.val},
+        overwrite=True,
+    )
+    seconds = time.monotonic() - start
+    size = sum(shard.bytes for shard in index.shards)
+    print(f"{len(index)} samples in {len(index.shards)} shards: {arguments.out}")
+    print(f"{size / 1e6:.1f} MB in {seconds:.1f} s; fields: {', '.join(index.fields)}")
+    for reason, count in index.info["ignored"].items():
+        print(f"left out: {count} x {reason}")
+
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", "tars", *sys.argv[1:]]))
+    main()

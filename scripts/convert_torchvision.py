@@ -1,13 +1,31 @@
-"""A torchvision data set to shards.
+"""Convert a torchvision data set into shards, by the name of its class.
 
-    .venv/bin/python scripts/convert_torchvision.py FashionMNIST shards/fashion --root data
+    python scripts/convert_torchvision.py FashionMNIST shards/fashion --root data
 
-The same as `wdstrain convert torchvision`; --help lists the options.
+The files must be in the root already; nothing is downloaded. All options:
+python -c "import wdstrain as wt; help(wt.convert_torchvision)"
 """
 
-import sys
+import argparse
+import time
 
-from wdstrain.cli import main
+import wdstrain as wt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Convert a torchvision data set into shards.")
+    parser.add_argument("name", help="class in torchvision.datasets")
+    parser.add_argument("out", help="folder for the shards")
+    parser.add_argument("--root", required=True, help="folder of its files")
+    arguments = parser.parse_args()
+
+    start = time.monotonic()
+    index = wt.convert_torchvision(arguments.name, arguments.out, arguments.root, overwrite=True)
+    seconds = time.monotonic() - start
+    print(f"{len(index)} samples in {len(index.shards)} shards in {seconds:.1f} s: {arguments.out}")
+    for split, classes in index.info["samples"].items():
+        print(f"{split}: {sum(classes.values())} samples of {len(classes)} classes")
+
 
 if __name__ == "__main__":
-    sys.exit(main(["convert", "torchvision", *sys.argv[1:]]))
+    main()

@@ -47,13 +47,13 @@ print(path, pixels.shape)
 
 # %%
 shards, split = str(folder / "shards"), {"train": 0.8, "val": 0.2}
-index = wt.pack_folder(
+index = wt.convert_folder(
     str(folder / "digits"),
     shards,
     split=split,
-    stratify=True,
-    shard_samples=400,
-    jobs=1,
+    stratify="label",
+    max_shard_samples=400,
+    num_workers=1,
     overwrite=True,
 )
 display(index)
@@ -96,7 +96,7 @@ display(loader)
 display(wt.peek(loader))
 
 # %% [markdown]
-# A batch is a dict of tensors, and yours for as long as you hold it.
+# A batch is a dict of tensors. Its memory is not reused while you hold a reference.
 
 # %%
 batch = next(iter(loader))
@@ -126,14 +126,14 @@ def small() -> nn.Module:
 
 
 model = small()
-optimiser = torch.optim.AdamW(model.parameters(), lr=6e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
 losses: list[float] = []
 for epoch in range(4):
     for batch in wt.to_device(loader.epoch(epoch), device):
         loss = nn.functional.cross_entropy(model(batch["image"] / 255), batch["label"])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
 print(f"{len(losses)} steps, loss {losses[0]:.2f} -> {np.mean(losses[-20:]):.2f}")
 
@@ -293,10 +293,10 @@ print({name: round(value, 4) for name, value in metrics.items()})
 # %% [markdown]
 # ## Before a long run
 #
-# `wt.foresee` says what an epoch would do on many GPUs before anything is read: what each reads and holds, and how well it is shuffled.
+# `wt.plan_epoch` says what an epoch would do on many GPUs before anything is read: what each reads and holds, and how well it is shuffled.
 
 # %%
-display(wt.foresee(train, batch_size=16, world_size=4, shuffle_buffer=200))
+display(wt.plan_epoch(train, batch_size=16, world_size=4, shuffle_buffer=200))
 
 # %% [markdown]
 # `wt.bench` measures what this machine can do on these data, says what binds, and what a change would give.
@@ -318,4 +318,4 @@ val.close()
 # * `README.md`: converting one's own data, shards on a server, mixtures, what is promised, what was measured, limits.
 # * `help(wt.Loader)` and the other docstrings: shapes, units, errors. `wdstrain --help`: all of this in a shell.
 # * `shards/notebook/run/report.html`: what `wt.train` left to look at.
-# * `scripts/example_lightning.py`, `scripts/example_keras.py`: the same loader under other trainers.
+# * `scripts/examples/lightning_fit.py`, `scripts/examples/keras_fit.py`: the same loader under other trainers.

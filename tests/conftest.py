@@ -6,6 +6,7 @@ import gc
 import io
 import multiprocessing
 import os
+import signal
 import threading
 import warnings
 import zlib
@@ -85,6 +86,16 @@ def write_class_folder(folder: Path, classes: dict[str, int], kind: str = "png")
             )
             number += 1
     return folder
+
+
+def pytest_configure() -> None:
+    """Take SIGINT as in a terminal.
+
+    A shell starts background jobs with SIGINT ignored, and child processes inherit that: tests that
+    interrupt a program would wait for it forever.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -80,7 +80,7 @@ def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file["events/x"], file["events/energy"] = np.zeros((90, 4), np.float32), np.arange(90) / 8
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    wdstrain.pack_folder(
+    wdstrain.convert_folder(
         "photos", "shards/digits", split={"train": 0.8, "val": 0.2}
     )  # the demo makes such a set of other pictures
     return tmp_path
@@ -97,7 +97,7 @@ def names(photos: Path) -> list[str]:
         for one in TEXTS
     ],
 )
-def test_what_a_text_says_runs(
+def test_code_blocks_of_a_guide_run(
     text: Path, newcomer: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blocks in their order, in one folder: commands by a shell that stops at the first error, Python with warnings as errors."""
@@ -107,8 +107,8 @@ def test_what_a_text_says_runs(
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for torchrun, which starts a Python of its own
     if text.stem not in FROM_NOTHING:
-        wdstrain.pack_folder(
-            "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify=True
+        wdstrain.convert_folder(
+            "photos", "shards/photos", split={"train": 0.8, "val": 0.2}, stratify="label"
         )
     for block in blocks(text):
         if block.language == "text" or "scripts/" in block.code:  # those have a test of their own
@@ -148,6 +148,12 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         said.append(done.stdout)
+    # the demo can be run again into the same folder
+    again = [*commands[0], "--dir", str(tmp_path)]
+    run = ["bash", str(ROOT / again[1]), *again[2:]]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1797 (train" in done.stdout
     last = json.loads((tmp_path / "digits-run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val"]["accuracy"] >= 0.97
     for word in (
@@ -215,6 +221,9 @@ def test_the_architecture_guide_names_every_package_and_modules_that_exist() -> 
     kept_in = re.findall(r"`wdstrain\.([\w.]+)`", text)
     assert len(kept_in) >= 20
     assert not set(kept_in) - set(modules())
+    promises = re.findall(r"^\|[^|]+\| `(\w+)` \| `wdstrain\.(\w+)", text, re.MULTILINE)
+    assert len(promises) >= 30
+    assert all(guess == package for guess, package in promises)
 
 
 # --- they are true ---------------------------------------------------------------------------------------------------
@@ -232,7 +241,7 @@ def test_the_readme_lists_every_verb_and_the_texts_every_public_name(
     assert spoken == set(wdstrain.__all__)
 
 
-def test_every_option_that_a_text_speaks_of_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = [
         ["convert", kind] for kind in ("folder", "table", "hdf5", "arrays", "tars", "torchvision")
     ]
@@ -261,7 +270,7 @@ def test_every_option_that_a_text_speaks_of_is_there(capsys: pytest.CaptureFixtu
         assert asked <= known, f"{text.name} speaks of {asked - known}"
 
 
-def test_what_is_said_of_a_trouble_is_what_the_package_says() -> None:
+def test_messages_in_troubleshooting_are_those_of_the_package() -> None:
     """Messages in the guide to troubles are those of the code, but for values, which stand as dots."""
     constants = []
     for path in modules().values():

@@ -10,6 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from wdstrain.conversion.api import (
+        convert_arrays,
+        convert_folder,
+        convert_hdf5,
+        convert_table,
+        convert_tars,
+        convert_torchvision,
+        pack,
+    )
+    from wdstrain.conversion.remove import remove
     from wdstrain.decode.fields import Example, Field, array, image, json, text
     from wdstrain.decode.label_fields import label, number
     from wdstrain.errors import (
@@ -21,9 +31,12 @@ if TYPE_CHECKING:
         UsageError,
         WdstrainError,
     )
-    from wdstrain.foresight.doors import foresee
-    from wdstrain.inspecting.doors import info
-    from wdstrain.inspecting.facts import Info
+    from wdstrain.inspection.epoch_preview.api import plan_epoch
+    from wdstrain.inspection.info.api import info
+    from wdstrain.inspection.info.result import Info
+    from wdstrain.inspection.repair.api import Repair, repair
+    from wdstrain.inspection.show.api import Peek, peek
+    from wdstrain.inspection.verify.api import Verification, verify
     from wdstrain.loader.device import to_device
     from wdstrain.loader.gpu_augment import Augmentation
     from wdstrain.loader.loader import Loader
@@ -31,34 +44,24 @@ if TYPE_CHECKING:
     from wdstrain.loader.stream import Stream, stream
     from wdstrain.loader.to_example import to_example
     from wdstrain.loader.webdataset import WebDataset
-    from wdstrain.looking.doors import Peek, peek
     from wdstrain.order.plan import Plan
-    from wdstrain.packing.doors import (
-        pack,
-        pack_arrays,
-        pack_folder,
-        pack_hdf5,
-        pack_table,
-        pack_tars,
-        pack_torchvision,
-    )
     from wdstrain.shards.index import Index, Label, Shard
     from wdstrain.shards.resolve import make_index as index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.file_object import gopen
-    from wdstrain.training.doors import evaluate, train
-    from wdstrain.training.exporting import export
-    from wdstrain.training.predicting import predict
+    from wdstrain.training.api import evaluate, train
+    from wdstrain.training.callbacks import Callback
+    from wdstrain.training.export import export
+    from wdstrain.training.inference import predict
     from wdstrain.tuning.bench import bench
     from wdstrain.tuning.result import Bench
-    from wdstrain.verifying.doors import Verification, verify
-    from wdstrain.verifying.repairing import Repair, repair
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Augmentation",
     "Bench",
+    "Callback",
     "Example",
     "Field",
     "Index",
@@ -81,9 +84,14 @@ __all__ = [
     "WebDataset",
     "array",
     "bench",
+    "convert_arrays",
+    "convert_folder",
+    "convert_hdf5",
+    "convert_table",
+    "convert_tars",
+    "convert_torchvision",
     "evaluate",
     "export",
-    "foresee",
     "gopen",
     "image",
     "index",
@@ -94,14 +102,10 @@ __all__ = [
     "number",
     "open",
     "pack",
-    "pack_arrays",
-    "pack_folder",
-    "pack_hdf5",
-    "pack_table",
-    "pack_tars",
-    "pack_torchvision",
     "peek",
+    "plan_epoch",
     "predict",
+    "remove",
     "repair",
     "stream",
     "text",
@@ -113,12 +117,17 @@ __all__ = [
 
 
 _NAMES = {
+    "conversion.api": "pack convert_arrays convert_folder convert_hdf5 convert_table convert_tars convert_torchvision",
+    "conversion.remove": "remove",
     "decode.fields": "Example Field array image json text",
     "decode.label_fields": "label number",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
-    "foresight.doors": "foresee",
-    "inspecting.doors": "info",
-    "inspecting.facts": "Info",
+    "inspection.epoch_preview.api": "plan_epoch",
+    "inspection.info.api": "info",
+    "inspection.info.result": "Info",
+    "inspection.repair.api": "Repair repair",
+    "inspection.show.api": "Peek peek",
+    "inspection.verify.api": "Verification verify",
     "loader.device": "to_device",
     "loader.gpu_augment": "Augmentation",
     "loader.loader": "Loader",
@@ -126,18 +135,15 @@ _NAMES = {
     "loader.stream": "Stream stream",
     "loader.to_example": "to_example",
     "loader.webdataset": "WebDataset",
-    "looking.doors": "Peek peek",
     "order.plan": "Plan",
-    "packing.doors": "pack pack_arrays pack_folder pack_hdf5 pack_table pack_tars pack_torchvision",
     "shards.index": "Index Label Shard",
     "storage.file_object": "gopen",
-    "training.doors": "evaluate train",
-    "training.exporting": "export",
-    "training.predicting": "predict",
+    "training.api": "evaluate train",
+    "training.callbacks": "Callback",
+    "training.export": "export",
+    "training.inference": "predict",
     "tuning.bench": "bench",
     "tuning.result": "Bench",
-    "verifying.doors": "Verification verify",
-    "verifying.repairing": "Repair repair",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
     "index": "shards.resolve",
@@ -147,12 +153,12 @@ _OWN_NAMES = {"index": "make_index", "open": "open_index"}
 
 
 def __getattr__(name: str) -> Any:
-    """What a name stands for is imported when it is first used: a command that needs no torch does not wait for it."""
+    """Return a public object. It is imported now, so that importing wdstrain does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'wdstrain' has no attribute '{name}'")
-    found = getattr(import_module(f"wdstrain.{_MODULES[name]}"), _OWN_NAMES.get(name, name))
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"wdstrain.{_MODULES[name]}"), _OWN_NAMES.get(name, name))
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

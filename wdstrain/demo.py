@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from wdstrain.conversion.options import Options
+from wdstrain.conversion.runner import convert
+from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.packing.convert import convert
-from wdstrain.packing.folder import list_folder
-from wdstrain.packing.options import Options
-from wdstrain.training.doors import train
-from wdstrain.training.telling import Tell
-from wdstrain.verifying.doors import verify
+from wdstrain.inspection.verify.api import verify
+from wdstrain.training.api import train
+from wdstrain.training.progress import Reporter
 
 _OPTIONS: dict[str, Any] = {
     "model": "small",
@@ -31,14 +31,14 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
+def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
     """Run the demo in `folder`, replacing an earlier one: digits-png/, digits/ and digits-run/ in it. Returns its figures."""
     pictures, shards, out = (
         os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run")
     )
     count = _write_pictures(pictures)
     tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {pictures}")
-    options = Options(split={"train": 0.8, "val": 0.2}, shard_samples=400, overwrite=True)
+    options = Options(split={"train": 0.8, "val": 0.2}, max_shard_samples=400, overwrite=True)
     index = convert(list_folder(pictures), shards, options).index
     size = sum(shard.bytes for shard in index.shards)
     tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
@@ -50,7 +50,7 @@ def demo(folder: str, tell: Tell) -> list[tuple[str, str]]:
     tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
     tell.line(f"4. training {_OPTIONS['model']} for {_OPTIONS['epochs']} epochs: {out}")
     begun = time.monotonic()
-    outcome = train(shards, out, overwrite=True, tell=tell, **_OPTIONS)
+    outcome = train(shards, out, overwrite=True, progress=tell, **_OPTIONS)
     seconds = time.monotonic() - begun
     trained = sum(epoch["samples"] for epoch in outcome.epochs)
     waited = sum(epoch["stall"] * epoch["seconds"] for epoch in outcome.epochs)

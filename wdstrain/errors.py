@@ -1,20 +1,21 @@
-"""Every error this package raises on purpose.
+"""The exceptions that this package raises on purpose.
 
     WdstrainError
-    ├── UsageError        what was asked for cannot be meant (exit code 2)
-    │   └── PlanError     sizes that do not fit together: samples, ranks, batches, lanes
-    ├── SourceError       the input of a conversion is missing or wrong
-    ├── ShardError        a shard or its index is missing, damaged or changed
-    ├── SampleError       one sample cannot be made into an example
-    └── StorageError      bytes could not be read or written
+    ├── UsageError        wrong argument, option, name or address (exit code 2)
+    │   └── PlanError     samples, ranks, batch size and lanes that do not fit together
+    ├── SourceError       missing or malformed input of a conversion
+    ├── ShardError        missing, damaged or replaced shard or index
+    ├── SampleError       sample that cannot become an example
+    └── StorageError      bytes that cannot be read or written
 
-A message is one sentence or two: the value, the rule, the next step. It carries shard, key and offset in its own
-text, and every class takes exactly one string, because torch rebuilds the error of a worker process from one string.
+A message states the problem with the value, the rule and the next step, with shard, key and offset
+where there is one. Every class takes exactly one string: torch rebuilds the exception of a worker
+process from one string.
 """
 
 
 class WdstrainError(Exception):
-    """Base of all errors of this package. `exit_code` is what a shell command ends with."""
+    """Base class of all exceptions of this package. exit_code: of a command that ends with it."""
 
     exit_code = 1
 
@@ -23,7 +24,7 @@ class WdstrainError(Exception):
 
 
 class UsageError(WdstrainError):
-    """The call itself is wrong: an argument, a name, an address."""
+    """An argument, option, name or address is wrong."""
 
     exit_code = 2
 
@@ -37,12 +38,12 @@ class SourceError(WdstrainError):
 
 
 class ShardError(WdstrainError):
-    """A shard or its index is missing, damaged or no longer what it was."""
+    """A shard or its index is missing, damaged or replaced."""
 
 
 class SampleError(WdstrainError):
-    """One sample cannot be made into an example."""
+    """A sample cannot become an example."""
 
 
 class StorageError(WdstrainError):
-    """Bytes could not be read from or written to where they live."""
+    """Bytes cannot be read from a file or server, or written to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_convert_index_info_and_verify_print_a_summary(
 
 def test_json_is_one_object_on_stdout(photos: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    assert convert(photos, out, "--json", "--shard-samples", "15") == 0
+    assert convert(photos, out, "--json", "--max-shard-samples", "15") == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["samples"], made["shards"], made["splits"]) == (40, 3, {"train": 40})
     assert main(["verify", str(out), "--json"]) == 0
@@ -74,7 +75,11 @@ def test_damage_is_exit_status_one_with_its_place(
             1,
             "photos/cat holds 20 pictures and no class folders",
         ),
-        (["convert", "table", "absent.csv", "out", "--image", "f"], 1, "absent.csv cannot be read"),
+        (
+            ["convert", "table", "absent.csv", "out", "--image", "f"],
+            1,
+            "absent.csv: there is no such file",
+        ),
         (
             ["convert", "table", "log.csv", "out", "--image", "f"],
             2,
@@ -83,14 +88,14 @@ def test_damage_is_exit_status_one_with_its_place(
         (
             ["convert", "table", "log.csv", "out", "--image", "file"],
             1,
-            "log.csv, row 2: gone.jpg: the picture is not there",
+            "log.csv, row 2: gone.jpg: the image is not there",
         ),
         (["info", "photos"], 2, "photos: this folder holds no index.json and no .tar file"),
         (["info", "cut"], 1, "part-000.tar ends"),
         (["verify", "absent"], 2, "absent: there is no such file or folder"),
         (["train", "cut", "--out", "run"], 1, "part-000.tar ends"),
-        (["train", "plain", "--out", "run"], 2, "the index says nothing of labels"),
-        (["train", "photos", "--out", "run", "--epochs", "0"], 2, "epochs=0"),
+        (["train", "plain", "--out", "run"], 2, "the index declares no labels"),
+        (["train", "photos", "--out", "run", "--epochs", "0"], 2, "--epochs 0"),
         (["evaluate", "log.csv", "plain"], 2, "log.csv is no checkpoint"),
     ],
 )
@@ -112,7 +117,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     assert main(words) == status
     printed = capsys.readouterr()
     assert sentence in printed.err
-    assert printed.err.count("\n") == 1
+    assert re.fullmatch(r"error: .+\n(hint: .+\n)?", printed.err)
     assert printed.out == ""
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "run").exists()
@@ -120,10 +125,8 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
 
 def test_wrong_words_are_exit_status_two(capsys: Any) -> None:
     for words in (["nonsense"], [], ["convert"], ["convert", "folder", "a", "b", "--split", "x"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(words)
-        assert stopped.value.code == 2
-    capsys.readouterr()
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def test_every_verb_helps_with_an_example(words: list[str], capsys: Any) -> None
 
 
 def test_sizes_are_typed_as_people_write_them(photos: Path, tmp_path: Path) -> None:
-    assert convert(photos, tmp_path / "a", "--shard-bytes", "16KB") == 0
+    assert convert(photos, tmp_path / "a", "--max-shard-size", "16KB") == 0
     assert len(list((tmp_path / "a").glob("*.tar"))) > 3
 
 
@@ -172,7 +175,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
         "folder",
         str(photos),
         str(out),
-        "--shard-samples",
+        "--max-shard-samples",
         "2",
     ]
     with subprocess.Popen(
@@ -182,14 +185,11 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert (
-        "wdstrain: interrupted. The same command with --resume goes on with what is finished so far."
-        in err
-    )
+    assert "error: interrupted.\nhint: Run the same command with --resume to continue." in err
     assert "Traceback" not in err
     assert [path.name for path in out.iterdir()] == [".unfinished"]
-    assert convert(photos, out, "--shard-samples", "2", "--resume", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["kept_shards"] > 3
+    assert convert(photos, out, "--max-shard-samples", "2", "--resume", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["kept_shards"] >= 3  # the last may lack its record
     assert main(["verify", str(out)]) == 0
 
 
@@ -204,7 +204,9 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
         "folder",
         str(photos),
         str(out),
-        "--shard-samples",
+        "--max-shard-samples",
+        "2",
+        "--num-workers",
         "2",
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -222,9 +224,9 @@ def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any)
     assert "a conversion into this folder was not finished" in capsys.readouterr().err
     assert convert(photos, out) == 2
     assert "holds an unfinished conversion" in capsys.readouterr().err
-    assert convert(photos, out, "--shard-samples", "2", "--resume") == 0
+    assert convert(photos, out, "--max-shard-samples", "2", "--resume") == 0
     assert main(["verify", str(out)]) == 0
-    convert(photos, tmp_path / "whole", "--shard-samples", "2", "--jobs", "1")
+    convert(photos, tmp_path / "whole", "--max-shard-samples", "2", "--num-workers", "1")
     files = [
         {path.name: path.read_bytes() for path in folder.iterdir()}
         for folder in (out, tmp_path / "whole")
@@ -242,16 +244,14 @@ def wait_for(done: Any, process: subprocess.Popen[Any]) -> None:
 
 def test_an_option_that_is_none_is_refused_with_the_one_it_resembles(capsys: Any) -> None:
     assert main(["train", "shards", "--out", "run", "--wieght-decay", "3"]) == 2
-    assert (
-        "'--wieght-decay' is none of the options of wdstrain train. Did you mean --weight-decay?"
-        in capsys.readouterr().err
-    )
+    said = "error: unrecognized option '--wieght-decay'.\nhint: Did you mean --weight-decay?\n"
+    assert capsys.readouterr().err == said
     assert main(["convert", "folder", "a", "b", "--spilt", "train=1"]) == 2
     assert "Did you mean --split?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, closed: bool) -> None:
+def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path, closed: bool) -> None:
     wt.pack([{"txt": "x"}], tmp_path / "set")
     words = ["info", str(tmp_path / "set"), *(["--json"] if closed else [])]
     script = f'exec "$0" -m wdstrain "$@" {">&-" if closed else "> /dev/full"}'
@@ -259,5 +259,5 @@ def test_a_result_that_cannot_be_written_is_told(tmp_path: Path, closed: bool) -
         ["bash", "-c", script, sys.executable, *words], capture_output=True, text=True
     )
     assert done.returncode == (0 if closed else 1)
-    told = "wdstrain: the work is done, but its result cannot be written to stdout: No space left on device. Write it elsewhere.\n"
-    assert done.stderr == ("" if closed else told)
+    told = "error: the work is done, but its result cannot be written to stdout: No space left on device."
+    assert done.stderr == ("" if closed else f"{told}\nhint: Write it elsewhere.\n")

@@ -28,7 +28,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(60)
     ]
     labels = [wt.Label("label", "class", "cls", None, tuple(kinds))]
-    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=20)
+    wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=20)
     return out
 
 
@@ -88,7 +88,7 @@ def test_samples_of_several_splits_are_not_mixed(
 ) -> None:
     """With a condition as without one: training samples must not be scored as validation."""
     both = tmp_path / "both"
-    wt.pack_tars(packed, both, split={"train": 0.5, "val": 0.5})
+    wt.convert_tars(packed, both, split={"train": 0.5, "val": 0.5})
     for words in (["plan", both], ["bench", both], ["predict", "x.pt", both, "-o", "x.csv"]):
         assert main([*map(str, words), "--where", "year > 2000"]) == 2
         assert "several splits" in capsys.readouterr().err

@@ -15,12 +15,12 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import picture, read_with_webdataset, write_class_folder
+from wdstrain.conversion.listing import Keys
+from wdstrain.conversion.options import Options
+from wdstrain.conversion.result import Step
+from wdstrain.conversion.runner import convert
+from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
-from wdstrain.packing.convert import Step, convert
-from wdstrain.packing.folder import list_folder
-from wdstrain.packing.listing import Keys
-from wdstrain.packing.options import Options
-from wdstrain.packing.table import list_table
 from wdstrain.shards.resolve import open_index
 
 
@@ -42,7 +42,7 @@ def pack(source: Path, out: Path, **options: Any) -> wt.Index:
 
 
 def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_path: Path) -> None:
-    index = pack(photos, tmp_path / "out", shard_samples=8)
+    index = pack(photos, tmp_path / "out", max_shard_samples=8)
     assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
         "index.arrow",
         "index.json",
@@ -59,8 +59,8 @@ def test_class_folders_become_shards_that_hold_the_same_bytes(photos: Path, tmp_
 
 @pytest.mark.parametrize("jobs", [2, 4])
 def test_any_number_of_jobs_gives_the_same_bytes(photos: Path, tmp_path: Path, jobs: int) -> None:
-    pack(photos, tmp_path / "one", shard_samples=4, jobs=1)
-    pack(photos, tmp_path / "many", shard_samples=4, jobs=jobs)
+    pack(photos, tmp_path / "one", max_shard_samples=4, num_workers=1)
+    pack(photos, tmp_path / "many", max_shard_samples=4, num_workers=jobs)
     assert digest(tmp_path / "one") == digest(tmp_path / "many")
 
 
@@ -77,7 +77,7 @@ def test_shuffled_by_default_and_in_source_order_when_asked(photos: Path, tmp_pa
 
 
 def test_shards_are_cut_by_bytes_and_hold_no_more(photos: Path, tmp_path: Path) -> None:
-    index = pack(photos, tmp_path / "out", shard_bytes=10_240 - 1024)
+    index = pack(photos, tmp_path / "out", max_shard_size=10_240 - 1024)
     assert len(index.shards) > 3
     assert all(shard.bytes <= 10_240 for shard in index.shards)
 
@@ -120,7 +120,7 @@ def test_split_folders_are_kept(tmp_path: Path) -> None:
         pack(tmp_path / "in", tmp_path / "again", split={"x": 0.5, "y": 0.5})
 
 
-def test_names_with_dots_and_twins_are_kept_apart(tmp_path: Path) -> None:
+def test_names_with_dots_and_equal_names_get_distinct_keys(tmp_path: Path) -> None:
     folder = tmp_path / "in" / "a"
     folder.mkdir(parents=True)
     for name in ("x.v1.png", "x.v2.png", "x_v2.png", "y.png", "y.jpg", "grüße.PNG"):
@@ -146,7 +146,7 @@ def test_keys_are_never_paths_that_climb() -> None:
     ]
 
 
-def test_what_is_passed_over_is_counted(photos: Path, tmp_path: Path) -> None:
+def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
     (photos / "cat" / ".DS_Store").write_bytes(b"x")
     (photos / "cat" / "._001.png").write_bytes(b"x")
     (photos / "cat" / "notes.TXT").write_bytes(b"x")
@@ -231,9 +231,12 @@ def json_of(out: Path) -> dict[str, Any]:
 def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
     rows = [f"IMG/{i}.png,{i / 4 - 1},{i},night" for i in range(4)]
     file = write_table(tmp_path, "center,steering,gear,sky", rows)
-    index = convert(
-        list_table(file, image="center", labels=["steering"]), str(tmp_path / "out"), Options()
-    ).index
+    index = wt.convert_table(
+        file,
+        tmp_path / "out",
+        image="center",
+        label=["steering"],
+    )
     assert (index.labels[0].name, index.labels[0].kind, index.labels[0].field) == (
         "steering",
         "number",
@@ -244,9 +247,12 @@ def test_a_numeric_label_and_all_other_columns_are_kept(tmp_path: Path) -> None:
 
 def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind", ["IMG/0.png,dog", "IMG/1.png,cat", "IMG/2.png,dog"])
-    index = convert(
-        list_table(file, image="file", labels=["kind"]), str(tmp_path / "out"), Options()
-    ).index
+    index = wt.convert_table(
+        file,
+        tmp_path / "out",
+        image="file",
+        label=["kind"],
+    )
     assert (index.labels[0].kind, index.labels[0].classes, index.labels[0].field) == (
         "class",
         ("cat", "dog"),
@@ -262,11 +268,9 @@ def test_a_column_of_words_becomes_classes_and_cls(tmp_path: Path) -> None:
 
 def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,kind,age", ["IMG/0.png,dog,1.5", "IMG/1.png,cat,2.5"])
-    index = convert(
-        list_table(file, image="file", labels=["kind", "age"]),
-        str(tmp_path / "out"),
-        Options(shuffle=False),
-    ).index
+    index = wt.convert_table(
+        file, tmp_path / "out", image="file", label=["kind", "age"], shuffle=False
+    )
     fields = {
         "kind": wt.label("json", column="kind", classes=index.labels[0].classes),
         "age": wt.number("json", column="age"),
@@ -275,37 +279,34 @@ def test_several_label_columns_are_read_from_the_json(tmp_path: Path) -> None:
     assert (batch["kind"].tolist(), batch["age"].tolist()) == ([1, 0], [1.5, 2.5])
 
 
-def test_a_kind_can_be_said_outright(tmp_path: Path) -> None:
+def test_the_kind_of_a_label_can_be_given(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,n", ["IMG/0.png,0", "IMG/1.png,3"])
-    assert list_table(file, image="file", labels=["n"]).labels[0].classes == ("0", "1", "2", "3")
-    assert list_table(file, image="file", labels=["n:number"]).labels[0].kind == "number"
+    labels = [
+        wt.convert_table(file, tmp_path / name, image="file", label=name).labels[0]
+        for name in ("n", "n:number")
+    ]
+    assert labels[0].classes == ("0", "1", "2", "3")
+    assert labels[1].kind == "number"
+    file = write_table(tmp_path, "file,n", ["IMG/0.png,x"])
     with pytest.raises(UsageError, match="holds 'x'"):
-        list_table(
-            write_table(tmp_path, "file,n", ["IMG/0.png,x"]), image="file", labels=["n:number"]
-        )
+        wt.convert_table(file, tmp_path / "out", image="file", label="n:number")
 
 
 def test_windows_slashes_tabs_and_roots_are_understood(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file\tn", ["IMG\\0.png\t1"], "log.tsv")
-    assert list_table(file, image="file", labels=["n"]).items[0].key == "IMG/0"
+    assert wt.convert_table(file, tmp_path / "a", image="file", label="n").key(0) == "IMG/0"
     other = tmp_path / "elsewhere"
     other.mkdir()
     (other / "log.csv").write_text("file,n\nIMG/0.png,1\n")
-    assert (
-        len(
-            list_table(str(other / "log.csv"), image="file", labels=["n"], root=str(tmp_path)).items
-        )
-        == 1
-    )
+    root = str(tmp_path)
+    assert len(wt.convert_table(other / "log.csv", tmp_path / "b", image="file", root=root)) == 1
 
 
 def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path: Path) -> None:
     file = data("driving") / "driving_log_clean.csv"
-    index = convert(
-        list_table(str(file), image="center", labels=["steering"]),
-        str(tmp_path / "out"),
-        Options(limit=200),
-    ).index
+    index = wt.convert_table(
+        str(file), tmp_path / "out", image="center", label=["steering"], limit=200
+    )
     assert index.labels[0].kind == "number"
     some = next(iter(json_of(tmp_path / "out").values()))
     assert set(some) == {"left", "right", "steering", "throttle", "brake", "speed"}
@@ -313,17 +314,20 @@ def test_the_driving_log_is_read_as_it_is(data: Callable[[str], Path], tmp_path:
 
 def test_names_that_look_like_numbers_stay_what_they_are(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b,c", ["IMG/0.png,1_000,00123,5", "IMG/1.png,2,7,1e3"])
-    convert(list_table(file, image="file", labels=[]), str(tmp_path / "out"), Options())
+    wt.convert_table(
+        file,
+        tmp_path / "out",
+        image="file",
+        label=[],
+    )
     assert json_of(tmp_path / "out")["IMG/0"] == {"a": "1_000", "b": "00123", "c": 5.0}
 
 
 def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     file = write_table(tmp_path, "file,a,b", ["IMG/0.png,0.5,1", "IMG/1.png,1.5,0"])
-    index = convert(
-        list_table(file, image="file", labels=["a:class", "b"]),
-        str(tmp_path / "out"),
-        Options(shuffle=False),
-    ).index
+    index = wt.convert_table(
+        file, tmp_path / "out", image="file", label=["a:class", "b"], shuffle=False
+    )
     fields = {"a": wt.label("json", column="a", classes=index.labels[0].classes)}
     assert next(iter(wt.Loader(index, fields, batch_size=2, shuffle=False)))["a"].tolist() == [0, 1]
 
@@ -338,7 +342,7 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
         (lambda folder: folder, "holds no pictures .found: nothing"),
         (
             lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a",
-            "holds 2 pictures and no class folders.*--flat",
+            "holds 2 pictures and no class folders.*flat=True",
         ),
         (lambda folder: (folder / "c").mkdir() or folder, "holds no pictures .found: nothing"),
     ],
@@ -361,7 +365,7 @@ def test_a_folder_that_is_no_source_is_refused(
         (
             "file,n",
             ["IMG/0.png,1", "IMG/zzz.png,1"],
-            "row 3: IMG/zzz.png: the picture is not there",
+            "row 3: IMG/zzz.png: the image is not there",
         ),
         ("file,n", ["IMG/0.png,1", "IMG/1.png"], "row 3: it has 1 cells where 2 are columns"),
         ("file,n", ["IMG/0.png,1", "IMG/1.png,"], "row 3: the label column 'n' is empty"),
@@ -373,7 +377,7 @@ def test_a_folder_that_is_no_source_is_refused(
         (
             "file,n",
             ["IMG/0.png,5", "IMG/1.png,40000000"],
-            "2 different whole numbers up to 40000000, which may be classes or a quantity. .*n:class or n:number",
+            "2 different whole numbers up to 40000000, which may be classes or a quantity. .*n:class.*n:number",
         ),
     ],
 )
@@ -381,11 +385,18 @@ def test_a_table_that_is_no_source_is_refused(
     tmp_path: Path, header: str, rows: list[str], words: str
 ) -> None:
     with pytest.raises((SourceError, UsageError), match=words):
-        list_table(write_table(tmp_path, header, rows), image="file", labels=["n"])
+        wt.convert_table(
+            write_table(tmp_path, header, rows), tmp_path / "out", image="file", label="n"
+        )
     with pytest.raises(UsageError, match="a column is named twice: file, file"):
-        list_table(write_table(tmp_path, "file,n", ["IMG/0.png,1"]), image="file", labels=["file"])
-    with pytest.raises(SourceError, match="nothing.csv cannot be read"):
-        list_table(str(tmp_path / "nothing.csv"), image="file", labels=["n"])
+        wt.convert_table(
+            write_table(tmp_path, "file,n", ["IMG/0.png,1"]),
+            tmp_path / "out",
+            image="file",
+            label="file",
+        )
+    with pytest.raises(SourceError, match="nothing.csv: there is no such file"):
+        wt.convert_table(str(tmp_path / "nothing.csv"), tmp_path / "out", image="file", label="n")
 
 
 def test_an_empty_picture_is_refused_before_anything_is_written(
@@ -393,7 +404,7 @@ def test_an_empty_picture_is_refused_before_anything_is_written(
 ) -> None:
     (photos / "cat" / "000.png").write_bytes(b"")
     (photos / "cat" / "zero.png").write_bytes(b"")
-    with pytest.raises(SourceError, match="000.png: it has 0 bytes.*--on-bad quarantine"):
+    with pytest.raises(SourceError, match="000.png: it has 0 bytes.*on_error=.skip"):
         pack(photos, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -401,13 +412,13 @@ def test_an_empty_picture_is_refused_before_anything_is_written(
 def test_a_folder_in_use_is_refused_and_left_as_it_is(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out")
     before = digest(tmp_path / "out")
-    with pytest.raises(UsageError, match="holds 3 files.*--overwrite"):
+    with pytest.raises(UsageError, match="holds 3 files.*overwrite=True"):
         pack(photos, tmp_path / "out", seed=1)
     assert digest(tmp_path / "out") == before
 
 
 def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Path) -> None:
-    pack(photos, tmp_path / "out", shard_samples=2)
+    pack(photos, tmp_path / "out", max_shard_samples=2)
     (tmp_path / "out" / "notes.txt").write_text("mine")
     index = pack(photos, tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -423,7 +434,7 @@ def test_overwriting_replaces_shards_and_nothing_else(photos: Path, tmp_path: Pa
 def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(
     photos: Path, tmp_path: Path, jobs: int
 ) -> None:
-    pack(photos, tmp_path / "whole", shard_samples=1, shuffle=False)
+    pack(photos, tmp_path / "whole", max_shard_samples=1, shuffle=False)
     out, away = tmp_path / "out", tmp_path / "away"
 
     def removed(step: Step) -> None:
@@ -431,15 +442,20 @@ def test_a_source_that_vanishes_is_taken_up_again_when_it_is_back(
             photos.rename(away)
 
     listing = list_folder(str(photos))
-    with pytest.raises(SourceError, match="cannot be read .No such file.*--on-bad quarantine"):
-        convert(listing, str(out), Options(shard_samples=1, jobs=jobs, shuffle=False), removed)
+    with pytest.raises(SourceError, match="cannot be read .No such file.*on_error=.skip"):
+        convert(
+            listing,
+            str(out),
+            Options(max_shard_samples=1, num_workers=jobs, shuffle=False),
+            removed,
+        )
     with pytest.raises(ShardError, match="was not finished.*--resume"):
         open_index(out)
     away.rename(photos)
     done = convert(
         list_folder(str(photos)),
         str(out),
-        Options(shard_samples=1, jobs=jobs, shuffle=False, resume=True),
+        Options(max_shard_samples=1, num_workers=jobs, shuffle=False, resume=True),
     )
     assert 0 < done.kept < 22
     assert digest(out) == digest(tmp_path / "whole")
@@ -459,7 +475,7 @@ def test_a_full_disk_is_a_sentence_and_a_state_to_go_on_from(
     )  # a file beyond this is refused as on a full disk
     try:
         with pytest.raises(
-            StorageError, match="train-000000.tar cannot be written: File too large.*--resume"
+            StorageError, match="train-000000.tar cannot be written: File too large.*resume=True"
         ):
             pack(photos, tmp_path / "out")
     finally:
@@ -475,7 +491,7 @@ def test_overwriting_that_fails_leaves_the_former_set_whole(photos: Path, tmp_pa
     listing = list_folder(str(photos))
     (photos / "dog" / "010.png").unlink()
     with pytest.raises(SourceError):
-        convert(listing, str(tmp_path / "out"), Options(overwrite=True, shard_samples=2))
+        convert(listing, str(tmp_path / "out"), Options(overwrite=True, max_shard_samples=2))
     assert digest(tmp_path / "out") == before
     assert wt.verify(tmp_path / "out" / "index.json").samples == 22
     pack(photos, tmp_path / "out", overwrite=True)
@@ -488,9 +504,9 @@ def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
 ) -> None:
     """As if the power had gone while files were put in place of an older set: after each number of them."""
     out, swapping = tmp_path / "out", tmp_path / "out" / ".swapping"
-    new = pack(photos, tmp_path / "new", shard_samples=4)
+    new = pack(photos, tmp_path / "new", max_shard_samples=4)
     files = [shard.name for shard in new.shards] + ["index.arrow", "index.json"]
-    old = pack(photos, out, shard_samples=3)
+    old = pack(photos, out, max_shard_samples=3)
     shutil.copytree(tmp_path / "new", swapping)
     names = {
         "former": [shard.name for shard in old.shards],
@@ -509,13 +525,13 @@ def test_an_exchange_that_was_cut_short_is_refused_and_brought_to_its_end(
         open_index(f"{out}/*.tar")
     with pytest.raises(UsageError, match="unfinished conversion"):
         pack(photos, out)
-    assert len(pack(photos, out, resume=True, shard_samples=4)) == 22
+    assert len(pack(photos, out, resume=True, max_shard_samples=4)) == 22
     assert digest(out) == digest(tmp_path / "new")
 
 
 def test_an_exchange_that_was_cut_short_can_be_overwritten(photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    pack(photos, out, shard_samples=4)
+    pack(photos, out, max_shard_samples=4)
     (out / ".swapping").mkdir()
     names = {"former": [], "files": {path.name: path.name for path in out.glob("*.tar")}}
     (out / ".swapping" / "names.json").write_text(json.dumps(names))
@@ -534,7 +550,8 @@ def test_a_split_that_would_be_empty_is_refused(photos: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "options", [{"jobs": 0}, {"limit": 0}, {"shard_bytes": 0}, {"split": {"a": 0.5, "b": 0.6}}]
+    "options",
+    [{"num_workers": 0}, {"limit": 0}, {"max_shard_size": 0}, {"split": {"a": 0.5, "b": 0.6}}],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

@@ -32,13 +32,13 @@ def lose_a_node(step):
         told["lost_at"] = step.done
         cluster.remove_node(other, allow_graceful=False)
 
-index = wt.pack_folder("in", "out", shard_samples=10, engine="ray", progress=lose_a_node)
+index = wt.convert_folder("in", "out", max_shard_samples=10, engine="ray", progress=lose_a_node)
 end = time.monotonic() + 60
 while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < end:  # a cluster notices after some seconds
     time.sleep(0.1)
 told |= {"samples": len(index), "left": sum(node["Alive"] for node in ray.nodes())}
 try:
-    wt.pack_folder("bad", "out2", engine="ray")
+    wt.convert_folder("bad", "out2", engine="ray")
 except wt.SourceError as error:
     told["error"] = str(error)
 json.dump(told, open("told.json", "w"))
@@ -60,7 +60,7 @@ def test_a_cluster_gives_the_same_bytes_and_survives_the_loss_of_a_node(tmp_path
     told: dict[str, Any] = json.loads((tmp_path / "told.json").read_text())
     assert (told["nodes"], told["left"], told["samples"]) == (2, 1, 240)
     assert 0 < told["lost_at"] < 240
-    assert "001.jpg: its jpg does not begin as a picture does" in told["error"]
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "here"), shard_samples=10)
+    assert "001.jpg: its jpg does not begin as an image does" in told["error"]
+    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "here"), max_shard_samples=10)
     for path in (tmp_path / "here").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

@@ -211,7 +211,7 @@ def test_arrays_with_a_given_shape_equal_arrays_without(tmp_path: Path) -> None:
             torch.equal(x, torch.from_numpy(arrays[int(k[1:])]))
             for k, x in zip(a["__key__"], a["x"], strict=True)
         )
-    with pytest.raises(SampleError, match=r"it is uint8\[4, 3\], and uint8\[3, 4\] was asked for"):
+    with pytest.raises(SampleError, match=r"it is uint8\[4, 3\], and the field is uint8\[3, 4\]"):
         list(
             wt.Loader(
                 tmp_path / "s", {"x": wt.array("x.npy", shape=(3, 4), dtype="uint8")}, batch_size=5

@@ -94,7 +94,9 @@ def outcome(index: wt.Index, field: Any) -> Any:
 
 @pytest.mark.parametrize("place", ["cls", "json"])
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_column_gives_what_the_bytes_give(tmp_path: Path, place: str, kind: str) -> None:
+def test_label_columns_and_label_bytes_give_the_same_values(
+    tmp_path: Path, place: str, kind: str
+) -> None:
     if place == "cls" and kind.startswith("lists"):
         pytest.skip("a list is no text of cls")
     valid = 0
@@ -154,7 +156,7 @@ def test_labels_belong_to_their_samples(
         {"__key__": f"k{n:03d}", "npy": arrays[n], "cls": n % 5, "json": {"price": n / 4}}
         for n in range(98)
     ]
-    wt.pack(made, str(tmp_path / "out"), shard_samples=25)
+    wt.pack(made, str(tmp_path / "out"), max_shard_samples=25)
     loader = wt.Loader(
         tmp_path / "out", with_labels(shape), batch_size=8, num_workers=num_workers, **extra
     )
@@ -170,9 +172,9 @@ def test_labels_belong_to_their_samples(
     assert rows == len(loader) * 8
 
 
-@pytest.mark.parametrize("on_bad", ["replace", "mark"])
+@pytest.mark.parametrize("on_error", ["replace", "mark"])
 @pytest.mark.parametrize("shape", [True, False], ids=["direct", "decoded"])
-def test_a_substitute_brings_its_own_label(tmp_path: Path, on_bad: Any, shape: bool) -> None:
+def test_a_substitute_brings_its_own_label(tmp_path: Path, on_error: Any, shape: bool) -> None:
     made = [
         {"__key__": f"k{n:03d}", "npy": np.full((64, 32), n, np.float32), "cls": n % 5}
         | {"json": {"price": n / 4}}
@@ -187,7 +189,7 @@ def test_a_substitute_brings_its_own_label(tmp_path: Path, on_bad: Any, shape: b
         (offset,) = (offset for name, offset, _ in index.members(n) if name == "npy")
         data[offset + 200] ^= 1
     shard.write_bytes(data)
-    loader = wt.Loader(out, with_labels(shape), batch_size=8, on_bad=on_bad, max_bad=0.2)
+    loader = wt.Loader(out, with_labels(shape), batch_size=8, on_error=on_error, max_errors=0.2)
     batches, bad = loader.epoch(0, until=1), 0
     for batch in batches:
         values = torch.tensor([0 if a is None else int(a[0, 1]) for a in batch["a"]])
@@ -216,3 +218,16 @@ def test_no_bytes_of_labels_are_read(tmp_path: Path) -> None:
     loader.close()
     assert labels == [n % 5 for n in range(20)]
     assert not wt.verify(str(out)).ok
+
+
+def test_a_set_without_any_value_is_joined_with_a_set_of_classes(tmp_path: Path) -> None:
+    """Its column has no kind of its own: each value is missing."""
+    labels = [wt.Label("kind", "class", "json", "kind", tuple(NAMES))]
+    wt.pack(samples(["dog", "cat"], field="json"), str(tmp_path / "a"), labels=labels)
+    made = [{"__key__": f"n{n}", "json": {"kind": None}} for n in range(3)]
+    wt.pack(made, str(tmp_path / "b"))
+    for order in ("ab", "ba"):
+        index = wt.open([str(tmp_path / name) for name in order])
+        assert sorted(filter(None, index.table["kind"].to_pylist())) == ["cat", "dog"]
+        assert index.table["kind"].null_count == 3
+        assert len(index.where("kind == 'dog'")) == 1

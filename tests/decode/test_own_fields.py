@@ -26,7 +26,7 @@ def pack(folder: Path, count: int) -> Path:
     wt.pack(
         ({"__key__": f"k{n:06d}", "bin": body(n), "id": str(n)} for n in range(count)),
         str(folder),
-        shard_samples=100,
+        max_shard_samples=100,
     )
     return folder
 
@@ -137,7 +137,7 @@ class Drawn(Own):
 @pytest.mark.filterwarnings("ignore:The given (buffer|NumPy array) is not writable")
 @pytest.mark.parametrize("kind", [HalvesByTorch, HalvesIntoByTorch])
 @pytest.mark.parametrize("through", ["Loader", "to_example"])
-def test_what_a_field_writes_through_torch_reaches_no_other_field(
+def test_writes_of_a_field_through_torch_reach_no_other_field(
     tmp_path: Path, kind: type[Own], through: str
 ) -> None:
     folder = pack(tmp_path / "set", 20)
@@ -240,11 +240,15 @@ class Sometimes(Own):
 
 
 @WORKERS
-@pytest.mark.parametrize("on_bad", ["raise", "replace"])
-def test_values_of_several_kinds_are_a_list(tmp_path: Path, num_workers: int, on_bad: str) -> None:
+@pytest.mark.parametrize("on_error", ["raise", "replace"])
+def test_values_of_several_kinds_are_a_list(
+    tmp_path: Path, num_workers: int, on_error: str
+) -> None:
     folder = pack(tmp_path / "set", 60)
     with closing(
-        wt.Loader(folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_bad=on_bad)
+        wt.Loader(
+            folder, {"x": Sometimes()}, batch_size=10, num_workers=num_workers, on_error=on_error
+        )
     ) as loader:
         for batch in loader:
             assert isinstance(batch["x"], list)
@@ -341,7 +345,11 @@ def test_an_array_that_torch_cannot_hold_is_a_bad_sample(tmp_path: Path, num_wor
         list(loader)
     with closing(
         wt.Loader(
-            tmp_path / "set", {"x": wt.array("x.npy")}, on_bad="replace", max_bad=0.5, **options
+            tmp_path / "set",
+            {"x": wt.array("x.npy")},
+            on_error="replace",
+            max_errors=0.5,
+            **options,
         )
     ) as loader:
         (batch,) = loader

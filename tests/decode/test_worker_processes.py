@@ -111,7 +111,7 @@ def test_messages_of_each_process_keep_their_order_at_any_size(context: Any) -> 
     """A worker's answer that an older stream is over must follow the last answer of that stream."""
     queue, ends = context.Queue(), [context.Queue() for _ in range(3)]
     messages = [
-        [b"%d %d " % (sender, i) * (1 if i % 3 else 200_000) for i in range(40)]
+        [b"%d %d " % (sender, i) * (1 if i % 3 else 50_000) for i in range(15)]
         for sender in range(3)
     ]
     processes = [
@@ -120,7 +120,7 @@ def test_messages_of_each_process_keep_their_order_at_any_size(context: Any) -> 
     ]
     for process in processes:
         process.start()
-    received = [queue.get(timeout=60) for _ in range(3 * 40)]
+    received = [queue.get(timeout=60) for _ in range(3 * 15)]
     for sender, sent in enumerate(messages):
         assert [message for message in received if message.startswith(b"%d " % sender)] == sent
     for process, end in zip(processes, ends, strict=True):

@@ -26,19 +26,16 @@ from tests.conftest import Sample, picture, write_class_folder, write_tar
 from tests.support.servers import serving, stall
 from wdstrain.cli import main
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.inspecting import glimpses
-from wdstrain.inspecting.contents import Looker
-from wdstrain.inspecting.dimensions import Value
-from wdstrain.serving import Server
+from wdstrain.serve import Server
 from wdstrain.shards.tar import END
 
+_SHARDS, _FIRST_BYTES, _READS = 8, 1 << 20, 16  # promised limits of an excerpt
 
-def content(name: str, *values: bytes) -> Any:
-    """What is said of a field with these values."""
-    looker = Looker(name)
-    for data in values:
-        looker.add(Value(len(data), data[: 64 << 10], lambda data=data: data))  # type: ignore[misc]
-    return looker.content()
+
+def content(folder: Path, name: str, *values: bytes, exact: bool = False) -> Any:
+    """Return what `info` reports of a field with these values."""
+    rows: list[Sample] = [(f"k{i:03d}", {name: data}) for i, data in enumerate(values)]
+    return wt.info(write_tar(folder / "values" / "a.tar", rows), exact=exact).contents[0].content
 
 
 def npy(array: Any) -> bytes:
@@ -76,8 +73,8 @@ def foreign(written: Path, tmp_path: Path) -> Path:
 
 def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 30, "dog": 10})
-    wt.pack_folder(
-        str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, shard_samples=10
+    wt.convert_folder(
+        str(photos), str(tmp_path / "out"), split={"train": 0.8, "val": 0.2}, max_shard_samples=10
     )
     index = wt.index(tmp_path / "out")
     found = wt.info(tmp_path / "out")
@@ -97,29 +94,29 @@ def test_an_indexed_set_is_told_exactly(tmp_path: Path) -> None:
     )
     assert png.sizes.largest == max(sizes)
     assert found.overhead == found.bytes - sum(sizes) - 40
-    assert cls.content.what == "whole number, 0 to 1"
+    assert cls.content.what == "integer, 0 to 1"
     assert png.content.images.width == (24, 24, 24)  # type: ignore[union-attr]
     assert png.content.images.height == (20, 20, 20)  # type: ignore[union-attr]
-    (histogram,) = found.histograms
-    assert histogram.classes == {"cat": 30, "dog": 10}
-    assert histogram.exact
-    assert histogram.imbalance == 3
-    assert "from a folder of 2 classes" in found.made[0]
+    (column,) = found.columns
+    assert column.classes == {"cat": 30, "dog": 10}
+    assert column.exact
+    assert column.imbalance == 3
+    assert "from folder (classes 2)" in found.made[0]
     assert "split train=0.8,val=0.2" in found.made[0]
 
 
 def test_a_class_without_samples_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", np.array([0, 2, 2, 2]))
     np.save(tmp_path / "x.npy", np.zeros((4, 5), np.float32))
-    wt.pack_arrays(
+    wt.convert_arrays(
         {"x": str(tmp_path / "x.npy"), "cls": str(tmp_path / "y.npy")},
         str(tmp_path / "out"),
         classes=["a", "b", "c"],
     )
     found = wt.info(tmp_path / "out")
-    assert found.histograms[0].classes == {"a": 1, "b": 0, "c": 3}
-    assert found.histograms[0].empty == ("b",)
-    assert "array of float32 [5]" in repr(found)
+    assert found.columns[0].classes == {"a": 1, "b": 0, "c": 3}
+    assert found.columns[0].empty == ("b",)
+    assert "float32 array [5]" in repr(found)
 
 
 def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> None:
@@ -136,7 +133,7 @@ def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> N
         wt.Label("tags", "multi", "json", "tags", ("a", "b", "c")),
     ]
     wt.pack(rows, str(tmp_path / "out"), labels=labels)
-    angle, tags = wt.info(tmp_path / "out").histograms
+    angle, tags = wt.info(tmp_path / "out").columns
     values = np.arange(1, 9) / 4
     assert angle.numbers is not None
     assert angle.numbers.mean == pytest.approx(values.mean())
@@ -146,11 +143,46 @@ def test_numbers_and_lists_of_classes_have_their_statistics(tmp_path: Path) -> N
         2.0,
         1,
     )
-    assert angle.numbers.quartiles == pytest.approx(tuple(np.quantile(values, (0.25, 0.5, 0.75))))
+    assert angle.numbers.quartiles == tuple(
+        np.quantile(values, (0.25, 0.5, 0.75), method="inverted_cdf")
+    )
     assert angle.numbers.commonest[1] == 1 / 8
     assert tags.classes == {"a": 6, "b": 3, "c": 0}
     assert tags.per_sample == (0, 1, 2)
     assert tags.empty == ("c",)
+
+
+def test_columns_that_are_no_labels_have_statistics_too(tmp_path: Path, capsys: Any) -> None:
+    rows = [
+        {"__key__": f"k{i}", "cls": i % 2, "json": {"age": i, "kids": i > 3, "town": f"t{i % 5}"}}
+        for i in range(10)
+    ]
+    wt.pack(rows, str(tmp_path / "out"), classes=["a", "b"])
+    label, *others = wt.info(tmp_path / "out").columns
+    assert (label.name, label.is_label, label.classes) == ("label", True, {"a": 5, "b": 5})
+    by_name = {column.name: column for column in others}
+    age = by_name["age"].numbers
+    assert age is not None
+    assert (age.mean, age.smallest, age.largest) == (4.5, 0, 9)
+    assert sum(count for _, _, count in age.bins) == 10
+    assert by_name["kids"].classes == {"true": 6, "false": 4}
+    assert by_name["town"].distinct == 5
+    assert main(["info", str(tmp_path / "out")]) == 0
+    assert "0 to 9, mean 4.5" in capsys.readouterr().out
+
+
+def test_a_condition_limits_what_is_reported(tmp_path: Path, capsys: Any) -> None:
+    wt.pack(
+        ({"__key__": f"k{i}", "cls": i % 3, "json": {"age": i}} for i in range(30)),
+        str(tmp_path / "out"),
+        classes=["a", "b", "c"],
+    )
+    found = wt.info(tmp_path / "out", where="age < 9 and label != 'c'")
+    assert found.exact
+    assert found.samples == 6
+    assert found.columns[0].classes == {"a": 3, "b": 3, "c": 0}
+    assert main(["info", str(tmp_path / "out"), "--where", "age < 9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 9
 
 
 # --- without an index ------------------------------------------------------------------------------------------------
@@ -162,15 +194,15 @@ def test_shards_of_others_are_told_of_at_once_within_the_stated_error(foreign: P
     assert not found.exact
     assert 0 < found.error < 0.1
     assert abs(found.samples - 1800) <= found.error * 1800
-    assert found.looked is not None
-    assert found.looked.shards == glimpses.LOOKED_INTO
-    assert found.looked.bytes <= found.bytes / 2
+    assert found.excerpt is not None
+    assert found.excerpt.shards == _SHARDS
+    assert found.excerpt.bytes <= found.bytes / 2
     assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
     assert [one.name for one in found.contents] == ["cls", "json", "png"]
     assert {one.samples for one in found.contents} == {found.samples}
-    assert found.histograms[0].classes.keys() == {"0", "1", "2"}
-    assert sum(found.histograms[0].classes.values()) == pytest.approx(found.samples, abs=2)
-    assert not found.histograms[0].exact
+    assert found.columns[0].classes.keys() == {"0", "1", "2"}
+    assert sum(found.columns[0].classes.values()) == pytest.approx(found.samples, abs=2)
+    assert not found.columns[0].exact
     assert "about" in repr(found)
     assert sorted(path.name for path in foreign.iterdir()) == before
 
@@ -180,7 +212,7 @@ def test_exact_counts_everything_and_remembers_it(foreign: Path) -> None:
     found = wt.info(foreign, exact=True, note=told.append)
     assert found.exact
     assert found.samples == 1800
-    assert found.histograms[0].classes == {"0": 600, "1": 600, "2": 600}
+    assert found.columns[0].classes == {"0": 600, "1": 600, "2": 600}
     assert found.per_shard == (150, 150, 150)
     assert "1800 samples" in told[0]
     again = wt.info(foreign)
@@ -192,7 +224,7 @@ def test_few_small_shards_of_others_are_exact_at_once(shards: Path) -> None:
     found = wt.info(shards)
     assert found.exact
     assert found.samples == 21
-    assert found.histograms[0].exact
+    assert found.columns[0].exact
     assert not (shards / ".wdstrain").exists()
 
 
@@ -202,8 +234,8 @@ def test_a_huge_shard_is_answered_from_its_beginning(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - len(END))
     os.truncate(path, 1 << 36)
     found = wt.info(path)
-    assert found.looked is not None
-    assert found.looked.bytes <= glimpses.FIRST + 2 * (128 << 10) + len(END)
+    assert found.excerpt is not None
+    assert found.excerpt.bytes <= _FIRST_BYTES + 2 * (128 << 10) + len(END)
     assert found.samples == pytest.approx((1 << 36) / (512 + 20_480), rel=0.01)
 
 
@@ -214,11 +246,11 @@ def test_large_samples_are_found_by_their_headers_within_bounds(tmp_path: Path) 
     ]
     path = write_tar(tmp_path / "s" / "films.tar", rows)
     found = wt.info(path)
-    assert found.looked is not None
-    assert found.looked.bytes <= glimpses.FIRST + glimpses.MORE * (128 << 10) + len(END)
+    assert found.excerpt is not None
+    assert found.excerpt.bytes <= _FIRST_BYTES + _READS * (128 << 10) + len(END)
     assert found.samples == pytest.approx(30, rel=0.05)
     assert found.contents[0].content.what == "MP4 video"
-    assert found.histograms[0].classes.keys() == {"1"}
+    assert found.columns[0].classes.keys() == {"1"}
 
 
 # --- on a server -----------------------------------------------------------------------------------------------------
@@ -230,37 +262,22 @@ def test_shards_of_others_on_a_server_are_told_of_by_a_stated_part(foreign: Path
         asked, sent = server.requests, server.bytes
     assert not found.exact
     assert abs(found.samples - 1800) <= found.error * 1800
-    assert found.looked is not None
-    assert found.looked.bytes <= glimpses.LOOKED_INTO * (glimpses.FIRST + len(END))
-    assert sent <= found.looked.bytes + 12  # a byte of each, for its size
-    assert asked == found.looked.requests + 1  # and one for an index beside them
-    assert asked <= 2 * glimpses.LOOKED_INTO + 4 + 1
+    assert found.excerpt is not None
+    assert found.excerpt.bytes <= _SHARDS * (_FIRST_BYTES + len(END))
+    assert sent <= found.excerpt.bytes + 12  # a byte of each, for its size
+    assert asked == found.excerpt.requests + 1  # and one for an index beside them
+    assert asked <= 2 * _SHARDS + 4 + 1
     assert found.bytes == sum(path.stat().st_size for path in foreign.glob("*.tar"))
     assert found.contents[2].content.images.formats == {"PNG": 200}  # type: ignore[union-attr]
 
 
-def test_of_very_many_shards_only_some_are_asked_for(
-    foreign: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(glimpses, "LOOKED_INTO", 2)
-    monkeypatch.setattr(glimpses, "_SIZED", 3)
-    with Server(foreign) as server:
-        found = wt.info(f"{server.url}s-{{00..11}}.tar")
-        assert server.requests <= 2 * 2 + 1 + 1
-    assert found.shards == 12
-    assert found.bytes == pytest.approx(
-        sum(path.stat().st_size for path in foreign.glob("*.tar")), rel=0.1
-    )
-    assert found.samples == pytest.approx(1800, rel=0.1)
-
-
 def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -> None:
     photos = write_class_folder(tmp_path / "photos", {"cat": 120, "dog": 80})
-    wt.pack_folder(str(photos), str(tmp_path / "out"), shard_samples=15)
+    wt.convert_folder(str(photos), str(tmp_path / "out"), max_shard_samples=15)
     here = wt.info(tmp_path / "out")
     with Server(tmp_path / "out") as server:
         there = wt.info(server.url)
-        assert server.requests <= 2 + glimpses.LOOKED_INTO
+        assert server.requests <= 2 + _SHARDS
     assert there.exact
     for name in (
         "samples",
@@ -270,7 +287,7 @@ def test_an_indexed_set_on_a_server_is_exact_by_a_few_requests(tmp_path: Path) -
         "overhead",
         "per_shard",
         "made",
-        "histograms",
+        "columns",
         "keys",
     ):
         assert getattr(there, name) == getattr(here, name)
@@ -290,7 +307,7 @@ def test_exact_is_the_same_from_a_server_as_from_a_disk(
         )  # walked over, read for its labels, and what was on its way when a connection ended
     here = wt.info(f"{foreign}/s-0[0-2].tar", exact=True)
     assert there.samples == here.samples == 450
-    assert there.histograms == here.histograms
+    assert there.columns == here.columns
     assert [one.sizes for one in there.contents] == [one.sizes for one in here.contents]
 
 
@@ -301,8 +318,8 @@ def test_labels_far_inside_large_samples_are_asked_for(tmp_path: Path) -> None:
     )
     with Server(tmp_path / "out") as server:
         found = wt.info(server.url)
-    assert found.histograms[0].numbers is not None
-    assert found.histograms[0].numbers.mean == 2
+    assert found.columns[0].numbers is not None
+    assert found.columns[0].numbers.mean == 2
 
 
 def test_an_interrupt_does_not_wait_for_a_server_that_has_stalled(foreign: Path) -> None:
@@ -402,20 +419,20 @@ def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Pa
 @pytest.mark.parametrize(
     ("name", "values", "what"),
     [
-        ("cls", [b"3", b"12\n"], "whole number, 3 to 12"),
+        ("cls", [b"3", b"12\n"], "integer, 3 to 12"),
         ("score", [b"0.5", b"-2"], "number, -2 to 0.5"),
         ("txt", ["größe".encode(), "\ufeffab".encode()], "text (UTF-8), 2 to 5 characters"),
         ("score", [b"0.5", b"-2", b"7"], "number, -2 to 7"),
         (
             "txt",
             [b"a few", b"1"],
-            "text (UTF-8), 5 to 5 characters (1 of 2); whole number, 1 to 1 (1 of 2)",
+            "text (UTF-8), 5 to 5 characters (1 of 2); integer, 1 to 1 (1 of 2)",
         ),
         ("txt", [b""], "empty"),
         (
             "npy",
             [npy(np.zeros((2, 3), np.uint8)), npy(np.zeros((4, 3), np.uint8))],
-            "array of uint8, shapes differ: [2-4, 3]",
+            "uint8 array [2-4, 3], shape varies",
         ),
         ("npy", [npy(np.float32(2)), npy(np.float32(5))], "number in .npy (float32), 2 to 5"),
         ("npy", [npy(np.array([{}], object))], "array of Python objects (never loaded)"),
@@ -423,12 +440,14 @@ def test_indexed_and_other_shards_are_told_of_together(shards: Path, foreign: Pa
         ("bin", [pickle.dumps({"a": 1})], "pickle (never loaded)"),
         ("json", [b"[1, 2.5]"], "JSON: list of number"),
         ("json", [b'{"a": 1, "b": null}', b'{"a": 2.5}'], "JSON: a (number), b (null, in 50%)"),
-        ("json", [b"{"], "no JSON that can be read"),
-        ("bin", [b"\x00\x01\x02"], "bytes of no known kind"),
+        ("json", [b"{"], "invalid JSON"),
+        ("bin", [b"\x00\x01\x02"], "binary data of unknown type"),
     ],
 )
-def test_a_field_is_told_by_its_bytes(name: str, values: list[bytes], what: str) -> None:
-    assert content(name, *values).what.startswith(what)
+def test_a_field_is_described_by_its_bytes(
+    name: str, values: list[bytes], what: str, tmp_path: Path
+) -> None:
+    assert content(tmp_path, name, *values).what.startswith(what)
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
@@ -462,6 +481,7 @@ def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
     grey = io.BytesIO()
     Image.new("L", (10, 10)).save(grey, "PNG")
     found = content(
+        tmp_path,
         "jpg",
         turned.getvalue(),
         late.getvalue(),
@@ -472,20 +492,21 @@ def test_pictures_are_told_by_their_headers_alone(tmp_path: Path) -> None:
     assert found.formats == {"JPEG": 3, "PNG": 1}
     assert found.modes == {"RGB": 3, "L": 1}
     assert found.width == (10, 40, 600)
-    assert found.turned == 0.25
+    assert found.rotated == 0.25
     assert found.unreadable == 1
     assert found.reason
 
 
-def test_pictures_that_break_decoders_are_told_of(data: Any) -> None:
+def test_images_that_break_decoders_are_described(data: Any, tmp_path: Path) -> None:
     files = [
         path
-        for path in data("difficult").iterdir()
-        if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif")
+        for path in sorted(data("difficult").iterdir())
+        if path.suffix.lower() in (".jpg", ".png", ".gif", ".webp", ".tif") and path.stat().st_size
     ]
-    found = content("jpg", *(path.read_bytes() for path in files if path.stat().st_size))
+    # exact: the excerpt of a shard ends at a number of samples that depends on their sizes
+    found = content(tmp_path, "jpg", *(path.read_bytes() for path in files), exact=True)
     images = found.images
-    assert images.looked_at == sum(path.stat().st_size > 0 for path in files)
+    assert images.looked_at == len(files)
     assert images.unreadable < images.looked_at / 3
     assert {"JPEG", "PNG", "GIF", "WEBP", "TIFF"} <= set(images.formats)
 
@@ -503,7 +524,7 @@ def test_a_table_is_readable_at_eighty_columns(
     text = "\n".join(lines)
     for word in (
         "about",
-        "looked at",
+        "estimated from",
         "png",
         "PNG image; 24 x 20; RGB",
         "█",

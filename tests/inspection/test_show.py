@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import io
 import json
@@ -20,9 +21,6 @@ import wdstrain as wt
 from tests.conftest import picture, write_class_folder, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
-from wdstrain.decode.fields import image
-from wdstrain.looking.doors import peek_varied
-from wdstrain.looking.picking import Wanted
 
 RED = (200, 65, 43)
 
@@ -52,7 +50,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 pictures of three classes, 30, 20 and 10, in four shards."""
     folder = tmp_path_factory.mktemp("looking")
     write_class_folder(folder / "photos", {"cat": 30, "dog": 20, "owl": 10})
-    wt.pack_folder(str(folder / "photos"), str(folder / "shards"), shard_samples=16, jobs=1)
+    wt.convert_folder(
+        str(folder / "photos"), str(folder / "shards"), max_shard_samples=16, num_workers=1
+    )
     return folder / "shards"
 
 
@@ -104,14 +104,14 @@ def test_samples_are_picked_evenly_over_classes_or_some_of_each_that_is_named(pa
     assert {one.labels["label"] for one in wt.peek(packed, 3, classes=["1"])} == {"dog"}
     few = wt.peek(packed, 12, classes=["owl"])
     assert len(few) == 10
-    assert few.notes == ("fewer than 12 were found of owl",)
+    assert few.notes == ("fewer than 12 samples of owl",)
 
 
-def test_a_class_of_which_there_is_no_sample_is_told(packed: Path) -> None:
+def test_a_class_without_samples_is_an_error(packed: Path) -> None:
     index = wt.Loader(packed, batch_size=1).index
     label = dataclasses.replace(index.labels[0], classes=(*index.labels[0].classes, "yak"))
     found = wt.peek(dataclasses.replace(index, labels=(label,)), 8, order="classes")
-    assert found.notes == ("no sample was found of yak",)
+    assert found.notes == ("no samples of yak",)
     assert len(found) == 8
 
 
@@ -123,20 +123,20 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards; near are cat/0"),
+        ({"keys": ["cat/03"]}, "there is no sample 'cat/03' in these shards. Keys are: "),
         (
             {"classes": ["dgo"]},
-            "there is no class 'dgo'; near are dog. The label 'label' has 3 classes: cat, dog, owl.",
+            "the label 'label' has no class 'dgo'. Did you mean 'dog'? There are: cat, dog, owl.",
         ),
-        ({"label": "labl"}, "there is no label 'labl'; near are label"),
-        ({"order": "last"}, "order='last' is none of first, random, classes"),
-        ({"n": 0}, "n=0: 1 to 1000"),
-        ({"n": 2000}, "n=2000: 1 to 1000"),
-        ({"keys": "cat/030"}, "is one word"),
+        ({"label": "labl"}, "there is no label 'labl'. Did you mean 'label'?"),
+        ({"order": "last"}, "order='last': must be first, random, classes"),
+        ({"n": 0}, "n=0: must be 1 to 1000"),
+        ({"n": 2000}, "n=2000: must be 1 to 1000"),
+        ({"keys": "cat/030"}, "must be a list"),
         ({"keys": ["cat/003"], "classes": ["cat"]}, "by key, by class or at random"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is_near(
+def test_unknown_keys_are_refused_with_the_nearest(
     packed: Path, asked: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=re.escape(sentence)):
@@ -161,7 +161,7 @@ def test_a_picture_that_cannot_be_decoded_says_why_in_its_place(tmp_path: Path) 
     assert found[2].labels == {"cls": "2"}
     assert "Object arrays cannot be loaded" in found[3].error or "Python objects" in found[3].error
     assert "json: " in found[4].error
-    assert "txt: it is no UTF-8 text" in found[4].error
+    assert "txt: it is not UTF-8 text" in found[4].error
 
 
 def test_a_changed_byte_is_shown_as_what_it_is(packed: Path, tmp_path: Path) -> None:
@@ -216,16 +216,16 @@ def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(
         "f,angle,kind,speed\n" + "".join(f"cat/00{i}.png,{i / 4},k{i % 2},{i}\n" for i in range(3))
     )
-    wt.pack_table(
+    wt.convert_table(
         str(tmp_path / "t.csv"),
         str(tmp_path / "out"),
         image="f",
         label=["angle:number", "kind"],
         shuffle=False,
-        jobs=1,
+        num_workers=1,
     )
     found = wt.peek(tmp_path / "out")
-    assert [one.said for one in found] == [
+    assert [one.label_text for one in found] == [
         "angle 0, kind k0",
         "angle 0.25, kind k1",
         "angle 0.5, kind k0",
@@ -238,10 +238,23 @@ def test_labels_of_a_table_are_told_by_their_names(tmp_path: Path) -> None:
     assert found[1].fields["json"] == "{speed: 1}"
 
 
+def test_a_condition_limits_the_samples_that_are_shown(packed: Path) -> None:
+    found = wt.peek(packed, 100, where="label == 'owl'")
+    assert len(found) == 10
+    assert {one.labels["label"] for one in found} == {"owl"}
+
+
+def test_classes_are_found_in_the_index_without_reading_labels(packed: Path) -> None:
+    with serving(packed) as served:
+        wt.peek(f"{served.url}/index.json", 2, classes=["owl"])
+        asked = [path for path, _ in served.requests]
+    assert len([path for path in asked if path.endswith(".tar")]) == 2
+
+
 # --- how much is read ------------------------------------------------------------------------------------------------
 
 
-def test_of_somebody_elses_shards_on_a_server_only_what_is_shown_is_read(tmp_path: Path) -> None:
+def test_only_shown_samples_of_unindexed_shards_on_a_server_are_read(tmp_path: Path) -> None:
     foreign(tmp_path)
     with serving(tmp_path) as served:
         found = wt.peek([f"{served.url}/a.tar?sig=hush", f"{served.url}/b.tar?sig=hush"], 5)
@@ -251,7 +264,7 @@ def test_of_somebody_elses_shards_on_a_server_only_what_is_shown_is_read(tmp_pat
     assert len([path for path, _ in asked if path == "/a.tar"]) == 6  # headers, and each sample
     assert not [path for path, _ in asked if path == "/b.tar"]
     assert "hush" not in found.title + found[0].shard + repr(found) + found._repr_html_()
-    assert "no index says of how many" in found.title
+    assert "unknown without an index" in found.title
 
 
 def test_a_walk_goes_on_into_the_next_shard_as_far_as_needed(tmp_path: Path) -> None:
@@ -283,11 +296,11 @@ def test_what_cannot_be_shown_is_not_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(seen.picture, pixels_of(1))
 
 
-def test_picking_from_shards_without_an_index_says_what_it_cost(
+def test_selecting_from_unindexed_shards_reports_the_bytes_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = wt.peek(foreign(tmp_path), 8, order="classes")
-    assert "walked over the headers of 40 samples" in caplog.text
+    assert "scanned the headers of 40 samples" in caplog.text
     assert [one.labels["cls"] for one in found] == ["0", "0", "1", "1", "2", "2", "3", "3"]
 
 
@@ -341,9 +354,12 @@ def test_rows_in_which_another_stands_in_for_a_bad_sample_say_so(tmp_path: Path)
     shard = write_tar(tmp_path / "x.tar", samples)
     options: Any = {"batch_size": 6, "shuffle": False}
     found = wt.peek(
-        wt.Loader(shard, {"image": wt.image(size=8)}, on_bad="replace", max_bad=1.0, **options), 6
+        wt.Loader(
+            shard, {"image": wt.image(size=8)}, on_error="replace", max_errors=1.0, **options
+        ),
+        6,
     )
-    assert [one.error for one in found] == ["", "", "it stands in for a bad sample", "", "", ""]
+    assert [one.error for one in found] == ["", "", "it replaces a bad sample", "", "", ""]
     assert found[2].key == "s1"
     assert any("'s2', field 'png'" in note for note in found.notes)
     with pytest.raises(wt.SampleError, match="'s2'"):
@@ -393,22 +409,26 @@ def test_what_a_transform_makes_in_workers_is_shown_without_starting_one(packed:
     loader.close()
 
 
-def test_a_normalised_batch_is_brought_back_and_its_mixed_labels_are_shares(packed: Path) -> None:
+def test_a_normalized_batch_is_brought_back_and_its_mixed_labels_are_shares(packed: Path) -> None:
     plain = wt.Loader(packed, {"image": wt.image(size=20), "label": wt.label()}, batch_size=16)
     (given,) = [batch for batch in plain.epoch(0)][:1]
-    normal = wt.Augmentation(normalise="imagenet", dtype=torch.bfloat16)
-    found = wt.peek(next(iter(wt.to_device(plain.epoch(0), "cpu", normal))), 16)
+    normal = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)
+    batch = next(iter(wt.to_device(plain.epoch(0), "cpu", normal)))
+    found = wt.peek(batch, 16, normalize="imagenet")
     for one, pixels in zip(found, given["image"], strict=True):
         assert one.picture is not None
         assert np.abs(one.picture.astype(int) - pixels.permute(1, 2, 0).numpy()).max() <= 2
-    assert "ImageNet's mean and deviation" in found.notes[0]
+    assert "the normalization is undone" in found.notes[0]
+    assert "as black" in wt.peek(batch, 16).notes[0]  # never guessed
+    with pytest.raises(wt.UsageError, match="normalize='mnist'"):
+        wt.peek(batch, 16, normalize="mnist")
     mixing = wt.Augmentation(mixup=1.0, classes=3)
     names = plain.index.labels[0].classes
     batch = next(iter(wt.to_device(plain.epoch(0), "cpu", mixing)))
     row = int(batch["label"].max(1).values.argmin())
     seen = wt.peek(batch, 16, classes=names)[row]
     largest = batch["label"][row].argmax()
-    assert seen.said.startswith(
+    assert seen.label_text.startswith(
         f"{names[int(largest)]} {float(batch['label'][row][largest]):.0%}, "
     )
     plain.close()
@@ -417,10 +437,10 @@ def test_a_normalised_batch_is_brought_back_and_its_mixed_labels_are_shares(pack
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (0.0, 1.0, "1 as white"),
-        (0.0, 200.0, "255 as white"),
-        (-1.0, 1.0, "-1 as black"),
-        (-9.0, 7.0, "the least of the batch"),
+        (0.0, 1.0, "0 as black and 1 as white"),
+        (0.0, 200.0, "0 as black and 200 as white"),
+        (-1.0, 1.0, "-1 as black and 1 as white"),
+        (-9.0, 7.0, "-9 as black and 7 as white"),
     ],
 )
 def test_float_pictures_are_shown_by_what_their_numbers_say(
@@ -429,50 +449,61 @@ def test_float_pictures_are_shown_by_what_their_numbers_say(
     shares = torch.linspace(0, 1, 2 * 3 * 10 * 12).view(2, 3, 10, 12)
     found = wt.peek({"image": low + shares * (high - low)}, 2)
     assert said in found.notes[0]
-    white = 200 if high == 200 else 255
-    expected = (shares * white).round().permute(0, 2, 3, 1).numpy()
+    expected = (shares * 255).round().permute(0, 2, 3, 1).numpy()
     for one, wanted in zip(found, expected, strict=True):
         assert one.picture is not None
         assert np.abs(one.picture - wanted).max() <= 1
     assert [one.key for one in found] == ["row 0", "row 1"]
 
 
-def test_pictures_are_varied_as_a_loader_varies_them(packed: Path) -> None:
+def test_images_are_augmented_as_a_loader_augments_them(
+    packed: Path, tmp_path: Path, capsys: Any
+) -> None:
     augment, epochs = "rrc+flip+trivialaugment", (3, 4, 5)
-    found = peek_varied(
-        str(packed), Wanted(6, "random", seed=9), image(size=32, augment=augment), epochs
-    )
+    page = tmp_path / "s.html"
+    words = ["-n", "6", "--random", "--seed", "9", "--augment", augment, "--image-size", "32"]
+    words += ["--epoch", "3", "--copies", "3", "-o", str(page), "--json"]
+    assert main(["show", str(packed), *words]) == 0
+    keys = [one["key"] for one in json.loads(capsys.readouterr().out)["samples"]]
+    shown = [
+        opened(io.BytesIO(base64.b64decode(data)))
+        for data in re.findall(r"data:image/png;base64,([^\"]*)", page.read_text())
+    ]
     loader = wt.Loader(packed, {"image": wt.image(size=32, augment=augment)}, batch_size=20, seed=9)
-    for epoch in epochs:
+    for number, epoch in enumerate(epochs):
         delivered = {
             key: pixels
             for batch in loader.epoch(epoch)
             for key, pixels in zip(batch["__key__"], batch["image"], strict=True)
         }
-        for one in found:
-            np.testing.assert_array_equal(
-                one.pictures[f"epoch {epoch}"], delivered[one.key].permute(1, 2, 0)
-            )
+        for key, pixels in zip(keys, shown[number::3], strict=True):
+            np.testing.assert_array_equal(pixels, delivered[key].permute(1, 2, 0))
     loader.close()
 
 
-def test_the_picture_that_is_varied_is_the_one_a_loader_takes(tmp_path: Path) -> None:
+def test_the_augmented_image_is_the_one_a_loader_takes(tmp_path: Path, capsys: Any) -> None:
     samples = [
         ("a", {"seg.png": picture(9), "png": picture(1), "jpg": picture(2, kind="JPEG")}),
         ("b", {"txt": b"alone"}),
     ]
     write_tar(tmp_path / "x.tar", samples)
-    found = peek_varied(str(tmp_path), Wanted(2), image(size=16), [0])
+    page = tmp_path / "s.html"
+    words = ["show", str(tmp_path), "-n", "2", "--image-size", "16", "-o", str(page), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)["samples"]
     loader = wt.Loader(
-        tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_bad="replace", max_bad=1.0
+        tmp_path, {"image": wt.image(size=16)}, batch_size=2, on_error="replace", max_errors=1.0
     )
-    np.testing.assert_array_equal(found[0].picture, next(iter(loader))["image"][0].permute(1, 2, 0))
-    assert [one.error.split(",")[0] for one in found] == ["", "it has none of jpg"]
-    assert found[1].text == "alone"
+    (data,) = re.findall(r"data:image/png;base64,([^\"]*)", page.read_text())
+    np.testing.assert_array_equal(
+        opened(io.BytesIO(base64.b64decode(data))), next(iter(loader))["image"][0].permute(1, 2, 0)
+    )
+    assert [one["error"].split(",")[0] for one in found] == ["", "it has none of jpg"]
+    assert found[1]["text"] == "alone"
     loader.close()
 
 
-def test_what_has_an_order_of_its_own_is_not_picked_from(packed: Path) -> None:
+def test_a_source_with_its_own_order_refuses_a_selection(packed: Path) -> None:
     loader = wt.Loader(packed, fields(), batch_size=4)
     with pytest.raises(wt.UsageError, match="a Loader has an order of its own"):
         wt.peek(loader, order="random")
@@ -526,6 +557,16 @@ def test_a_sheet_holds_any_names_and_frames_what_is_broken(tmp_path: Path) -> No
     assert of_colour(whole, RED) == 0 < of_colour(broken, RED)
 
 
+def test_samples_without_images_are_shown_as_text(tmp_path: Path) -> None:
+    rows = [(f"doc/{i}", {"txt": b"a few words", "json": b'{"age": 3}'}) for i in range(4)]
+    found = wt.peek(write_tar(tmp_path / "x.tar", rows))
+    page = Path(found.save(tmp_path / "s.html")).read_text()
+    assert all(text in page for text in ("a few words", "age: 3", "doc/3"))
+    widths = re.findall(r"minmax\(min\(100%,(-?\d+)px\)", page)
+    assert min(map(int, widths)) > 100
+    assert opened(found.save(tmp_path / "s.png")).std() > 0
+
+
 def test_tiny_pictures_are_enlarged_with_crisp_pixels(tmp_path: Path) -> None:
     checks = ((np.indices((8, 8)).sum(0) % 2) * 255).astype(np.uint8)
     buffer = io.BytesIO()
@@ -537,7 +578,7 @@ def test_tiny_pictures_are_enlarged_with_crisp_pixels(tmp_path: Path) -> None:
 def test_a_sheet_of_many_stays_bounded(tmp_path: Path) -> None:
     samples = [(f"k{i:05d}", {"png": picture(i), "cls": b"%d" % i}) for i in range(600)]
     found = wt.peek(write_tar(tmp_path / "x.tar", samples), 600, order="classes")
-    assert len({one.said for one in found}) == 600
+    assert len({one.label_text for one in found}) == 600
     height, width, _ = opened(found.save(tmp_path / "s.png")).shape
     assert width <= 4000
     assert width * height < 50e6
@@ -547,7 +588,7 @@ def test_other_endings_are_refused_and_a_failed_write_leaves_nothing(
     packed: Path, tmp_path: Path
 ) -> None:
     found = wt.peek(packed, 2)
-    with pytest.raises(wt.UsageError, match=r"ends in .png or .html"):
+    with pytest.raises(wt.UsageError, match=r"must end in .png or .html"):
         found.save(tmp_path / "sheet.jpg")
     with pytest.raises(wt.StorageError, match="cannot be written"):
         found.save(tmp_path / "absent" / "sheet.png")
@@ -563,6 +604,7 @@ def test_a_part_of_a_peek_is_a_peek_and_prints_as_a_table(packed: Path) -> None:
     assert found[0].key in lines[1]
     assert lines[-1] == "... and 10 more"
     assert max(map(len, repr(found).splitlines()[1:])) <= 80
+    assert all(one.key in repr(found) for one in found[:20])
     assert all(ord(letter) > 31 for letter in repr(odd(packed.parent)).replace("\n", ""))
 
 
@@ -638,16 +680,16 @@ def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["-o", "sheet.jpg"], "sheet.jpg: a contact sheet is a picture or a page"),
+        (["-o", "sheet.jpg"], "sheet.jpg: the file must end in .png or .html"),
         (["--key", "cat/999"], "there is no sample 'cat/999'"),
-        (["--class", "yak"], "there is no class 'yak'"),
-        (["--copies", "3"], "--copies is of pictures as a loader delivers them"),
+        (["--class", "yak"], "has no class 'yak'"),
+        (["--copies", "3"], "--copies requires --augment or --image-size"),
         (["--augment", "rcr"], "'rcr' is not known"),
-        (["--image-size", "8", "--copies", "99"], "1 to 16 copies"),
-        (["-n", "5000"], "n=5000"),
+        (["--image-size", "8", "--copies", "99"], "--copies 99: must be 1 to 16"),
+        (["-n", "5000"], "-n 5000: must be 1 to 1000"),
     ],
 )
-def test_show_refuses_what_cannot_be_meant(
+def test_show_refuses_contradicting_options(
     packed: Path, capsys: Any, words: list[str], sentence: str
 ) -> None:
     assert main(["show", str(packed), *words]) == 2

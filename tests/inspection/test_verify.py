@@ -24,11 +24,11 @@ from tests.conftest import Sample, alike, picture, write_shards, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 from wdstrain.errors import StorageError, UsageError
+from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.loader.stats import Finding
 from wdstrain.order.rng import bits
 from wdstrain.shards.tar import END, Walk, header, padding
 from wdstrain.shards.tar import samples as strict
-from wdstrain.verifying.salvage import Damage, Found, salvage
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -85,9 +85,11 @@ def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
     return bytes(damaged)
 
 
-def walked(data: bytes) -> tuple[list[Found], list[Damage]]:
-    found = list(salvage(lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), Walk()))
-    return [one for one in found if isinstance(one, Found)], [
+def walked(data: bytes) -> tuple[list[FoundSample], list[Damage]]:
+    found = list(
+        walk_damaged(lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), Walk())
+    )
+    return [one for one in found if isinstance(one, FoundSample)], [
         one for one in found if isinstance(one, Damage)
     ]
 
@@ -109,10 +111,10 @@ def test_a_sound_shard_is_walked_as_a_reader_walks_it(packed: Path) -> None:
     assert [(f.key, f.start, f.stop, f.fields) for f in found] == list(
         strict(lambda at, n: data[at : at + n], len(data), "x")
     )
-    assert not any(one.doubtful for one in found)
+    assert not any(one.is_suspect for one in found)
 
 
-def test_a_shard_cut_at_any_byte_is_told_as_cut_and_its_whole_samples_are_found(
+def test_a_shard_cut_at_any_byte_is_reported_and_its_whole_samples_are_found(
     packed: Path,
 ) -> None:
     data = shard_of(packed).read_bytes()
@@ -131,7 +133,7 @@ def test_a_shard_cut_at_any_byte_is_told_as_cut_and_its_whole_samples_are_found(
         inside = [one.key for one in whole if one.stop <= size]
         assert [one.key for one in found][: len(inside)] == inside
         assert len(found) <= len(inside) + 1
-        assert not found or found[-1].doubtful
+        assert not found or found[-1].is_suspect
 
 
 @pytest.mark.parametrize("gap", [1, 300, 512, 1500, 5000])
@@ -146,10 +148,10 @@ def test_samples_behind_a_gap_are_found_wherever_they_begin(packed: Path, gap: i
     behind = [one.key for one in whole if one.start >= cut + gap][1:]
     assert keys[-len(behind) :] == behind
     assert damages
-    assert {one.key for one in found if one.doubtful} <= {"k04", *keys[4:7]}
+    assert {one.key for one in found if one.is_suspect} <= {"k04", *keys[4:7]}
 
 
-def test_several_tars_in_one_are_told_with_the_place_of_the_join(packed: Path) -> None:
+def test_concatenated_tars_are_reported_with_the_offset(packed: Path) -> None:
     data = shard_of(packed).read_bytes()
     found, (damage,) = walked(data + data)
     assert len(found) == 24
@@ -174,7 +176,7 @@ def test_several_tars_in_one_are_told_with_the_place_of_the_join(packed: Path) -
         ),
     ],
 )
-def test_every_damage_is_told_as_what_it_is(packed: Path, make: Any, words: str) -> None:
+def test_every_kind_of_damage_is_named(packed: Path, make: Any, words: str) -> None:
     _, damages = walked(make(shard_of(packed).read_bytes()))
     assert re.search(words, damages[0].reason), damages
 
@@ -197,7 +199,7 @@ def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> No
             read += n
             return data[at : at + n]
 
-        found = list(salvage(counted, len(data), lambda *_: (0, 0), Walk()))
+        found = list(walk_damaged(counted, len(data), lambda *_: (0, 0), Walk()))
         assert read < 5 * len(data) + (4 << 20)
         assert sum(isinstance(one, Damage) for one in found) <= 1
         looks += len(found)
@@ -231,9 +233,9 @@ def test_a_sound_set_is_verified_and_damage_is_found_with_its_place(shards: Path
 
 
 def test_one_changed_byte_is_found_with_key_field_and_offset(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import convert
-    from wdstrain.packing.folder import list_folder
-    from wdstrain.packing.options import Options
+    from wdstrain.conversion.options import Options
+    from wdstrain.conversion.runner import convert
+    from wdstrain.conversion.sources.folder import list_folder
 
     (tmp_path / "in" / "cat").mkdir(parents=True)
     for i in range(4):
@@ -298,7 +300,7 @@ def test_any_number_of_threads_finds_the_same(tmp_path: Path) -> None:
     for number in (0, 2):
         path = folder / f"part-{number:03d}.tar"
         path.write_bytes(flipped(path.read_bytes(), 1024))
-    found = [wt.verify(folder, jobs=jobs) for jobs in (1, 2, 7)]
+    found = [wt.verify(folder, num_workers=jobs) for jobs in (1, 2, 7)]
     assert [one.shard for one in found[0].findings] == [
         str(folder / "part-000.tar"),
         str(folder / "part-002.tar"),
@@ -408,7 +410,7 @@ def test_a_picture_in_two_splits_is_found(tmp_path: Path, indexed: bool) -> None
     assert not found.ok
     assert (one.shard, one.key) == (f"{tmp_path}/val-000000.tar", "val1")
     assert one.reason == (
-        f"its picture is also in split 'train': key 'train1' in {tmp_path}/train-000000.tar; so are 1 more pictures of 'val'"
+        f"its image is also in split 'train': key 'train1' in {tmp_path}/train-000000.tar; so are 1 more images of 'val'"
     )
     assert wt.verify(tmp_path / "train-000000.tar").ok
 
@@ -422,7 +424,7 @@ def test_pictures_of_one_size_and_crc32_are_not_the_same_picture(tmp_path: Path)
     write_tar(tmp_path / "val-000000.tar", [("a", {"png": other, "cls": b"0"})])
     findings = wt.verify(tmp_path).findings
     assert [one.key for one in findings] == ["a"]
-    assert "its picture is also in split 'train': key 'b' in" in findings[0].reason
+    assert "its image is also in split 'train': key 'b' in" in findings[0].reason
 
 
 def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counted(
@@ -440,7 +442,7 @@ def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counte
     assert found.repeated == 1
 
 
-def test_decoding_finds_what_is_whole_and_yet_no_picture(tmp_path: Path) -> None:
+def test_decoding_finds_intact_bytes_that_are_not_an_image(tmp_path: Path) -> None:
     good = picture(1)
     arrays = io.BytesIO()
     np.save(arrays, np.array([{"code": 1}], dtype=object), allow_pickle=True)
@@ -486,19 +488,19 @@ def test_many_findings_are_shown_by_kind_and_all_with_json(tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 3
     assert "30 x " in printed.err
-    assert "60 findings are listed, of 2 kinds" in printed.err
+    assert "60 findings of 2 kinds" in printed.err
     assert main(["verify", str(tmp_path), "--decode", "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["findings"]) == 60
 
 
 def test_wrong_wishes_are_wrong_usage(shards: Path, capsys: Any) -> None:
-    assert main(["verify", str(shards), "--jobs", "0"]) == 2
+    assert main(["verify", str(shards), "--num-workers", "0"]) == 2
     assert main(["verify", str(shards), "--need", "jpg,,cls"]) == 2
     assert main(["repair", str(shards), "-o", str(shards)]) == 2
     assert "is the folder of the shards" in capsys.readouterr().err
 
 
-def test_progress_is_told_in_bytes(packed: Path) -> None:
+def test_progress_is_reported_in_bytes(packed: Path) -> None:
     told: list[tuple[int, int | None]] = []
     wt.verify(packed, progress=lambda so_far, total: told.append((so_far.bytes, total)))
     size = shard_of(packed).stat().st_size
@@ -522,7 +524,7 @@ def test_an_interruption_ends_what_is_under_way(tmp_path: Path, decode: bool) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        wt.verify(tmp_path, jobs=3, decode=decode, progress=interrupt)
+        wt.verify(tmp_path, num_workers=3, decode=decode, progress=interrupt)
     assert 0 < read < size
     assert not [one.name for one in threading.enumerate() if one.name.startswith("wdstrain")]
 
@@ -558,7 +560,7 @@ def test_with_an_index_all_that_damage_did_not_touch_is_saved(packed: Path, tmp_
 def check(folder: Path, out: Path, whole: dict[str, dict[str, bytes]], touched: set[str]) -> None:
     """All but what was touched is saved byte for byte, what was is named, and the new set is sound."""
     if touched == set(whole):
-        with pytest.raises(wt.ShardError, match="none of 1 shards holds a sample that is whole"):
+        with pytest.raises(wt.ShardError, match="none of 1 shards holds an intact sample"):
             wt.repair(folder, out, overwrite=True)
         return
     done = wt.repair(folder, out, overwrite=True)
@@ -604,8 +606,8 @@ def test_without_an_index_only_neighbours_of_the_damage_may_be_lost(
 
 
 def test_a_repaired_set_has_labels_and_splits_and_trains(photos: Path, tmp_path: Path) -> None:
-    index = wt.pack_tars(
-        str(photos), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}, shard_samples=3
+    index = wt.convert_tars(
+        str(photos), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}, max_shard_samples=3
     )
     for path in (tmp_path / "set").glob("*.tar"):
         path.write_bytes(flipped(path.read_bytes(), 600))
@@ -691,7 +693,7 @@ def test_repair_tells_by_shard_what_was_lost_and_its_status(
     out, path = tmp_path / "out", shard_of(packed)
     assert main(["repair", str(packed), "-o", str(out)]) == 0
     assert main(["repair", str(packed), "-o", str(out)]) == 2
-    assert "add --overwrite" in capsys.readouterr().err
+    assert "--overwrite" in capsys.readouterr().err
     path.write_bytes(flipped(path.read_bytes(), 600))
     assert main(["repair", str(packed), "-o", str(out), "--overwrite"]) == 1
     err = capsys.readouterr().err
@@ -730,7 +732,7 @@ def test_two_shards_of_one_name_are_not_repaired_into_one_folder(
         wt.repair([shards, tmp_path / "other"], tmp_path / "out")
 
 
-def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
+def test_a_read_error_is_not_reported_as_a_write_error(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pread = os.pread
@@ -747,7 +749,7 @@ def test_a_disk_that_does_not_give_bytes_is_told_as_reading_and_not_as_writing(
     said = "cannot be read at offset [0-9]+: Input/output error"
     for urls in (packed, bare):
         with pytest.raises(wt.WdstrainError, match=said):
-            wt.pack_tars(str(urls), str(tmp_path / "again"))
+            wt.convert_tars(str(urls), str(tmp_path / "again"))
         with pytest.raises(wt.WdstrainError, match=said):
             wt.repair(urls, tmp_path / "repaired")
         (finding,) = wt.verify(urls).findings
@@ -764,7 +766,7 @@ def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Pat
         for n in range(12)
     ]
     labels = [wt.Label("y", "number", "y"), wt.Label("z", "number", "json", "z")]
-    wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, shard_samples=6)
+    wt.pack(samples, str(tmp_path / "set"), labels=labels, shuffle=False, max_shard_samples=6)
     assert wt.verify(tmp_path / "set").ok
     found = wt.verify(tmp_path / "set", decode=True)
     assert [
@@ -774,14 +776,14 @@ def test_targets_that_are_not_finite_are_one_finding_of_each_shard(tmp_path: Pat
             "train-000000.tar",
             "k1",
             "y",
-            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+            "its y is NaN or infinite, and cannot be trained on; so is that of 3 more in this shard",
         ),
-        ("train-000000.tar", "k3", "json", "its z is NaN or infinite, and cannot be learnt"),
+        ("train-000000.tar", "k3", "json", "its z is NaN or infinite, and cannot be trained on"),
         (
             "train-000001.tar",
             "k7",
             "y",
-            "its y is NaN or infinite, and cannot be learnt; so is that of 3 more in this shard",
+            "its y is NaN or infinite, and cannot be trained on; so is that of 3 more in this shard",
         ),
     ]
     assert wt.repair(tmp_path / "set", tmp_path / "out", decode=True).lost == 0
@@ -805,7 +807,7 @@ def test_columns_are_compared_with_the_bytes_they_came_from(tmp_path: Path) -> N
     ]
     labels = [wt.Label("p", "number", "json", "p")]
     out = tmp_path / "set"
-    wt.pack(samples, str(out), shuffle=False, shard_samples=7, labels=labels)
+    wt.pack(samples, str(out), shuffle=False, max_shard_samples=7, labels=labels)
     assert wt.verify(str(out)).columns == {
         "cls": 40,
         "json.p": 40,
@@ -846,3 +848,69 @@ def test_a_column_that_says_something_else_is_a_finding(tmp_path: Path) -> None:
     assert "the index has 'c' in its column label, the shard 'e'" in found.findings[0].reason
     wt.index(str(tmp_path), label="cls", classes=list("abcde"))
     assert wt.verify(str(tmp_path)).ok
+
+
+# --- groups of a split -----------------------------------------------------------------------------------------------
+
+
+def table_of_patients(folder: Path, splits: list[str]) -> Path:
+    """A converted table of 12 images of 4 patients, whose rows are in these splits by turns."""
+    folder.mkdir()
+    rows = ["f,patient,label,part"]
+    for i in range(12):
+        (folder / f"{i}.png").write_bytes(picture(i))
+        rows.append(f"{i}.png,p{i // 3},{i % 2},{splits[i % len(splits)]}")
+    (folder / "t.csv").write_text("\n".join(rows))
+    wt.convert_table(
+        str(folder / "t.csv"),
+        str(folder / "out"),
+        image="f",
+        label="label:class",
+        split_by="part",
+    )
+    return folder / "out"
+
+
+def test_a_group_in_two_splits_is_found(tmp_path: Path, capsys: Any) -> None:
+    out = table_of_patients(tmp_path / "a", ["train", "train", "val"])
+    assert wt.verify(out).ok
+    found = wt.verify(out, group_by="patient")
+    (finding,) = found.findings
+    assert found.groups == {"patient": 4}
+    assert "4 groups of 'patient' are in both splits 'train' and 'val'" in finding.reason
+    assert finding.key
+    assert finding.shard.endswith("val-000000.tar")
+    assert main(["verify", str(out), "--group-by", "patient"]) == 1
+    assert "'patient'" in capsys.readouterr().err
+    assert main(["verify", str(out), "--group-by", "doctor"]) == 2
+    whole = table_of_patients(tmp_path / "b", ["train"])
+    assert wt.verify(whole, group_by="patient").ok
+
+
+def test_the_groups_by_which_a_conversion_split_are_checked(tmp_path: Path) -> None:
+    table_of_patients(tmp_path / "a", ["train"])
+    out = tmp_path / "grouped"
+    wt.convert_table(
+        str(tmp_path / "a" / "t.csv"),
+        str(out),
+        image="f",
+        label="label:class",
+        split={"train": 0.5, "val": 0.5},
+        group_by="patient",
+    )
+    found = wt.verify(out)
+    assert found.ok
+    assert found.groups == {"patient": 4}
+    assert wt.verify(out, where="patient == 'p0'").shards == 1
+
+
+def test_only_shards_with_chosen_samples_are_read(tmp_path: Path, capsys: Any) -> None:
+    wt.pack(
+        [{"__key__": f"k{i:02d}", "json": {"age": i}} for i in range(12)],
+        str(tmp_path / "set"),
+        shuffle=False,
+        max_shard_samples=4,
+    )
+    assert wt.verify(tmp_path / "set", where="age < 3").samples == 4
+    assert main(["verify", str(tmp_path / "set"), "--where", "age >= 4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["shards"] == 2

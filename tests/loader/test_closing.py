@@ -18,9 +18,9 @@ from tests.conftest import write_shards
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import read_blocks, slot_sink
+from wdstrain.reader import read_blocks
+from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import Reader
-from wdstrain.reader.verifier import VerifiedRing
 from wdstrain.storage import prefetch
 
 RANGE = 64 << 10  # bytes: some 32 samples
@@ -182,30 +182,6 @@ def test_what_had_not_come_when_a_loader_was_closed_is_not_given(
         assert not fetching()
 
 
-@pytest.mark.usefixtures("small")
-def test_an_error_in_a_thread_that_fetches_reaches_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be no memory just when it says what it brought."""
-    samples = ({"__key__": f"s{i:06d}", "cls": b"%d" % i} for i in range(400))
-    wt.pack(samples, str(tmp_path / "set"), shuffle=False)
-    times = iter([False, True])
-    original = VerifiedRing.settle
-
-    def settle(self: VerifiedRing, place: int, count: int) -> None:
-        if next(times, False):
-            raise MemoryError("none is left")
-        original(self, place, count)
-
-    monkeypatch.setattr(VerifiedRing, "settle", settle)
-    with serving(tmp_path / "set") as server:
-        loader = wt.Loader(server.url, batch_size=4, shuffle=False)
-        with pytest.raises(WdstrainError, match="none is left"):
-            drained(loader)
-        assert drained(loader) == 400
-        loader.close()
-
-
 @pytest.mark.parametrize("which", ["wdstrain-reader", "wdstrain-fetch-0", "wdstrain-fetch-3"])
 def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
@@ -230,6 +206,18 @@ def test_where_no_thread_can_begin_the_loop_hears_it_and_the_loader_can_be_used_
         loader.close()
 
 
+def stops_of_readers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that is set when a reader was cancelled."""
+    original, event = Reader.cancel, threading.Event()
+
+    def cancel(self: Reader, generation: int) -> None:
+        original(self, generation)
+        event.set()
+
+    monkeypatch.setattr(Reader, "cancel", cancel)
+    return event
+
+
 @pytest.mark.parametrize(("how", "generations"), [("close", ()), ("cancel", (1,))])
 def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, generations: tuple[int, ...]
@@ -239,17 +227,16 @@ def test_who_closes_a_loader_that_is_about_to_begin_does_not_wait_for_its_first_
     wt.index(tmp_path)
     original, closers = Reader.start, list[threading.Thread]()
 
-    def start(self: Reader, *words: Any) -> None:
+    def start(self: Reader, *words: Any) -> Any:
         if not closers:
             closers.append(
-                threading.Thread(target=getattr(loader._pipeline, how), args=generations)
+                threading.Thread(target=getattr(loader._session.pipeline, how), args=generations)
             )
             closers[0].start()
-            end = time.monotonic() + 20
-            while not (self._ended or self._halted) and time.monotonic() < end:
-                time.sleep(0.001)
-        original(self, *words)
+            assert stopped.wait(20)
+        return original(self, *words)
 
+    stopped = stops_of_readers(monkeypatch)
     monkeypatch.setattr(Reader, "start", start)
     released = threading.Event()
     with serving(tmp_path, faults=[lambda *_: not released.wait(20)] * 10) as server:
@@ -282,18 +269,21 @@ def test_a_damaged_array_is_not_given_when_its_loader_is_closed_meanwhile(
         batch_size=8,
         shuffle=False,
     )
+    original, closers = DirectFields.reread, list[threading.Thread]()
+    stopped = stops_of_readers(monkeypatch)
 
-    def get(self: slot_sink._SlotByBatch, batch_number: int, default: int) -> int:
-        slot = dict.get(self, batch_number, default)
-        assert loader._pipeline is not None
-        closer = threading.Thread(target=loader._pipeline.reader.end)
-        closer.start()
-        closer.join(20)
-        return slot
+    def reread(self: DirectFields, number: int, row: int, slot: int) -> str | None:
+        closers.append(threading.Thread(target=loader.close))
+        closers[-1].start()
+        assert stopped.wait(20)
+        return original(self, number, row, slot)
 
-    monkeypatch.setattr(slot_sink._SlotByBatch, "get", get, raising=False)
-    with pytest.raises(WdstrainError, match="stopped"):
+    monkeypatch.setattr(DirectFields, "reread", reread)
+    with pytest.raises(WdstrainError, match="crc32|stopped|closed"):
         next(iter(loader))
+    assert closers
+    for closer in closers:
+        closer.join(20)
     loader.close()
 
 

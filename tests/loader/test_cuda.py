@@ -15,8 +15,10 @@ from wdstrain.loader.gpu_augment import DRAWS
 from wdstrain.memory.pinned import PageLock
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.index import Label
-from wdstrain.training import tally
-from wdstrain.training.task import Head, Task, normalised
+from wdstrain.training.epoch_sums import EpochSums
+from wdstrain.training.heads import ClassHead
+from wdstrain.training.images import Normalization, normalize
+from wdstrain.training.tasks import Task
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
@@ -98,7 +100,7 @@ def test_pictures_are_varied_on_the_device_as_in_memory() -> None:
     draws = np.random.default_rng(0).random((32, DRAWS))
     colours = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}
     varied = wt.Augmentation(
-        "rrc+flip", size=(48, 40), normalise="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours
+        "rrc+flip", size=(48, 40), normalize="imagenet", mixup=0.2, cutmix=1.0, classes=5, **colours
     )
     here = varied(batch, draws)
     there = varied({name: value.cuda() for name, value in batch.items()}, draws)
@@ -162,16 +164,22 @@ def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
 
 def test_what_a_step_of_training_computes_beside_the_model_does_not_wait_for_the_device() -> None:
     label = Label(name="kind", field="cls", kind="class", classes=("a", "b", "c"))
-    task = Task((Head(label, "class"),))
+    task = Task((ClassHead(label),))
     pixels = torch.randint(0, 256, (8, 3, 16, 16), dtype=torch.uint8)
     outputs, target = torch.randn(8, 3, device="cuda"), torch.arange(8, device="cuda") % 3
-    there, images = pixels.cuda(), normalised(pixels.cuda())  # the first call copies constants
+    there, images = (
+        pixels.cuda(),
+        normalize(pixels.cuda(), Normalization()),
+    )  # the first call copies constants
+    sums = EpochSums(task, torch.device("cuda"))
     try:
         torch.cuda.set_sync_debug_mode("error")
-        images = normalised(there)
+        images = normalize(there, Normalization())
         losses = task.losses(outputs, [target])
-        sums = torch.stack(tally.counted(task, outputs, [target], losses))
+        sums.add(outputs, [target], losses, may_overflow=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.allclose(images.cpu(), normalised(pixels), atol=1e-5)
-    assert sums.tolist()[:2] == [pytest.approx(float(losses.double().sum())), 8.0]
+    assert torch.allclose(images.cpu(), normalize(pixels, Normalization()), atol=1e-5)
+    found = sums.read()
+    assert found["loss"] == pytest.approx(float(losses.double().sum()))
+    assert found["samples"] == 8

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_tar
-from wdstrain.loader.device import Sent, ahead
-from wdstrain.loader.epoch import Batches
+from tests.conftest import Sample, ours, picture, write_shards, write_tar
+from tests.support.servers import Handler, serving, stall
+from wdstrain.loader.device import DeviceCopy, copy_ahead
+from wdstrain.loader.epoch import EpochBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -37,10 +38,10 @@ class _Copies:
         self.begun = threading.Semaphore(0)
         self.threads: list[str] = []
 
-    def begin(self, batches: Batches) -> None:
+    def prepare(self, batches: EpochBatches) -> None:
         """There is nothing to do for memory here."""
 
-    def send(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> Sent:
+    def copy(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> DeviceCopy:
         copied = {
             name: value.clone() if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
@@ -48,10 +49,10 @@ class _Copies:
         copied["draws"] = draws(3).tolist() if draws is not None else None
         self.threads.append(threading.current_thread().name)
         self.begun.release()
-        return Sent(copied, _Arrived(), None)
+        return DeviceCopy(copied, _Arrived(), None)
 
-    def received(self, sent: Sent) -> dict[str, Any]:
-        return sent.batch
+    def receive(self, copy: DeviceCopy) -> dict[str, Any]:
+        return copy.batch
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_the_next_batch_is_on_its_way_and_the_state_is_that_of_the_one_the_loop_
         (batch["__key__"], batch["image"].clone(), plain.draws(3).tolist()) for batch in plain
     ]
     copies = _Copies()
-    for step, batch in enumerate(ahead(loader.epoch(0), copies)):
+    for step, batch in enumerate(copy_ahead(loader.epoch(0), copies)):
         for _ in range(2 if step == 0 else 1 if step + 1 < len(loader) else 0):
             assert copies.begun.acquire(
                 timeout=60
@@ -98,16 +99,16 @@ def test_epochs_follow_one_another_and_a_break_goes_on_from_the_batch_that_was_g
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
     expected = [[batch["__key__"] for batch in loader.epoch(number)] for number in range(2)]
     assert [
-        [batch["__key__"] for batch in ahead(loader.epoch(number), _Copies())]
+        [batch["__key__"] for batch in copy_ahead(loader.epoch(number), _Copies())]
         for number in range(2)
     ] == expected
-    for step, _ in enumerate(ahead(loader.epoch(0), _Copies())):
+    for step, _ in enumerate(copy_ahead(loader.epoch(0), _Copies())):
         if step == 2:
             break
     state = loader.state_dict()
     assert state["step"] == 3
     loader.load_state_dict(state)
-    assert [batch["__key__"] for batch in ahead(iter(loader), _Copies())] == expected[0][3:]
+    assert [batch["__key__"] for batch in copy_ahead(iter(loader), _Copies())] == expected[0][3:]
     loader.close()
 
 
@@ -119,7 +120,7 @@ def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
     write_tar(tmp_path / "p.tar", samples)
     loader, seen = wt.Loader(tmp_path, FIELDS, batch_size=8, shuffle=False), list[str]()
     with pytest.raises(wt.SampleError, match="s037"):
-        seen.extend(batch["__key__"][0] for batch in ahead(iter(loader), _Copies()))
+        seen.extend(batch["__key__"][0] for batch in copy_ahead(iter(loader), _Copies()))
     assert seen == ["s000", "s008", "s016", "s024"]
     assert loader.state_dict()["step"] == 4
 
@@ -127,43 +128,37 @@ def test_a_bad_sample_is_the_error_of_its_own_step(tmp_path: Path) -> None:
 def test_a_loop_that_ends_early_leaves_no_thread(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=8)
     for _ in range(3):
-        for _ in ahead(iter(loader), _Copies()):
+        for _ in copy_ahead(iter(loader), _Copies()):
             break
         assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(ZeroDivisionError):
-        _ = [1 // 0 for _ in ahead(iter(loader), _Copies())]
+        _ = [1 // 0 for _ in copy_ahead(iter(loader), _Copies())]
     loader.close()
 
 
-def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(
-    pictures: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk answers no more; the loop is left, and its thread is not waited for without end."""
-    from wdstrain.reader.reader import Reader
+def test_a_batch_that_never_comes_does_not_keep_a_loop_from_ending(tmp_path: Path) -> None:
+    """The server answers no more; the loop is left, and its thread is not waited for forever."""
+    write_shards(tmp_path, [20, 20, 20])
+    wt.index(tmp_path)
+    stalled, released = threading.Event(), threading.Event()
 
-    loader = wt.Loader(pictures, FIELDS, batch_size=2, shuffle_buffer=4)
-    never = threading.Event()
-    original = Reader.collect
+    def stall_at_the_last_shard(handler: Handler, path: Path, start: int, stop: int) -> bool:
+        if path.name != "part-002.tar":
+            return False
+        stalled.set()
+        return stall(0, released)(handler, path, start, stop)
 
-    def stuck(self: Reader, epoch: int, step: int) -> Any:
-        if step < 12:
-            return original(self, epoch, step)
-        never.set()
-        with self._lock:
-            self._lock.wait_for(lambda: self._error is not None)
-        raise wt.WdstrainError("the reader was stopped")
-
-    monkeypatch.setattr(Reader, "collect", stuck)
-    copies, steps = _Copies(), 0
-    for steps, _ in enumerate(ahead(iter(loader), copies)):
-        for _ in range(2 if steps == 0 else 1):  # the next one is begun, or will never be
-            while not never.is_set() and not copies.begun.acquire(timeout=0.01):
-                pass
-        if never.is_set():
-            break
-    assert 0 < steps < 12
-    assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-    loader.close()
+    with serving(tmp_path, faults=[stall_at_the_last_shard] * 100) as served:
+        loader = wt.Loader(f"{served.url}/index.json", batch_size=2, shuffle=False)
+        copies, steps = _Copies(), 0
+        for steps, _ in enumerate(copy_ahead(iter(loader), copies), 1):
+            if steps == 20:  # all of two shards: the next batch never comes
+                assert stalled.wait(30)
+                break
+        assert steps == 20
+        assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
+        loader.close()
+        released.set()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -175,17 +170,17 @@ def test_too_many_bad_samples_end_the_loop(tmp_path: Path, num_workers: int) -> 
     ]
     write_tar(tmp_path / "p.tar", samples)
     loader = wt.Loader(
-        tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_bad="replace", max_bad=0.03
+        tmp_path, FIELDS, batch_size=4, num_workers=num_workers, on_error="replace", max_errors=0.03
     )
-    with pytest.raises(wt.SampleError, match="more than max_bad=0.03 allows"):
-        list(ahead(iter(loader), _Copies()))
+    with pytest.raises(wt.SampleError, match="more than max_errors=0.03 allows"):
+        list(copy_ahead(iter(loader), _Copies()))
     assert "wdstrain-device" not in [thread.name for thread in threading.enumerate()]
-    assert loader._pipeline is None
+    assert ours() == []  # the loader is closed
 
 
 def test_a_loader_can_be_closed_while_a_batch_is_being_taken(pictures: Path) -> None:
     loader = wt.Loader(pictures, FIELDS, batch_size=4, num_workers=2)
-    batches = ahead(iter(loader), _Copies())
+    batches = copy_ahead(iter(loader), _Copies())
     next(batches)
     loader.close()
     with pytest.raises(wt.WdstrainError):
@@ -196,13 +191,13 @@ def test_what_a_copy_takes_is_in_the_report(pictures: Path) -> None:
     """Of the batches that the loop was given, not of the one ahead."""
 
     class Far(_Copies):
-        def send(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> Sent:
+        def copy(self, batch: dict[str, Any], draws: Callable[[int], Any] | None) -> DeviceCopy:
             begun = time.perf_counter()
             while time.perf_counter() < begun + 0.02:
                 pass
-            return super().send(batch, draws)
+            return super().copy(batch, draws)
 
     loader = wt.Loader(pictures, FIELDS, batch_size=20)
-    for step, _ in enumerate(ahead(loader.epoch(0), Far())):
+    for step, _ in enumerate(copy_ahead(loader.epoch(0), Far())):
         assert 0.02 * (step + 1) <= loader.report()["copy_seconds"]
     loader.close()

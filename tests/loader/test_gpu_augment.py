@@ -110,9 +110,9 @@ def test_colours_are_changed_as_torchvision_changes_them_in_each_pictures_own_or
     assert len(seen) > 15
 
 
-def test_values_are_normalised_in_the_asked_precision() -> None:
+def test_values_are_normalized_in_the_asked_precision() -> None:
     pictures = _pictures(4)
-    made = wt.Augmentation(normalise="imagenet", dtype=torch.bfloat16)(
+    made = wt.Augmentation(normalize="imagenet", dtype=torch.bfloat16)(
         {"image": pictures}, _draws(4)
     )["image"]
     theirs = functional.normalize(
@@ -167,7 +167,7 @@ def test_mixup_mixes_pictures_and_labels_by_the_same_share() -> None:
     )
 
 
-def test_cutmix_puts_in_a_piece_and_labels_by_its_area() -> None:
+def test_cutmix_weights_labels_by_area() -> None:
     pictures = (
         torch.arange(12, dtype=torch.uint8).view(-1, 1, 1, 1).expand(12, 3, 40, 56).contiguous()
     )
@@ -179,7 +179,7 @@ def test_cutmix_puts_in_a_piece_and_labels_by_its_area() -> None:
     assert 0 < float(kept.min()) < float(kept.max())
 
 
-def test_with_both_half_are_mixed_and_half_get_a_piece() -> None:
+def test_with_both_half_get_mixup_and_half_cutmix() -> None:
     pictures = (
         (torch.arange(400) % 200)
         .to(torch.uint8)
@@ -215,13 +215,13 @@ def test_the_same_pixels_for_any_workers_and_after_a_resume(tmp_path: Path, pict
     assert not torch.equal(threads[0], other[0])
 
 
-def test_what_cannot_be_varied_is_a_sentence(pictures: Path) -> None:
+def test_unsupported_augmentation_is_an_error(pictures: Path) -> None:
     for options, words in [
-        ({"what": "rrc"}, "needs a size"),
-        ({"what": "blur"}, "'blur' is not known"),
+        ({"augment": "rrc"}, "needs a size"),
+        ({"augment": "blur"}, "'blur' is not known"),
         ({"hue": 0.6}, "hue=0.6"),
         ({"mixup": 0.2}, "classes="),
-        ({"normalise": "mnist"}, "normalise='mnist'"),
+        ({"normalize": "mnist"}, "normalize='mnist'"),
         ({"size": 0}, "size=0"),
         ({"dtype": torch.uint8}, "torch.uint8"),
     ]:
@@ -229,14 +229,14 @@ def test_what_cannot_be_varied_is_a_sentence(pictures: Path) -> None:
             wt.Augmentation(**options)
     varied = wt.Augmentation(mixup=0.2, classes=10)
     with pytest.raises(
-        wt.UsageError, match="own random numbers, which a Loader has and list has not"
+        wt.UsageError, match="random numbers of each sample, which list does not have"
     ):
         wt.to_device([], "cpu", varied)
     with pytest.raises(wt.UsageError, match=r"batch\['image'\] is missing"):
         varied({}, _draws(1))
     with pytest.raises(wt.UsageError, match=r"batch\['label'\] is float32\[2\]"):
         varied({"image": _pictures(2), "label": torch.zeros(2)}, _draws(2))
-    with pytest.raises(wt.UsageError, match="no batch was given yet"):
+    with pytest.raises(wt.UsageError, match="no batch was delivered yet"):
         wt.Loader(pictures, FIELDS, batch_size=4).epoch(0).draws(3)
 
 

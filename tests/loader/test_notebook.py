@@ -93,7 +93,7 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
         "display(loader)": "<table",
         "loader.report()": '<table class="bars"',
         "keys=wrong": "<img",
-        "wt.foresee(": "<svg",
+        "wt.plan_epoch(": "<svg",
         "wt.bench(": '<table class="bars"',
     }.items():
         (bundle,) = of(part).displays
@@ -291,7 +291,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_of_a_notebook_work_or_are_told_at_once(opened: Kernel, part: str) -> None:
+def test_notebook_objects_work_in_workers_or_are_refused_at_once(opened: Kernel, part: str) -> None:
     """In threads and where workers are forked they work; elsewhere construction says which, why, and what to do."""
     opened.run(CLASSES)
     assert (
@@ -348,7 +348,7 @@ def test_a_program_with_a_file_sends_its_own_classes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-c", "stdin", "package", "module"])
-def test_a_program_without_a_file_is_told_that_its_classes_cannot_be_sent(
+def test_a_program_without_a_file_gets_an_error_about_its_classes(
     tmp_path: Path, shards: Path, how: str
 ) -> None:
     """python -c, python < program, and the __main__ of a package, which workers do not run again; but they do a module's."""
@@ -408,7 +408,7 @@ def test_counters_and_tensors_are_sent_to_processes_that_are_spawned(shards: Pat
     assert counting.count.value >= 21
 
 
-def test_an_open_file_is_named_as_what_cannot_be_sent(shards: Path) -> None:
+def test_an_open_file_is_named_as_not_picklable(shards: Path) -> None:
     counting = Counting()
     with (
         open(os.devnull) as counting.ones,

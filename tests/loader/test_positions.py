@@ -50,16 +50,16 @@ def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(
             fields,
             batch_size=10,
             shuffle=False,
-            on_bad="replace",
+            on_error="replace",
             num_workers=num_workers,
             **options,
         )
 
-    strict = loader(max_bad=0.0)
+    strict = loader(max_errors=0.0)
     batches = iter(strict)
     assert len(list(islice(batches, 5))) == 5
     with pytest.raises(
-        wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_bad=0.0"
+        wt.SampleError, match="1 of the 100 samples of epoch 0 are bad, more than max_errors=0.0"
     ):
         next(batches)
     state, report = strict.state_dict(), strict.report()
@@ -67,7 +67,7 @@ def test_a_batch_that_too_many_bad_samples_held_back_is_not_counted_as_given(
     assert state["step"] == report["batches"] == 5
     assert report["samples"] == 50
     assert report["bad"] == 1
-    lenient = loader(max_bad=1.0)
+    lenient = loader(max_errors=1.0)
     lenient.load_state_dict(state)
     assert len(keys(lenient)) == 5
     lenient.close()
@@ -80,10 +80,15 @@ def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
     """What the undisturbed run does not survive, the resumed one does not either, at the same batch."""
     bad = {103, 255, 961, 964, 985}
 
-    def loader(max_bad: float) -> wt.Loader:
+    def loader(max_errors: float) -> wt.Loader:
         fields = {"y": wt.number("val")}
         return wt.Loader(
-            tmp_path, fields, batch_size=10, shuffle=False, on_bad="replace", max_bad=max_bad
+            tmp_path,
+            fields,
+            batch_size=10,
+            shuffle=False,
+            on_error="replace",
+            max_errors=max_errors,
         )
 
     def given(one: wt.Loader, steps: int | None = None) -> tuple[int, str]:
@@ -96,14 +101,14 @@ def test_the_share_of_bad_samples_is_of_the_epoch_also_after_a_resume(
         return count, ""
 
     numbers(tmp_path, 1000, bad)
-    for max_bad in (0.0, 0.001, 0.004, 0.005, 1.0):
-        whole, why = given(loader(max_bad))
-        first = loader(max_bad)
+    for max_errors in (0.0, 0.001, 0.004, 0.005, 1.0):
+        whole, why = given(loader(max_errors))
+        first = loader(max_errors)
         before, _ = given(first, at)
-        second = loader(max_bad)
+        second = loader(max_errors)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         after, again = given(second)
-        assert before + after == whole, max_bad
+        assert before + after == whole, max_errors
         assert again.split(" are bad")[0] == why.split(" are bad")[0]
         following = keys(second) if not why else []
         assert len(following) == (
@@ -118,8 +123,8 @@ def test_bad_samples_of_another_rank_do_not_count(tmp_path: Path) -> None:
         options: dict[str, Any] = {
             "batch_size": 10,
             "shuffle": False,
-            "on_bad": "replace",
-            "max_bad": 0.05,
+            "on_error": "replace",
+            "max_errors": 0.05,
         }
         return wt.Loader(tmp_path, {"y": wt.number("val")}, rank=number, world_size=2, **options)
 
@@ -167,10 +172,10 @@ def test_after_a_break_set_epoch_says_what_is_next_and_the_state_too(
         pass
     state = loader.state_dict()
     assert (state["epoch"], state["step"]) == ((0, step) if step < 5 else (1, 0))
-    assert loader.begins == (1, 0)
+    assert loader.next_position == (1, 0)
     loader.set_epoch(3)
     state = loader.state_dict()
-    assert (state["epoch"], state["step"]) == loader.begins == (3, 0)
+    assert (state["epoch"], state["step"]) == loader.next_position == (3, 0)
 
 
 def test_a_state_that_is_loaded_within_a_loop_is_the_state(shards: Path) -> None:
@@ -180,7 +185,11 @@ def test_a_state_that_is_loaded_within_a_loop_is_the_state(shards: Path) -> None
     next(batches)
     loader.load_state_dict(other)
     next(batches)
-    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == loader.begins == (3, 2)
+    assert (
+        (loader.state_dict()["epoch"], loader.state_dict()["step"])
+        == loader.next_position
+        == (3, 2)
+    )
     assert len(keys(loader)) == 3
 
 
@@ -216,7 +225,7 @@ def test_integers_of_any_type_mean_the_same_and_states_stay_json(shards: Path, k
     "name", ["seed", "batch_size", "num_workers", "shuffle_buffer", "lanes", "rank", "cache_limit"]
 )
 @pytest.mark.parametrize("value", [1.0, True, "1", np.float64(1), [1], float("nan")])
-def test_what_is_no_integer_is_refused_with_the_value(
+def test_values_that_are_not_integers_are_refused(
     shards: Path, tmp_path: Path, name: str, value: Any
 ) -> None:
     if name == "cache_limit" and value == "1":
@@ -238,15 +247,15 @@ def test_what_is_no_integer_is_refused_with_the_value(
         ({"patience": None}, "patience=None: must be a number of seconds >= 0"),
         ({"patience": float("nan")}, "patience=nan"),
         ({"patience": "60"}, "patience='60'"),
-        ({"max_bad": None}, "max_bad=None"),
-        ({"max_bad": "1%"}, "max_bad='1%'|max_bad=1%"),
-        ({"max_bad": float("nan")}, "max_bad=nan"),
+        ({"max_errors": None}, "max_errors=None"),
+        ({"max_errors": "1%"}, "max_errors='1%'|max_errors=1%"),
+        ({"max_errors": float("nan")}, "max_errors=nan"),
         ({"batch_size": None}, "batch_size=None: must be an integer >= 1"),
         ({"seed": None}, "seed=None: must be an integer"),
         ({"cache_limit": 0, "cache_dir": "c"}, "cache_limit=0: must be an integer >= 1"),
     ],
 )
-def test_what_is_no_number_is_refused_in_words(
+def test_values_that_are_not_numbers_are_refused(
     shards: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(wt.UsageError, match=words):
@@ -271,7 +280,7 @@ def test_seeds_are_integers_wherever_something_is_drawn(
     for call in (
         lambda: wt.pack(samples, tmp_path / "out", seed=seed),
         lambda: wt.peek(shards, 2, order="random", seed=seed),
-        lambda: wt.foresee(shards, batch_size=4, seed=seed),
+        lambda: wt.plan_epoch(shards, batch_size=4, seed=seed),
         lambda: wt.mix({"a": shards}, batch_size=4, seed=seed),
         lambda: wt.stream(shards, seed=seed),
         lambda: wt.to_example({"label": wt.label()}, seed=seed),
@@ -294,7 +303,8 @@ WEIGHTS = [
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_that_are_no_weights_are_refused(shards: Path, weights: Any) -> None:
     with pytest.raises(
-        wt.UsageError, match=r"weights=.*: each of the sources a, b needs one above 0"
+        wt.UsageError,
+        match=r"weights=.*: must have a finite number above 0 for each of the sources a, b",
     ):
         wt.mix({"a": shards, "b": shards}, weights=weights, batch_size=4)
 
@@ -364,7 +374,7 @@ def test_a_copy_has_the_rank_and_the_settings_of_its_loader(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = wt.Loader(
-        shards, batch_size=4, rank=1, world_size=2, tail="pad", on_bad="replace", max_bad=0.5
+        shards, batch_size=4, rank=1, world_size=2, tail="pad", on_error="replace", max_errors=0.5
     )
     sent = pickle.dumps(loader)
     monkeypatch.setenv("RANK", "0")

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
+from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import cut, cut_in_headers, serving, status
 from wdstrain.storage.local import LocalFile
 
@@ -38,29 +38,23 @@ def test_the_bytes_held_are_about_half_of_the_window(tmp_path: Path) -> None:
     folder = blobs(tmp_path, shards=4, samples=2000, size=4000)
     loader = wt.Loader(folder, batch_size=16, shuffle_buffer=4000)
     mean = sum(shard.bytes for shard in loader.index.shards) / 8000
-    held = []
-    for _ in loader:
-        assert loader._pipeline is not None
-        held.append(loader._pipeline.reader._arena.held)
     ahead = 64 << 20
+    batches = collected_batches(loader.index, loader.plan, ahead=ahead)
+    held = [reader.held_bytes for reader, _, _ in batches]
     read = 16 << 20  # begun as long as there is room at all
     slabs = 20 * (1 << 20)  # a slab of each bucket is partly filled
     assert max(held) < 0.55 * 4000 * mean + ahead + read + slabs
-    loader.close()
 
 
 def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path: Path) -> None:
     made: list[Sample] = [(f"s{i:03d}", {"bin": bytes(1_500_000)}) for i in range(80)]
     write_tar(tmp_path / "a.tar", made)
     loader = wt.Loader(tmp_path, batch_size=4, shuffle=False)
-    next(iter(loader))
-    assert loader._pipeline is not None
-    reader, end = loader._pipeline.reader, time.monotonic() + 20
-    while not reader._paused and time.monotonic() < end:  # until it has read all that it may
-        time.sleep(0.001)
-    # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch that was given
-    assert 40_000_000 < reader.read_bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
-    loader.close()
+    reader, run, _ = next(batches := collected_batches(loader.index, loader.plan, ahead=64 << 20))
+    wait_until_paused(run)
+    # 64 MB ahead, a read of 16 MB that is begun as long as there is room at all, and the batch
+    assert 40_000_000 < reader.stats.bytes < (64 << 20) + (16 << 20) + 4 * 1_501_184
+    batches.close()
 
 
 MEMORY = """
@@ -85,8 +79,8 @@ sizes = []
 for epoch in range(10):
     for batch in loader:
         # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
-        reader = loader._pipeline.reader
-        while epoch == 0 and not reader._paused and reader.read_bytes < 2 * extents and reader._error is None:
+        reader = loader._session.pipeline.reader
+        while epoch == 0 and not reader.is_paused and reader.stats.bytes < 2 * extents:
             os.sched_yield()
     sizes.append(tree())
 print(json.dumps(sizes))

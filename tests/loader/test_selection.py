@@ -34,7 +34,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(COUNT)
     ]
     labels = [wt.Label("kind", "class", "json", "kind", ("rare", "usual"))]
-    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=30)
+    wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=30)
     return out
 
 
@@ -166,7 +166,7 @@ def test_a_changed_byte_of_a_chosen_sample_is_found(
         with open(index.shards[number // 30].path, "r+b") as file:
             file.seek(offset + 1)
             file.write(b"\xff")
-        loader = wt.Loader(copy, batch_size=8, tail="keep", on_bad="replace", **options)
+        loader = wt.Loader(copy, batch_size=8, tail="keep", on_error="replace", **options)
         if number == 0 and "weights" in options:
             assert len(flat(epoch(loader))) == COUNT  # its weight is 0
             assert loader.report()["bad"] == 0
@@ -221,15 +221,15 @@ def _with_random_number(sample: dict[str, Any], rng: np.random.Generator) -> dic
         ({"where": "year > 9999"}, "holds for none of 240"),
         ({"where": "kind == 'rare'", "batch_size": 64}, "cannot give"),
         ({"where": 3}, "must be a condition"),
-        ({"weights": [1.0] * 239}, "needs 240 numbers"),
+        ({"weights": [1.0] * 239}, "must be 240 numbers"),
         ({"weights": "x"}, "there is no column 'x'"),
-        ({"weights": "kind"}, "holds no numbers"),
+        ({"weights": "kind"}, "must be a column of numbers"),
         ({"weights": "maybe"}, "120 of 240 samples have no value"),
-        ({"weights": [1.0] * 239 + [-1]}, "the weight of sample 'k239' is -1"),
-        ({"weights": [float("nan")] + [1.0] * 239}, "the weight of sample 'k000' is nan"),
+        ({"weights": [1.0] * 239 + [-1]}, "-1.0 for sample 'k239'"),
+        ({"weights": [float("nan")] + [1.0] * 239}, "nan for sample 'k000'"),
         ({"weights": [float("inf")] * 240}, "240 such weights"),
         ({"weights": np.zeros(240)}, "gives no sample"),
-        ({"weights": {"a": 1}}, "needs 240 numbers"),
+        ({"weights": {"a": 1}}, "must be 240 numbers"),
         ({"weights": "often", "balance": "kind"}, "both given"),
         ({"balance": "maybe"}, "120 of 240 samples have no value"),
         ({"balance": 3}, "not the name of a column"),

@@ -71,11 +71,11 @@ def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> No
     if find_spec(name) is None:  # Keras itself is only imported with its backend named
         pytest.skip(f"{name} is not installed: pip install {name}")
     write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
-    wt.pack_folder(
+    wt.convert_folder(
         str(tmp_path / "photos"), str(tmp_path / "shards"), split={"train": 0.8, "val": 0.2}
     )
     words = [
-        str(ROOT / "scripts" / f"example_{name}.py"),
+        str(ROOT / "scripts" / "examples" / f"{name}_fit.py"),
         *(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")),
     ]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)

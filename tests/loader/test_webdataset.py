@@ -115,7 +115,7 @@ def test_decoding_a_stream_repeats_by_epoch(pictures: Path) -> None:
     assert pixels(0) != pixels(1)
 
 
-def test_what_cannot_be_decoded_is_named(pictures: Path) -> None:
+def test_an_undecodable_sample_is_named(pictures: Path) -> None:
     sample = next(iter(wt.stream(pictures, shuffle=False)))
     with pytest.raises(SampleError, match="'k0' has none of png .but jpg, cls"):
         wt.to_example({"image": wt.image("png", size=8)})(sample)

@@ -81,7 +81,7 @@ def test_a_handler_may_warn_or_end_the_pass(
     assert "The handler ends this pass" in errors()[-1]
 
 
-def test_a_handler_of_ones_own_may_raise(tmp_path: Path) -> None:
+def test_a_user_defined_handler_may_raise(tmp_path: Path) -> None:
     urls = write_set(tmp_path, [4, 4])
     cut(tmp_path / "part-001.tar", 512)
 
@@ -95,7 +95,7 @@ def test_a_handler_of_ones_own_may_raise(tmp_path: Path) -> None:
 def indexed(tmp_path: Path) -> tuple[str, Path]:
     """Two shards of 100 samples with checksums. Returns their pattern and the second shard."""
     samples = [{"__key__": f"k{i:03d}", "txt": b"text %03d" % i} for i in range(200)]
-    wt.pack(samples, str(tmp_path / "set"), shard_samples=100, shuffle=False)
+    wt.pack(samples, str(tmp_path / "set"), max_shard_samples=100, shuffle=False)
     return f"{tmp_path}/set/*.tar", sorted((tmp_path / "set").glob("*.tar"))[1]
 
 
@@ -232,7 +232,7 @@ def test_a_header_cannot_claim_more_than_there_is(tmp_path: Path) -> None:
             list(wt.WebDataset(str(shard)))
 
 
-@pytest.mark.parametrize(("head", "kind"), [(b"\x04\x22\x4d\x18", "lz4"), (b"PK\x03\x04", "zip")])
+@pytest.mark.parametrize(("head", "kind"), [(b"PK\x03\x04", "zip")])
 def test_other_compression_is_refused(tmp_path: Path, head: bytes, kind: str) -> None:
     shard = tmp_path / "x.tar"
     shard.write_bytes(head + bytes(2000))

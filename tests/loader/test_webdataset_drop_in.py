@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -284,9 +282,3 @@ def test_shards_of_a_server(
         dataset.close()
     if cached:
         assert len(list((tmp_path / "cache").rglob("*"))) >= 3
-
-
-def test_importing_the_package_imports_no_webdataset() -> None:
-    code = "import sys, wdstrain as wt; wt.Loader; wt.stream; print('webdataset' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

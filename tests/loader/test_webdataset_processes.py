@@ -67,9 +67,10 @@ def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
 # --- worker processes -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [".tar", ".tgz"])
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("workers", [1, 5])
+@pytest.mark.parametrize(
+    ("workers", "persistent", "ending"),
+    [(1, True, ".tar"), (1, False, ".tgz"), (4, False, ".tar"), (4, True, ".tgz")],
+)
 def test_worker_processes_share_each_epoch(
     tmp_path: Path, ending: str, workers: int, persistent: bool
 ) -> None:
@@ -86,7 +87,7 @@ def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
     assert sorted(len(part) for part in first) == [4, 4, 4, 4, 5]
 
 
-@pytest.mark.parametrize("ending", [".tar", ".tgz"])
+@pytest.mark.parametrize("ending", [pytest.param(".tar", marks=pytest.mark.slow), ".tgz"])
 def test_workers_may_be_spawned(tmp_path: Path, ending: str) -> None:
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
     dataset = (
@@ -200,7 +201,7 @@ def every_second(shards: Any) -> Any:
     return islice(shards, 1, None, 2)
 
 
-def test_splitters_of_ones_own_get_the_shards(
+def test_user_defined_splitters_get_the_shards(
     urls: str, caplog: pytest.LogCaptureFixture, rank: Callable[[int, int], None]
 ) -> None:
     rank(0, 2)

@@ -115,7 +115,12 @@ def laid(sizes: list[int], order: Random, joins: bool) -> Laid:
     joined = [joins and k > 0 and order.randrange(2) > 0 for k in range(len(summed))]
     size, rows = ints(*sizes), ints(*summed)
     sums = ChecksumJob(
-        memories, of[rows], start[rows], size[rows], size.cumsum()[rows], np.array(joined, bool)
+        memories,
+        of[rows],
+        start[rows],
+        size[rows],
+        size.cumsum()[rows],
+        joined=np.array(joined, bool),
     )
     return Laid(memories, ScatterList(memories, of, start, size, sums), summed, joined, sums)
 
@@ -155,7 +160,7 @@ def test_runs_are_filled_in_order_and_compared(
 
 @thorough
 @given(sizes=few_sizes, bounds=st.lists(st.floats(0, 1), max_size=4), order=randoms)
-def test_parts_are_filled_apart_and_what_is_in_two_of_them_is_not_compared(
+def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
     way: bool, file: File, sizes: list[int], bounds: list[float], order: Random
 ) -> None:
     fd, whole = file
@@ -293,7 +298,7 @@ def test_a_read_only_buffer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
-def test_what_lies_between_samples_is_for_nobody(way: bool, file: File, gaps: list[int]) -> None:
+def test_bytes_between_samples_are_skipped(way: bool, file: File, gaps: list[int]) -> None:
     fd, whole = file
     arena, rows, nobody = Memory(1000), Memory(1000), Memory(1000)
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
@@ -329,7 +334,7 @@ def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> Non
         ScatterList([memory, memory], ints(1), *run)
 
 
-def test_what_cannot_be_read_is_an_error_of_the_system(way: bool, tmp_path: Path) -> None:
+def test_a_failed_read_is_an_os_error(way: bool, tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(IsADirectoryError):
@@ -348,7 +353,7 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(
             {"__key__": f"k{i:03d}", "x.npy": values[i], "jpg": picture(i), "cls": i % 7}
             for i in range(60)
         )
-        wt.pack(samples, str(tmp_path / name), shuffle=False, shard_samples=20)
+        wt.pack(samples, str(tmp_path / name), shuffle=False, max_shard_samples=20)
         shard = tmp_path / name / "train-000001.tar"
         data = bytearray(shard.read_bytes())
         for at in range(5000, len(data), 1997):
@@ -365,7 +370,12 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(
         for name in ("sound", "damaged", "short"):
             for what in (fields, {"x": fields["x"]}, None):
                 loader = wt.Loader(
-                    tmp_path / name, what, batch_size=7, on_bad="replace", max_bad=1.0, tail="drop"
+                    tmp_path / name,
+                    what,
+                    batch_size=7,
+                    on_error="replace",
+                    max_errors=1.0,
+                    tail="drop",
                 )
                 batches = [
                     {
@@ -396,7 +406,7 @@ def test_a_library_of_another_source_is_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compiler", "why"), [("/nowhere/cc", "no C compiler was found"), ("false", "false failed")]
 )
-def test_without_a_compiler_nothing_is_compiled_and_it_is_said_why(
+def test_without_a_compiler_the_build_says_so_and_compiles_nothing(
     tmp_path: Path, compiler: str, why: str
 ) -> None:
     code = (

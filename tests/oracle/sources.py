@@ -87,7 +87,7 @@ def draw_folder(rng: random.Random, folder: Path) -> Source:
     return Source(
         "png;jpg;jpeg",
         items,
-        lambda out, **options: wt.pack_folder(str(folder), out, **options),
+        lambda out, **options: wt.convert_folder(str(folder), out, **options),
         change=change,
     )
 
@@ -128,9 +128,9 @@ def draw_table(rng: random.Random, folder: Path) -> Source:
         csv.writer(file).writerows([["file", "kind", "angle", "text"], *rows])
 
     def convert(out: str, **options: Any) -> wt.Index:
-        given = {"on_bad": "quarantine", **options}
+        given = {"on_error": "skip", **options}
         labels = ["kind:class", "angle:number"]
-        return wt.pack_table(str(folder / "table.csv"), out, image="file", label=labels, **given)
+        return wt.convert_table(str(folder / "table.csv"), out, image="file", label=labels, **given)
 
     def change() -> None:
         good[0][3] += "another text"
@@ -167,7 +167,7 @@ def draw_arrays(rng: random.Random, folder: Path) -> Source:
     return Source(
         "x.npy",
         items,
-        lambda out, **options: wt.pack_arrays(arrays, out, classes=names, **options),
+        lambda out, **options: wt.convert_arrays(arrays, out, classes=names, **options),
         change=change,
     )
 
@@ -220,7 +220,7 @@ def draw_tars(rng: random.Random, folder: Path) -> Source:
         items.append(Item(sample.fields["number"], fields, {}))
 
     def convert(out: str, **options: Any) -> wt.Index:
-        return wt.pack_tars(
+        return wt.convert_tars(
             str(folder / "tars"), out, select=select, drop=drop, rename=rename, **options
         )
 

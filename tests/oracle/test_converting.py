@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 import wdstrain as wt
-from tests.oracle.blocks import check_block
 from tests.oracle.data_set import read_tars
 from tests.oracle.sources import Source, draw_source
+from tests.support.drawn_cases import check_block
 
 DEFAULT = 40  # cases of the default suite
-BLOCK, BLOCKS = 60, 10  # cases of the slow part
+BLOCK, BLOCKS = 60, 3  # cases of the slow part
 
 
 @pytest.mark.parametrize("seed", range(DEFAULT))
@@ -61,12 +61,12 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
     """Options of a conversion."""
     options: dict[str, Any] = {"seed": rng.choice((0, 7)), "shuffle": rng.random() < 0.7}
     if rng.random() < 0.5:
-        options["shard_samples"] = rng.choice((1, 3, 10, 1000))
+        options["max_shard_samples"] = rng.choice((1, 3, 10, 1000))
     if rng.random() < 0.3:
-        options["shard_bytes"] = rng.choice((2_000, 20_000))
+        options["max_shard_size"] = rng.choice((2_000, 20_000))
     if rng.random() < 0.4:
         options["split"] = rng.choice(({"train": 0.8, "val": 0.2}, {"a": 0.5, "b": 0.3, "c": 0.2}))
-        options["stratify"] = rng.random() < 0.5
+        options["stratify"] = "label" if rng.random() < 0.5 else None
     if rng.random() < 0.1:
         options["limit"] = rng.randrange(1, 20)
     return options
@@ -91,10 +91,10 @@ def check_shards(source: Source, out: Path, index: wt.Index, options: dict[str, 
     assert seen.total() == expected, f"{seen.total()} of {expected} items were packed"
     assert len(index) == expected
     if not options.get("limit"):
-        assert index.info["quarantined"] == source.bad
-    if "shard_samples" in options:
+        assert index.info["skipped"] == source.bad
+    if "max_shard_samples" in options:
         per_shard = Counter(name for name, _ in keys)
-        assert max(per_shard.values()) <= options["shard_samples"]
+        assert max(per_shard.values()) <= options["max_shard_samples"]
     check_labels(source, out, index)
 
 
@@ -157,7 +157,7 @@ def check_jobs(
 ) -> None:
     """Two processes write the same bytes as one."""
     other = out.with_name("jobs")
-    source.convert(str(other), **options, jobs=2)
+    source.convert(str(other), **options, num_workers=2)
     assert contents(other) == contents(out)
 
 

@@ -23,13 +23,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 import wdstrain as wt
-from tests.oracle.blocks import check_block
 from tests.oracle.data_set import DataSet, draw_data_set, write
 from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
+from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
 
 DEFAULT = 60  # cases of the default suite
-BLOCK, BLOCKS = 100, 15  # cases of the slow part: BLOCKS tests of BLOCK cases each
+BLOCK, BLOCKS = 75, 4  # cases of the slow part: BLOCKS tests of BLOCK cases each
 
 Batch = Mapping[str, Any]
 
@@ -287,7 +287,7 @@ def check_bad_samples(case: Case) -> None:
         assert any(sample.key in error for sample in chosen), error
         assert view == "transform" or field in error
 
-    loader = damaged.loader(rank, num_workers=workers, on_bad="replace", max_bad=1.0)
+    loader = damaged.loader(rank, num_workers=workers, on_error="replace", max_errors=1.0)
     replaced, error = read_until_error(loader, case.epoch)
     if error is not None:  # no good sample is left to replace a bad one
         assert len(victims) * 2 >= len(samples), error

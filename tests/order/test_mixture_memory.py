@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
+from tests.support.drawn_cases import check_block
 from wdstrain.shards.offsets import Offsets
 
 
@@ -124,6 +125,6 @@ def test_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1200))
-def test_many_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, seed: int) -> None:
-    check_drawn(tmp_path, seed)
+@pytest.mark.parametrize("block", range(2))
+def test_many_drawn_sets_and_settings_fit_into_memory(tmp_path: Path, block: int) -> None:
+    check_block(lambda seed, folder: check_drawn(folder, seed), block, 50, tmp_path)

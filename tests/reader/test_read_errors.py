@@ -38,7 +38,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"__key__": f"k{i:04d}", "id": str(i), "x.npy": np.full((40, 40), i, np.float32)}
         for i in range(COUNT)
     )
-    wt.pack(rows, str(folder), shard_samples=60, shuffle=False)
+    wt.pack(rows, str(folder), max_shard_samples=60, shuffle=False)
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def values(number: int) -> Any:
 
 def pack(folder: Path, count: int = 90, **options: Any) -> Path:
     samples = ({"__key__": f"n{n:04d}", "x.npy": values(n), "cls": n % 7} for n in range(count))
-    wt.pack(samples, str(folder), shuffle=False, shard_samples=17, **options)
+    wt.pack(samples, str(folder), shuffle=False, max_shard_samples=17, **options)
     return folder
 
 
@@ -56,8 +57,8 @@ def epoch(
 
 
 def landing(loader: wt.Loader) -> bool:
-    assert loader._pipeline is not None
-    return loader._pipeline.reads_into_slots
+    assert loader._session.pipeline is not None
+    return loader._session.pipeline.reads_into_slots
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
@@ -89,6 +90,30 @@ def test_what_lands_is_what_would_be_copied(
     copied.close()
 
 
+@pytest.mark.parametrize(
+    ("world_size", "lanes", "batch_size"),
+    [(1, 1, 8), (1, 4, 8), (2, 4, 14), (2, 2, 13), (3, 3, 29)],
+)
+def test_a_short_last_batch_lands_too(
+    arrays: Path, world_size: int, lanes: int, batch_size: int
+) -> None:
+    keys: list[str] = []
+    for rank in range(world_size):
+        options: dict[str, Any] = {"rank": rank, "world_size": world_size, "lanes": lanes}
+        options |= {"batch_size": batch_size, "tail": "keep", "shuffle_buffer": 20}
+        direct = wt.Loader(arrays, FIELDS, **options)
+        copied = wt.Loader(arrays, COPIED, **options)
+        found = epoch(direct)
+        assert same(found, epoch(copied))
+        assert landing(direct)
+        assert same(epoch(direct, start=len(direct) - 1), found[-1:])
+        keys += [key for batch in found for key in batch[0]]
+        direct.close()
+        copied.close()
+    assert sorted(keys) == sorted(set(keys))
+    assert len(keys) == 90
+
+
 @pytest.mark.parametrize("files", [0, 2])
 def test_of_many_small_shards_only_some_are_open_at_a_time(
     tmp_path: Path, arrays: Path, files: int, monkeypatch: pytest.MonkeyPatch
@@ -103,7 +128,7 @@ def test_of_many_small_shards_only_some_are_open_at_a_time(
     assert landing(direct)
     folder = pack(tmp_path / "set", 40)
     os.truncate(folder / "train-000001.tar", 30_000)
-    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.9)
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_error="replace", max_errors=0.9)
     found = epoch(loader)
     assert loader.report()["bad"] > 0
     assert all(
@@ -144,7 +169,7 @@ def test_several_arrays_land_beside_fields_that_do_not(tmp_path: Path) -> None:
         }
         for n in range(40)
     )
-    wt.pack(samples, str(tmp_path), shard_samples=15)
+    wt.pack(samples, str(tmp_path), max_shard_samples=15)
     fields: dict[str, Any] = {
         "y": wt.array("y.npy", shape=(2000,), dtype="int32"),
         "text": wt.text(),
@@ -165,7 +190,7 @@ def test_several_arrays_land_beside_fields_that_do_not(tmp_path: Path) -> None:
         loader.close()
 
 
-def test_batches_that_are_kept_stay_as_they_were(arrays: Path) -> None:
+def test_kept_batches_do_not_change(arrays: Path) -> None:
     loader = wt.Loader(arrays, FIELDS, batch_size=8)
     kept = [batch for number in range(2) for batch in loader.epoch(number)]
     for batch in kept:
@@ -232,7 +257,7 @@ def test_another_shape_of_the_same_size_is_a_bad_sample(tmp_path: Path) -> None:
     write_tar(tmp_path / "a.tar", samples)
     with pytest.raises(wt.SampleError, match=r"'n07'.*float32\[20, 80\]"):
         epoch(wt.Loader(tmp_path, FIELDS, batch_size=5))
-    loader = wt.Loader(tmp_path, FIELDS, batch_size=5, on_bad="replace", max_bad=0.2)
+    loader = wt.Loader(tmp_path, FIELDS, batch_size=5, on_error="replace", max_errors=0.2)
     found = epoch(loader)
     assert [one["key"] for one in loader.report()["bad_samples"]] == ["n07"]
     assert all(
@@ -265,7 +290,7 @@ def test_a_flipped_byte_is_a_bad_sample(tmp_path: Path, field: str) -> None:
         wt.SampleError, match=r"train-000001.tar: 'n0020'.*not those that were packed"
     ):
         epoch(wt.Loader(folder, WITH_BYTES, batch_size=8))
-    loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_bad="replace", max_bad=0.2)
+    loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace", max_errors=0.2)
     found = epoch(loader)
     assert loader.report()["bad"] == 1
     assert loader.report()["reread"] >= 1
@@ -281,7 +306,9 @@ def test_a_batch_of_bad_samples_alone_is_replaced(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 40)
     for key in ("n0018", "n0019"):
         _flip(folder, "train-000001.tar", key, "x.npy")
-    loader = wt.Loader(folder, FIELDS, batch_size=2, shuffle=False, on_bad="replace", max_bad=0.5)
+    loader = wt.Loader(
+        folder, FIELDS, batch_size=2, shuffle=False, on_error="replace", max_errors=0.5
+    )
     found = epoch(loader)
     assert found[9][0] == ["n0020", "n0020"]
     assert np.array_equal(found[9][1][1], values(20))
@@ -296,7 +323,7 @@ def test_what_a_cut_shard_has_not_is_lost_and_replaced(tmp_path: Path) -> None:
     )  # n0026 and what follows in its shard
     with pytest.raises(wt.WdstrainError, match=r"train-000001\.tar"):
         epoch(wt.Loader(folder, FIELDS, batch_size=8))
-    loader = wt.Loader(folder, FIELDS, batch_size=8, on_bad="replace", max_bad=0.5)
+    loader = wt.Loader(folder, FIELDS, batch_size=8, on_error="replace", max_errors=0.5)
     found = epoch(loader)
     assert loader.report()["bad"] == 8
     assert all(
@@ -367,7 +394,7 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
     found = {}
     for name, fields in (("direct", FIELDS), ("copied", COPIED)):
         loader = wt.Loader(
-            str(folder), fields, batch_size=5, shuffle_buffer=20, on_bad="replace", max_bad=0.9
+            str(folder), fields, batch_size=5, shuffle_buffer=20, on_error="replace", max_errors=0.9
         )
         found[name] = [epoch(loader, 1, start), loader.report()["bad"]]
         loader.close()
@@ -375,44 +402,33 @@ def test_a_cut_shard_with_gaps_gives_what_it_has(tmp_path: Path, start: int, pac
     assert found["direct"][1] == found["copied"][1]
 
 
-def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from wdstrain.reader import slot_sink as module
-
-    folder = pack(tmp_path / "set", 40)
-    original, laid = module.SlotSink._read, module.SlotSink.places
-    arenas: list[Any] = []
-
-    def known(self: Any, part: Any, arena: Any) -> Any:
-        arenas.append(arena)
-        return laid(self, part, arena)
-
-    def once(self: Any, source: Any, part: Any, places: Any, sums: Any) -> None:
-        original(self, source, part, places, sums)
-        arena = arenas[-1]
-        ids, starts, stops = part.samples[:3]
-        if 20 in ids and not damaged:
-            damaged.append(True)
-            i = ids.tolist().index(20)
-            rest = arena.view[part.offsets[i] : part.offsets[i] + stops[i] - starts[i] - self.bytes]
-            rest[len(bytes(rest).rstrip(b"\0")) - 1] ^= (
-                1  # the last of it that is not padding: the value of cls
-            )
-
-    damaged: list[bool] = []
-    monkeypatch.setattr(module.SlotSink, "_read", once)
-    monkeypatch.setattr(module.SlotSink, "places", known)
-    loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_bad="replace")
-    found = epoch(loader)
-    assert damaged
+def test_a_label_that_is_right_when_it_is_read_again_keeps_its_own_array(tmp_path: Path) -> None:
+    """The file is damaged while it is read, and repaired before the sample's batch is decoded."""
+    samples = ({"__key__": f"n{n:04d}", "x.npy": values(n), "cls": n % 7} for n in range(40))
+    folder = tmp_path / "set"
+    wt.pack(samples, str(folder), shuffle=False)  # one shard, so all samples come in one read
+    loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace")
+    number = int(epoch(loader)[-1][0][0][1:])  # a sample of the last batch
+    loader.close()
+    index = wt.index(str(folder))
+    (offset,) = [offset for name, offset, _ in index.members(number) if name == "cls"]
+    with open(index.shards[0].path, "r+b") as shard:
+        shard.seek(offset)
+        shard.write(b"%d" % ((number + 1) % 7))
+        shard.flush()
+        loader = wt.Loader(folder, WITH_BYTES, batch_size=8, on_error="replace")
+        batches = loader.epoch(0, until=1)
+        rows = [next(batches)]
+        shard.seek(offset)
+        shard.write(b"%d" % (number % 7))
+    rows += batches
     assert loader.report()["reread"] == 1
     assert loader.report()["bad"] == 0
-    assert all(
-        np.array_equal(x[i], values(int(key[1:])))
-        for keys, x, _ in found
-        for i, key in enumerate(keys)
-    )
+    for batch in rows:
+        for key, x, label in zip(batch["__key__"], batch["x"], batch["label"], strict=True):
+            assert np.array_equal(x, values(int(key[1:])))
+            assert int(label) == int(key[1:]) % 7
+    loader.close()
 
 
 @pytest.mark.parametrize(
@@ -438,15 +454,17 @@ def test_slots_are_enough_for_any_window_over_the_ends_of_epochs(
         for step, batch in enumerate(loader.epoch(number)):
             assert batch["x"][0, 0] == batch["x"][0, -1] == int(batch["__key__"][0][1:])
             if step % 97 == 0:  # the reader is as far ahead as it may be
-                reader = loader._pipeline.reader  # type: ignore[union-attr]
-                with reader._lock:
-                    reader._changed.wait_for(lambda r=reader: _is_ahead(r), timeout=0.05)  # type: ignore[misc]
+                wait_until_all_is_read(loader)
     loader.close()
 
 
-def _is_ahead(reader: Any) -> bool:
-    runs = [run for runs in reader._runs.values() for run in runs]
-    return bool(reader._paused) or all(run.begun == run.plan.lane_places(run.lane) for run in runs)
+def wait_until_all_is_read(loader: wt.Loader) -> None:
+    """Wait until the reader reads nothing any more, or for 50 ms."""
+    assert loader._session.pipeline is not None
+    stats, before, end = loader._session.pipeline.reader.stats, -1, time.monotonic() + 0.05
+    while time.monotonic() < end and before != stats.bytes:
+        before = stats.bytes
+        time.sleep(0.005)
 
 
 def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
@@ -464,7 +482,7 @@ def test_no_file_stays_open_after_loops_that_were_left(arrays: Path) -> None:
 def test_a_shard_that_is_gone_is_replaced_while_it_is_gone(tmp_path: Path) -> None:
     folder = pack(tmp_path / "set", 60)
     loader = wt.Loader(
-        folder, FIELDS, batch_size=5, shuffle_buffer=10, on_bad="replace", max_bad=0.9
+        folder, FIELDS, batch_size=5, shuffle_buffer=10, on_error="replace", max_errors=0.9
     )
     (folder / "train-000001.tar").rename(tmp_path / "away.tar")
     found = epoch(loader)

@@ -386,11 +386,11 @@ def test_a_picture_of_thousands_of_scans_is_refused_before_it_takes_minutes(tmp_
     write_tar(tmp_path / "set" / "a.tar", [("k", {"jpg": data})])
     with pytest.raises(
         SampleError,
-        match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels: more work than",
+        match="'k', field 'jpg' at offset 512: 1005 scans of 16000000 pixels would take too long",
     ):
         list(wt.Loader(tmp_path / "set", {"image": wt.image(size=64)}, batch_size=1))
     with pytest.raises(SourceError, match="1005 scans of 16000000 pixels"):
-        wt.pack_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
+        wt.convert_tars(str(tmp_path / "set"), str(tmp_path / "small"), resize=64)
     assert decode_image(whole).shape == (4000, 4000, 3)
 
 

@@ -23,12 +23,12 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import ROOT, picture, write_class_folder, write_shards
+from tests.support.drawn_cases import DAY
 from tests.support.os_faults import ended_at, watched_calls
+from wdstrain.conversion import parallel as jobs
+from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.decode.worker_processes import worker_death_error
 from wdstrain.errors import SampleError, ShardError, StorageError, UsageError, WdstrainError
-from wdstrain.packing import jobs
-from wdstrain.packing.options import Packing
-from wdstrain.packing.stage import Stage
 from wdstrain.runtime.file_locks import try_lock
 from wdstrain.runtime.signals import DeferSignals
 from wdstrain.shards import index_io
@@ -39,30 +39,14 @@ from wdstrain.storage.block_map import PART
 from wdstrain.storage.cache_folder import IN_USE
 from wdstrain.storage.local import LocalFile, is_state, state_of
 from wdstrain.storage.shard_cache import Cache
-from wdstrain.training.checkpoints import BEST, LAST, Checkpoints, read_checkpoint
+from wdstrain.training.checkpoint import BEST, FORMAT, LAST, Checkpoints, read_checkpoint
 
 # --- the script ------------------------------------------------------------------------------------------------------
-
-QUICK = [
-    "kill-at convert over",
-    "kill-at index",
-    "kill-at remembered",
-    "kill-at checkpoint",
-    "power-cut convert over",
-]
-QUICK += [
-    "power-cut index",
-    "power-cut remembered",
-    "power-cut checkpoint",
-    "full-disk index",
-    "read-only index",
-]
-QUICK += ["kill-after cache", "worker of a loader", "shard changes"]
 
 
 def survived(*words: str, times: int) -> None:
     """The script's table says of all faults whose names have these words that all of them were survived."""
-    run = [sys.executable, str(ROOT / "scripts" / "deaths.py"), *words, "--times", str(times)]
+    run = [sys.executable, "-m", "tests.fault_injection.run", *words, "--times", str(times)]
     done = subprocess.run(
         run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -79,15 +63,10 @@ def survived(*words: str, times: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_deaths_of_the_quick_kinds_are_survived() -> None:
-    survived(*QUICK, times=2)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_a_few_deaths_of_every_kind_are_survived() -> None:
-    survived(times=2)
+@pytest.mark.parametrize("part", range(4))
+def test_a_fault_of_every_kind_is_survived(part: int) -> None:
+    survived("--part", f"{part}/4", "--seed", str(DAY), times=1)
 
 
 @pytest.mark.slow
@@ -101,18 +80,24 @@ def test_a_death_that_is_not_survived_is_named_with_the_way_to_see_it_again(tmp_
     (broken / "storage" / "files.py").write_text(text.replace(flushing, "        file.fileno()\n"))
     run = [
         sys.executable,
-        str(ROOT / "scripts" / "deaths.py"),
+        "-m",
+        "tests.fault_injection.run",
         "power-cut checkpoint",
         "--times",
         "12",
     ]
     done = subprocess.run(
-        run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+        run,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not all survived" in done.stdout
     assert re.search(
-        r"again: deaths.py 'power-cut checkpoint writing' --seed 0 --only \d+", done.stdout
+        r"again: python -m tests.fault_injection.run 'power-cut checkpoint writing' --seed 0 --only \d+",
+        done.stdout,
     )
 
 
@@ -129,10 +114,12 @@ def test_spilled_samples_are_not_used_after_another_stream_was_spilled_over_them
     """The first stream was spilled as a whole, the second in part; then the first is resumed."""
     for name, value in (("one", 1), ("two", 2)):
         np.save(tmp_path / f"{name}.npy", np.full((300, 50), value))
-    options = Packing(shard_samples=40, resume=True)
+    options: Any = {"max_shard_samples": 40, "resume": True}
 
     def pack(name: str, out: str) -> wt.Index:
-        return wt.pack_arrays({"x": str(tmp_path / f"{name}.npy")}, str(tmp_path / out), **options)
+        return wt.convert_arrays(
+            {"x": str(tmp_path / f"{name}.npy")}, str(tmp_path / out), **options
+        )
 
     with ended_at("replace", r"/train-\d+\.tar"):
         pack("one", "out")
@@ -150,13 +137,13 @@ def test_the_index_of_a_shard_is_not_used_for_a_shard_that_replaced_it(tmp_path:
             path = tmp_path / name / "a" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture(value, kind="JPEG").ljust(2000, b"\0"))
-    options = Packing(shard_samples=3, resume=True)
+    options: Any = {"max_shard_samples": 3, "resume": True}
     with ended_at("replace", r"/names\.json"):
-        wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
+        wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
     with ended_at("replace", r"\.tar\.part"):
-        wt.pack_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
-    wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
-    wt.pack_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
+        wt.convert_folder(str(tmp_path / "two"), str(tmp_path / "out"), **options)
+    wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "out"), **options)
+    wt.convert_folder(str(tmp_path / "one"), str(tmp_path / "whole"), **options)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -168,7 +155,7 @@ def test_an_exchange_removes_the_files_of_earlier_ones_that_were_cut_short(
 
     def pack(count: int, **options: Any) -> None:
         rows = ({"__key__": f"k{number}", "txt": str(number)} for number in range(count))
-        wt.pack(rows, str(tmp_path / "out"), shard_samples=10, **options)
+        wt.pack(rows, str(tmp_path / "out"), max_shard_samples=10, **options)
 
     pack(90)
     with ended_at("unlink", r"/out/train-000000\.tar"):
@@ -231,11 +218,11 @@ def test_a_conversion_that_waits_for_another_finds_its_shards(tmp_path: Path, ho
         ended = threads.submit(ends)
         if how == "neither":
             with pytest.raises(UsageError, match="holds 3 files"):
-                Stage(out, overwrite=False, resume=False)
+                OutputTransaction(out, overwrite=False, resume=False)
         elif how == "resume":
-            assert Stage(out, overwrite=False, resume=True).whole
+            assert OutputTransaction(out, overwrite=False, resume=True).is_complete
         else:
-            Stage(out, overwrite=True, resume=False).leave()
+            OutputTransaction(out, overwrite=True, resume=False).leave()
         ended.result()
     assert files(tmp_path / "out") == before
 
@@ -247,19 +234,19 @@ def test_a_refused_conversion_leaves_no_stage_behind(tmp_path: Path) -> None:
         watched_calls("flock", "/owner", shard.touch, fcntl),
         pytest.raises(UsageError, match="another conversion was writing into .* until now"),
     ):
-        Stage(str(tmp_path), overwrite=True, resume=False)
+        OutputTransaction(str(tmp_path), overwrite=True, resume=False)
     assert list(tmp_path.iterdir()) == [shard]
 
 
 def test_the_lock_of_a_removed_stage_locks_nothing(tmp_path: Path) -> None:
     """A conversion that waited for the removed stage gets a new one, which a third has to wait for."""
-    first = Stage(str(tmp_path / "out"), overwrite=False, resume=False)
+    first = OutputTransaction(str(tmp_path / "out"), overwrite=False, resume=False)
     fd = os.open(tmp_path / "out" / ".unfinished" / "owner", os.O_RDWR)
     first.clear()
-    second = Stage(str(tmp_path / "out"), overwrite=False, resume=False)
+    second = OutputTransaction(str(tmp_path / "out"), overwrite=False, resume=False)
     assert not os.path.samestat(os.fstat(fd), os.stat(tmp_path / "out" / ".unfinished" / "owner"))
     with pytest.raises(UsageError, match="another conversion is writing into"):
-        Stage(str(tmp_path / "out"), overwrite=True, resume=False)
+        OutputTransaction(str(tmp_path / "out"), overwrite=True, resume=False)
     second.clear()
     os.close(fd)
 
@@ -302,7 +289,7 @@ def test_no_conversion_waits_for_a_process_that_is_killed_after_the_last_job(
 def test_an_index_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
     """The former index is still whole, and its checksums get into the new one."""
     write_class_folder(tmp_path / "in", {"cat": 12})
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"), shard_samples=4)
+    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "set"), max_shard_samples=4)
     (tmp_path / "set" / "train-000002.tar").unlink()
     before = load(str(tmp_path / "set" / "index.json"))
     for _ in range(2):  # the second time with the remains of the first
@@ -363,7 +350,7 @@ def test_a_shard_without_checksums_that_is_replaced_while_it_is_used_is_an_error
 
 def test_of_a_shard_that_was_replaced_all_samples_are_bad_and_counted(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "s", [8, 8])
-    loader = wt.Loader(folder, batch_size=2, shuffle=False, on_bad="replace", max_bad=0.6)
+    loader = wt.Loader(folder, batch_size=2, shuffle=False, on_error="replace", max_errors=0.6)
     replaced(
         folder / "part-001.tar",
         (folder / "part-001.tar").read_bytes().replace(b"sample 1", b"SAMPLE 1"),
@@ -410,15 +397,15 @@ def test_a_shard_that_changes_while_it_is_indexed_is_an_error_and_not_remembered
     data = shard.read_bytes()
     os.utime(shard, ns=(0, 0))
     with watched_calls("pread", r"/part-001\.tar", lambda: shard.write_bytes(data)):
-        with pytest.raises(ShardError, match="part-001.tar was written to while it was walked"):
+        with pytest.raises(ShardError, match="part-001.tar was written to while it was scanned"):
             wt.index(folder)
         open_index(str(folder))
     notes: list[str] = []
     open_index(str(folder), note=notes.append)
-    assert "walked over the headers of 9 samples" in notes[0]
+    assert "scanned the headers of 9 samples" in notes[0]
 
 
-def test_a_remembered_walk_is_not_believed_of_a_file_with_the_same_size_and_time(
+def test_a_cached_scan_is_not_used_for_a_replaced_file_of_equal_size_and_time(
     tmp_path: Path,
 ) -> None:
     folder = write_shards(tmp_path / "s", [9])
@@ -434,7 +421,12 @@ def test_a_remembered_walk_is_not_believed_of_a_file_with_the_same_size_and_time
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"format": 1, "model": {"w": torch.full((4,), float(step))}, "config": {}, "task": {}}
+    return {
+        "format": FORMAT,
+        "model": {"w": torch.full((4,), float(step))},
+        "config": {},
+        "task": {},
+    }
 
 
 def test_the_best_checkpoint_is_named_before_the_last(tmp_path: Path) -> None:
@@ -488,9 +480,9 @@ def test_the_death_of_a_worker_is_not_taken_for_a_disk_that_is_full(
 
 def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
     """What a power cut may leave at the end of a file that was being appended to."""
-    from wdstrain.training.run import STEPS, Run
+    from wdstrain.training.run_dir import STEPS, RunDir
 
-    run = Run(str(tmp_path / "run"), "", overwrite=False, resume=False)
+    run = RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
     run.log(STEPS, {"step": 1})
     with open(run.path(STEPS), "ab") as file:
         file.write(b"\xff\xfe\x00\x00\x80 noise")
@@ -501,14 +493,14 @@ def test_a_line_of_noise_is_no_line_of_a_run(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_before_it_had_its_configuration_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wdstrain.training.run import Run
+    from wdstrain.training.run_dir import RunDir
 
     with monkeypatch.context() as patch, ended_at("replace", ".*"):
         patch.setattr(os, "unlink", lambda *_: None)  # a killed process does not clean up
-        Run(str(tmp_path / "run"), "", overwrite=False, resume=False)
+        RunDir(str(tmp_path / "run"), "", overwrite=False, resume=False)
     assert [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
     for resume in (False, True):
-        Run(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
+        RunDir(str(tmp_path / "run"), "", overwrite=False, resume=resume).close()
     assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
 
 
@@ -568,7 +560,7 @@ class Hungry:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_want_of_memory_is_said_in_words(shards: Path, num_workers: int) -> None:
+def test_out_of_memory_is_an_error_with_advice(shards: Path, num_workers: int) -> None:
     loader = wt.Loader(shards, {"label": Hungry()}, batch_size=4, num_workers=num_workers)
     with pytest.raises(
         SampleError,
@@ -660,9 +652,9 @@ def test_a_file_that_a_kill_left_on_the_stage_goes_with_it(tmp_path: Path) -> No
     write_class_folder(tmp_path / "in", {"a": 8}, "jpg")
     (tmp_path / "out" / ".unfinished").mkdir(parents=True)
     (tmp_path / "out" / ".unfinished" / ".names.json.0123.tmp").touch()
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
+    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
     assert not (tmp_path / "out" / ".unfinished").exists()
-    assert len(wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "out"), resume=True)) == 8
+    assert len(wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "out"), resume=True)) == 8
 
 
 def test_a_handler_of_dead_children_is_asked_by_the_one_that_was_set_while_they_waited() -> None:
@@ -694,7 +686,7 @@ def test_an_error_of_the_model_is_not_its_own_cause(tmp_path: Path) -> None:
             return found
 
     write_class_folder(tmp_path / "in", {"a": 16, "b": 16}, "jpg")
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "set"))
+    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "set"))
     with pytest.raises(RuntimeError, match="boom") as raised:
         wt.train(
             tmp_path / "set", tmp_path / "run", model=Failing, epochs=1, batch_size=8, image_size=16

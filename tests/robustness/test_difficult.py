@@ -132,8 +132,8 @@ def test_whatever_cannot_be_read_is_a_bad_sample_and_nothing_else(
         batch_size=2,
         shuffle=False,
         num_workers=num_workers,
-        on_bad="replace",
-        max_bad=1.0,
+        on_error="replace",
+        max_errors=1.0,
     )
     batches = list(loader)
     assert [batch["name"] for batch in batches] == [["sound", "sound"]] * len(names)

@@ -55,11 +55,9 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-@pytest.mark.parametrize("times", ["once", pytest.param("twice", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case",
-    ["workers", *(pytest.param(case, marks=pytest.mark.slow) for case in ("bytes", "threads"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("times", ["once", "twice"])
+@pytest.mark.parametrize("case", ["bytes", "threads", "workers"])
 def test_after_an_interrupt_at_any_moment_the_next_epoch_is_whole(
     shards: Path, case: str, times: str
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_mixture_delivers_one_numbering(sets: tuple[Path, Path]) -> None:
     assert found.items() <= dict(PETS + WILD).items()
 
 
-def test_classes_of_ones_own_are_found_by_name(sets: tuple[Path, Path]) -> None:
+def test_given_classes_are_matched_by_name(sets: tuple[Path, Path]) -> None:
     mine = ["fox", "cat", "wolf", "hen", "dog"]
     for urls, samples in ((sets, PETS + WILD), (sets[0], PETS), (sets[1], WILD)):
         assert delivered(
@@ -122,7 +122,7 @@ def test_classes_of_ones_own_are_found_by_name(sets: tuple[Path, Path]) -> None:
 
 
 def test_the_numbering_stays_with_some_of_the_shards(tmp_path: Path) -> None:
-    options = {"shard_samples": 3, "split": {"train": 0.5, "val": 0.5}}
+    options = {"max_shard_samples": 3, "split": {"train": 0.5, "val": 0.5}}
     for name, samples, classes in (
         ("pets", PETS, ["cat", "dog"]),
         ("wild", WILD, ["wolf", "fox", "dog"]),
@@ -141,7 +141,7 @@ def test_an_entry_of_a_table_is_joined_too(tmp_path: Path) -> None:
         lines = "\n".join(f"{tmp_path / 'x.png'},{word},{word}" for word in words)
         (tmp_path / f"{name}.csv").write_text(f"file,kind,same\n{lines}\n")
         labels = ["kind", "same"]  # of several labels, each is an entry of one JSON field
-        wt.pack_table(
+        wt.convert_table(
             str(tmp_path / f"{name}.csv"),
             str(tmp_path / name),
             image="file",
@@ -192,6 +192,20 @@ def test_a_set_without_names_is_not_joined_to_one_with_them(
     assert delivered(loader, mine) == dict(PETS) | {f"f{i}": "cat" for i in range(4)}
 
 
+@pytest.mark.parametrize("name", ["label", "cls"])
+def test_a_condition_on_classes_that_cannot_be_joined_names_both_numberings(
+    sets: tuple[Path, Path], tmp_path: Path, name: str
+) -> None:
+    numbered = tmp_path / "numbered"
+    wt.pack(({"__key__": f"n{i}", "cls": i % 3} for i in range(6)), str(numbered))
+    index = wt.open([sets[0], numbered])
+    said = f"no column '{name}': the label in cls differs.*0 cat, 1 dog.*3 classes without names"
+    with pytest.raises(UsageError, match=said):
+        index.where(f"{name} == 1")
+    with pytest.raises(UsageError, match=said):
+        wt.Loader(index, balance=name)
+
+
 def test_sets_of_numbers_without_names_are_joined_as_numbers(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 5)):
         wt.pack(
@@ -210,8 +224,8 @@ def test_sets_of_numbers_without_names_are_joined_as_numbers(tmp_path: Path) -> 
 def test_counts_and_samples_that_are_shown_have_their_own_class(
     sets: tuple[Path, Path], capsys: Any
 ) -> None:
-    (histogram,) = wt.info(sets).histograms
-    assert histogram.classes == {"cat": 5, "dog": 8, "fox": 3, "wolf": 3}
+    (column,) = wt.info(sets).columns
+    assert column.classes == {"cat": 5, "dog": 8, "fox": 3, "wolf": 3}
     assert main(["show", *map(str, sets), "-n", "19", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["samples"]
     assert {one["key"]: one["labels"]["label"] for one in shown} == dict(PETS + WILD)

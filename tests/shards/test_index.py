@@ -22,17 +22,17 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import expand
 
 
-def test_shards_without_an_index_are_walked_over_and_told(shards: Path) -> None:
+def test_unindexed_shards_are_scanned_and_logged(shards: Path) -> None:
     told: list[str] = []
     index = open_index(str(shards), note=told.append)
     assert index.counts.tolist() == [7, 13, 1]
     assert index.fields == ("cls", "txt")
     assert [index.key(i) for i in (0, 7, 20)] == ["s000000", "s000007", "s000020"]
     assert len(told) == 1
-    assert "part-000.tar: walked over the headers of 21 samples in" in told[0]
+    assert "part-000.tar: scanned the headers of 21 samples in" in told[0]
 
 
-def test_links_that_a_walk_passes_over_are_told(tmp_path: Path) -> None:
+def test_links_skipped_by_a_scan_are_logged(tmp_path: Path) -> None:
     """GNU tar stores a file that it stored before under another name as a hard link, which has no bytes."""
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, kind in (
@@ -56,7 +56,7 @@ def walked(urls: Any) -> int:
     return int(told[0].split("headers of ")[1].split()[0]) if told else 0
 
 
-def test_a_walk_is_remembered_and_only_what_changed_is_walked_again(
+def test_a_scan_is_cached_and_only_changed_shards_are_scanned_again(
     shards: Path, tmp_path: Path
 ) -> None:
     assert [walked(shards), walked(shards), walked(shards / "part-001.tar")] == [21, 0, 0]
@@ -84,7 +84,7 @@ def test_a_walk_is_remembered_in_the_users_cache_where_the_folder_cannot_be_writ
     assert [walked(shards), walked(shards)] == [21, 21]
 
 
-def test_what_is_remembered_is_believed_as_little_as_any_file(shards: Path) -> None:
+def test_a_cached_scan_is_validated_like_any_file(shards: Path) -> None:
     walked(shards)
     for name, damage in (("index.arrow", b"x" * 100), ("index.json", b"[]")):
         (shards / ".wdstrain" / name).write_bytes(damage)
@@ -162,15 +162,15 @@ def test_no_address_at_all_is_refused() -> None:
 
 
 def test_single_shards_of_an_indexed_folder_keep_their_labels_and_checksums(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import convert
-    from wdstrain.packing.folder import list_folder
-    from wdstrain.packing.options import Options
+    from wdstrain.conversion.options import Options
+    from wdstrain.conversion.runner import convert
+    from wdstrain.conversion.sources.folder import list_folder
 
     for name in ("cat", "dog"):
         (tmp_path / "in" / name).mkdir(parents=True)
         for i in range(6):
             (tmp_path / "in" / name / f"{i}.png").write_bytes(picture(i))
-    convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=5))
+    convert(list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(max_shard_samples=5))
     index = open_index(tmp_path / "out" / "train-000001.tar")
     assert index.labels[0].classes == ("cat", "dog")
     assert index.shards[0].sha256
@@ -223,13 +223,13 @@ def test_indexing_again_accepts_the_shards_as_they_are_and_keeps_the_splits(
 
 
 def test_indexing_again_keeps_the_checksums_of_shards_that_are_as_they_were(tmp_path: Path) -> None:
-    from wdstrain.packing.convert import convert
-    from wdstrain.packing.folder import list_folder
-    from wdstrain.packing.options import Options
+    from wdstrain.conversion.options import Options
+    from wdstrain.conversion.runner import convert
+    from wdstrain.conversion.sources.folder import list_folder
 
     write_class_folder(tmp_path / "in", {"cat": 4, "dog": 4})
     made = convert(
-        list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(shard_samples=4)
+        list_folder(str(tmp_path / "in")), str(tmp_path / "out"), Options(max_shard_samples=4)
     ).index
     again = wt.index(tmp_path / "out")
     assert again.shards == made.shards
@@ -272,7 +272,7 @@ def test_a_pair_of_files_that_does_not_belong_together_is_refused(
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"wdstrain": 3}', "nul", "[" * 100_000])
 def test_a_json_that_is_no_index_is_refused(shards: Path, text: str) -> None:
     (shards / "index.json").write_text(text)
-    with pytest.raises(ShardError, match="is no index of this package"):
+    with pytest.raises(ShardError, match="is not an index of this package"):
         open_index(shards)
 
 
@@ -464,7 +464,7 @@ def damaged_set(folder: Path) -> tuple[Path, Path, str]:
     wt.pack(
         ({"__key__": f"p{i}", "npy": npy(i)} for i in range(12)),
         str(folder / "packed"),
-        shard_samples=4,
+        max_shard_samples=4,
     )
     write_tar(folder / "foreign" / "a.tar", [(f"f{i}", {"npy": npy(i)}) for i in range(4)])
     index = open_index(folder / "packed")
@@ -510,7 +510,7 @@ def test_a_packed_shard_keeps_its_checksums_beside_foreign_ones(
 
     with pytest.raises(wt.SampleError, match=f"'{key}'.*not those that were packed"):
         list(loader())
-    with closing(loader(on_bad="replace", max_bad=1.0)) as replacing:
+    with closing(loader(on_error="replace", max_errors=1.0)) as replacing:
         found = [one for batch in replacing for one in batch["__key__"]]
         assert len(found) == 16
         assert [one["key"] for one in replacing.report()["bad_samples"]] == [key]

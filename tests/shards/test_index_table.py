@@ -36,7 +36,7 @@ def packed(tmp_path: Path) -> Path:
         samples.append(sample | {"json": entries} | ({"txt": "t"} if number % 5 else {}))
     labels = [wt.Label("kind", "class", "json", "kind", tuple(KINDS))]
     out = tmp_path / "out"
-    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=10)
+    wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=10)
     return out
 
 

@@ -42,7 +42,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n, row in enumerate(ROWS)
     ]
     labels = [wt.Label("kind", "class", "json", "kind", tuple(KINDS))]
-    wt.pack(samples, str(out), shuffle=False, labels=labels, shard_samples=10)
+    wt.pack(samples, str(out), shuffle=False, labels=labels, max_shard_samples=10)
     return out
 
 
@@ -128,7 +128,7 @@ def test_a_condition_chooses_what_python_would(
         ("year == 1e400 * 10 ** 3", "not allowed in a condition"),
         ("code + 1 == 3", "a text, not a number"),
         ("year in []", "the list is empty"),
-        ("year in [code]", "no constant"),
+        ("year in [code]", "not a constant"),
         ("year ==", "is no condition"),
         ("class == 1 and year > 3", "a column of this name stands in backticks, `class`"),
         ("json.class == 1", "or `json.class`"),
@@ -137,7 +137,7 @@ def test_a_condition_chooses_what_python_would(
         ("9" * 30 + " < year", "cannot be evaluated"),
         ("not " * 5000 + "kids", "is too long"),
         ("-" * 4000 + "year > 3", ""),
-        ("''.startswith(key)", "no constant"),
+        ("''.startswith(key)", "not a constant"),
         ("`` == 3", ""),
     ],
 )
@@ -153,6 +153,8 @@ def test_a_wrong_condition_gets_one_clear_error(
 def test_a_selection_of_a_selection(index: wt.Index) -> None:
     small = index.where("year >= 2020").where("kind == 'Pants'").sample(5, seed=3)
     assert len(small) == 5
+    assert repr(small).startswith("Index(5 samples, ")
+    assert f", {sum(small.table['size'].to_pylist()) / 1e6:.1f} MB" in repr(small)
     chosen = [int(key[1:]) for key in keys(small)]
     assert chosen == sorted(chosen)
     assert all(n >= 20 and n % 3 == 1 for n in chosen)
@@ -210,6 +212,30 @@ def test_each_sample_is_validated_in_one_fold(
         assert sorted(keys(train) + keys(val)) == keys(index)
         seen += keys(val)
     assert sorted(seen) == keys(index)
+
+
+@pytest.mark.parametrize("folds", [3, 5])
+def test_folds_share_out_each_class_to_within_one(tmp_path: Path, folds: int) -> None:
+    rows = [{"kind": f"c{number}"} for number in range(1, 60) for _ in range(number)]
+    samples = [{"__key__": f"k{n:03d}", "json": row} for n, row in enumerate(rows)]
+    index = wt.pack(samples, str(tmp_path / "out"), shuffle=False)
+    counts = [
+        Counter(val.table["kind"].to_pylist()) for _, val in index.folds(folds, stratify="kind")
+    ]
+    for number in range(1, 60):
+        of_class = [count[f"c{number}"] for count in counts]
+        assert sum(of_class) == number
+        assert max(of_class) - min(of_class) <= 1
+
+
+def test_names_and_letters_that_are_treated_as_python_does(tmp_path: Path) -> None:
+    texts = ["\u0130", "\u039f\u03a3", "A", None]  # Python's lower case of the first two is special
+    samples = [{"__key__": f"k{n}", "json": {"__column__": text}} for n, text in enumerate(texts)]
+    index = wt.pack(samples, str(tmp_path / "out"), shuffle=False)
+    for number, text in enumerate(texts[:3]):
+        assert text is not None
+        for name in ("__column__", "`__column__`", "json.__column__"):
+            assert keys(index.where(f"{name}.lower() == {text.lower()!r}")) == [f"k{number}"]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_two_members_of_one_name_are_an_error(tmp_path: Path) -> None:
         (b"", "was cut"),
     ],
 )
-def test_what_is_no_tar_is_refused_with_a_sentence(tmp_path: Path, data: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_tar_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "t.tar").write_bytes(data)
     with pytest.raises(ShardError, match=words):
         read(tmp_path / "t.tar")
@@ -233,7 +233,7 @@ def test_a_shard_zeroed_in_part_or_of_several_tars_is_refused(odd: Path, tmp_pat
     ],
     ids=lambda commands: "; ".join(commands),
 )
-def test_what_gnu_tar_pads_or_joins_is_whole(tmp_path: Path, commands: list[str]) -> None:
+def test_tars_padded_or_joined_by_gnu_tar_are_whole(tmp_path: Path, commands: list[str]) -> None:
     """And a cut anywhere is told, and zeros over its end unless they begin where a member ends."""
     files = {"a": bytes(range(1, 251)) * 20, "b": b"label", "c": bytes(range(1, 251)) * 8}
     for name, data in files.items():

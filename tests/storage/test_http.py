@@ -26,6 +26,7 @@ import webdataset as wds
 
 import wdstrain as wt
 from tests.conftest import ROOT, write_class_folder, write_shards, write_tar
+from tests.support.readers import collected_batches, wait_until_paused
 from tests.support.servers import (
     Fault,
     Served,
@@ -54,7 +55,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packed shards of some 300 KB, with an index."""
     folder = tmp_path_factory.mktemp("made")
     rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(400))
-    wt.pack(rows, str(folder / "shards"), shard_bytes=300_000, split={"train": 0.8, "val": 0.2})
+    wt.pack(rows, str(folder / "shards"), max_shard_size=300_000, split={"train": 0.8, "val": 0.2})
     return folder / "shards"
 
 
@@ -90,7 +91,7 @@ def test_every_address_of_a_server_gives_what_the_disk_gives(made: Path, served:
         [f"{served.url}/{names[0]}", *map(str, sorted(made.glob("train-*.tar"))[1:])],
     ):
         assert epoch(urls) == wanted
-    everything = wt.pack_tars(
+    everything = wt.convert_tars(
         f"{served.url}/index.json", str(made.parent / "copy"), shuffle=False, overwrite=True
     )
     assert len(everything) == 400
@@ -130,7 +131,7 @@ def test_windows_paths_are_paths() -> None:
         expand("C:\\data\\train-000000.tar")
 
 
-def test_a_page_where_a_shard_should_be_is_said_at_once(made: Path) -> None:
+def test_an_html_page_instead_of_a_shard_is_an_immediate_error(made: Path) -> None:
     with (
         serving(made, pages=True) as server,
         pytest.raises(StorageError, match="sent an HTML page instead of a shard"),
@@ -138,7 +139,7 @@ def test_a_page_where_a_shard_should_be_is_said_at_once(made: Path) -> None:
         wt.Loader(f"{server.url}/elsewhere/train-000000.tar")
 
 
-def test_what_is_not_there_is_an_error_with_its_status(served: Served) -> None:
+def test_a_missing_object_is_an_error_with_its_http_status(served: Served) -> None:
     with pytest.raises(StorageError, match=r"/none.tar: the server answered 404 Not Found"):
         wt.Loader(f"{served.url}/none.tar")
 
@@ -159,8 +160,7 @@ def test_shards_without_an_index_are_walked_over_once(
             assert sorted(key for batch in loader for key in batch["__key__"]) == wanted
             loader.close()
     assert (
-        sum("walked over the headers of 21 samples" in record.message for record in caplog.records)
-        == 1
+        sum("scanned the headers of 21 samples" in record.message for record in caplog.records) == 1
     )
 
 
@@ -257,21 +257,19 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         shuffle=False,
     )
     monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
-    monkeypatch.setattr("wdstrain.loader.pipeline_parts.AHEAD_BYTES", 128 << 10)
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
         begun, held = [0], []
-        for step, _ in enumerate(loader):
-            reader = loader._pipeline.reader  # type: ignore[union-attr]
-            with reader._lock:
-                assert reader._changed.wait_for(
-                    lambda r=reader: r._paused or len(r._runs) != 1, timeout=30
-                )  # type: ignore[misc]
-                if len(reader._runs) != 1:  # at the end the next epoch is begun
-                    break
-                begun.append(reader._runs[0][0].begun)
-                held.append(begun[-1] - 4 * (step + 1))
-        loader.close()
+        batches = collected_batches(loader.index, loader.plan, ahead=128 << 10)
+        for step, (_, run, _) in enumerate(batches):
+            wait_until_paused(run)
+            held.append(run.held_samples)
+            begun.append(held[-1] + 4 * (step + 1))
+            if begun[-1] == 2000:  # all
+                break
+        batches.close()
+        held.pop()
+        begun.pop()
     ranges = np.diff(begun[1:]) // 10  # of ten samples
     assert len(held) > 400
     assert sorted(set(ranges.tolist())) == [0, 3], ranges
@@ -322,7 +320,7 @@ def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
             for _ in loader.epoch(0):
                 pass
         assert sum(stop - start for start, stop in spans(server, tar)) <= 5 * size
-        with pytest.raises(UsageError, match="until=2: must be above the epoch, 2"):
+        with pytest.raises(UsageError, match="until=2: must be above epoch=2"):
             loader.epoch(2, until=2)
         loader.close()
     here.close()
@@ -330,7 +328,7 @@ def test_an_epoch_that_is_read_alone_asks_for_each_byte_once(
 
 def test_training_reads_what_it_trains_and_validates_with_once_an_epoch(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "pictures", {"a": 60, "b": 60})
-    index = wt.pack_folder(
+    index = wt.convert_folder(
         str(tmp_path / "pictures"), str(tmp_path / "set"), split={"train": 0.6, "val": 0.4}
     )
     sizes = {shard.name: shard.bytes for shard in index.shards}
@@ -377,7 +375,7 @@ def test_a_dropped_connection_goes_on_at_the_byte_where_it_broke(made: Path) -> 
         assert file.retries == 1
 
 
-def test_what_cannot_be_healed_names_address_status_byte_and_attempts(
+def test_permanent_errors_name_address_status_byte_and_attempts(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
@@ -520,8 +518,8 @@ def test_bytes_that_were_damaged_on_the_way_are_bad_samples(tmp_path: Path, made
             f"{server.url}/train-000000.tar",
             batch_size=4,
             tail="keep",
-            on_bad="replace",
-            max_bad=0.1,
+            on_error="replace",
+            max_errors=0.1,
         )
         list(loader)
         assert loader.report()["bad"] == 1
@@ -756,13 +754,13 @@ def test_secrets_are_sent_and_never_shown(
             assert sent["Authorization"] == "Basic bWU6aHVzaC13b3Jk"
             assert sent["X-Token"] == "hush-header"
         assert all("sig=hush-query" in path for path, _ in server.requests)
-        index = wt.pack_tars(address, str(tmp_path / "copy"))
+        index = wt.convert_tars(address, str(tmp_path / "copy"))
         texts += [path.read_text("latin1") for path in (tmp_path / "copy").iterdir()] + [
             json.dumps(index.info)
         ]
         train = ["train", address, "--out", str(tmp_path / "run"), "--epochs", "1"]
         write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
-        wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "photos"))
+        wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "photos"))
         with serving(tmp_path / "photos") as photos:
             pictures = (
                 photos.url.replace("://", "://me:hush-word@") + "/train-000000.tar?sig=hush-query"
@@ -905,7 +903,7 @@ def test_a_process_ends_while_a_server_stalls(made: Path) -> None:
 
 def test_class_folders_on_a_server_train_like_those_on_the_disk(tmp_path: Path) -> None:
     write_class_folder(tmp_path / "in", {"cat": 30, "dog": 30})
-    wt.pack_folder(str(tmp_path / "in"), str(tmp_path / "s"), split={"train": 0.7, "val": 0.3})
+    wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "s"), split={"train": 0.7, "val": 0.3})
     common = ["--epochs", "1", "--image-size", "16", "--batch-size", "8"]
     with serving(tmp_path / "s") as server:
         assert main(["train", server.url, "--out", str(tmp_path / "far"), *common]) == 0

@@ -79,9 +79,7 @@ def whole(memory: Memory) -> ScatterList:
     return ScatterList([memory], ints(0), ints(0), ints(memory.size))
 
 
-def test_all_that_is_asked_for_is_filled_compared_and_told_once(
-    hands: IOThreadPool, file: int
-) -> None:
+def test_every_read_is_filled_verified_and_reported_once(hands: IOThreadPool, file: int) -> None:
     told: SimpleQueue[int] = SimpleQueue()
     memory, size = Memory(1_000_000), 2000
     starts = np.random.default_rng(1).permutation(500) * size
@@ -137,7 +135,7 @@ def test_where_nothing_can_be_read_all_is_left(hands: IOThreadPool, tmp_path: Pa
         os.close(fd)
 
 
-def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(
+def test_stop_waits_for_running_reads_and_reports_none_after_it(
     hands: IOThreadPool, file: int
 ) -> None:
     for _ in range(30):
@@ -154,7 +152,7 @@ def test_a_stop_waits_for_what_is_being_filled_and_tells_nothing_after_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_hands_that_nobody_has_any_more_end(
+def test_a_pool_without_references_ends_its_threads(
     way: bool, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way:

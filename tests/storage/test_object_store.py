@@ -5,12 +5,13 @@ It answers what is asked at gs:// as well, since Google's XML requests are S3's 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from tests.conftest import write_class_folder
 from tests.support.foreign_tars import write_set
 from tests.support.servers import Served, cut, fine, serving, status
 from wdstrain.cli import main
+from wdstrain.conversion.result import Step
 from wdstrain.errors import ShardError, StorageError, UsageError
-from wdstrain.storage import object_store, prefetch
 from wdstrain.storage.object_store import list_folder_of, put, read_object
 
 server = pytest.importorskip("moto.server", reason="moto is not installed")
@@ -32,41 +33,62 @@ pytest.importorskip("obstore", reason="obstore is not installed: pip install 'wd
 NAMELESS = ("client_email", "private_key", "private_key_id")  # of a service account
 
 
-@pytest.fixture(params=["s3", "gs"])
-def bucket(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[str]:
-    """The address of an empty bucket."""
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """The address of an S3 server."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
-    url = f"http://{host}:{port}"
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> str:
+    """The address of an empty bucket. Every test has its own."""
     amazon = {
         "AWS_ACCESS_KEY_ID": "hush-id",
         "AWS_SECRET_ACCESS_KEY": "hush-secret",
         "AWS_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": url,
+        "AWS_ENDPOINT_URL": endpoint,
     }
     google = {
         "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(
-            {"gcs_base_url": url, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")
+            {"gcs_base_url": endpoint, "disable_oauth": True} | dict.fromkeys(NAMELESS, "")
         ),
         "GOOGLE_BEARER_TOKEN": "hush-token",
     }
-    for name in [
-        name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))
-    ]:  # nothing of this machine's
-        monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)  # nothing of this machine's
     for name, value in (amazon if request.param == "s3" else google).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    object_store._store.cache_clear()
-    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
-    yield f"{request.param}://bucket"
-    object_store._store.cache_clear()
-    urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")).close()
-    running.stop()
+    name = f"bucket{next(NUMBERS)}"
+    urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT")).close()
+    return f"{request.param}://{name}"
+
+
+class BrokenOffError(Exception):
+    """What a caller raises to break off an upload."""
+
+
+def broken_off_after(objects: int) -> Callable[[Step], None]:
+    """A progress callback that breaks off when so many objects are in the bucket."""
+
+    def report(step: Step) -> None:
+        if step.title == "uploading" and step.done == objects:
+            raise BrokenOffError
+
+    return report
 
 
 @pytest.fixture
@@ -98,8 +120,10 @@ def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     split = {"train": 0.7, "val": 0.3}
-    index = wt.pack_folder(str(photos), f"{bucket}/set/photos", split=split, shard_samples=10)
-    wt.pack_folder(str(photos), str(tmp_path / "here"), split=split, shard_samples=10)
+    index = wt.convert_folder(
+        str(photos), f"{bucket}/set/photos", split=split, max_shard_samples=10
+    )
+    wt.convert_folder(str(photos), str(tmp_path / "here"), split=split, max_shard_samples=10)
     assert stored(f"{bucket}/set/photos") == files(tmp_path / "here")
     assert index.shards[0].path == f"{bucket}/set/photos/train-000000.tar"
     assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
@@ -129,41 +153,64 @@ def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
 def test_a_set_that_is_there_is_refused_and_replaced_when_that_is_asked_for(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:
-    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10)
+    wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10)
     with pytest.raises(UsageError, match="holds a set already"):
-        wt.pack_folder(str(photos), f"{bucket}/p")
-    wt.pack_folder(str(photos), f"{bucket}/p", overwrite=True, shard_samples=40)
-    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=40)
+        wt.convert_folder(str(photos), f"{bucket}/p")
+    wt.convert_folder(str(photos), f"{bucket}/p", overwrite=True, max_shard_samples=40)
+    wt.convert_folder(str(photos), str(tmp_path / "here"), max_shard_samples=40)
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
 
 
-def test_putting_that_was_broken_off_goes_on_with_what_is_missing(
-    bucket: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_upload_resumes_with_the_missing_objects(
+    bucket: str, photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from wdstrain.packing import bucket as module
-
-    asked: list[tuple[str, bool]] = []
-
-    def failing(path: str, file: str, sha256: str) -> bool:
-        if len(asked) == 4:
-            raise StorageError("the network went away")
-        asked.append((path, put(path, file, sha256)))
-        return asked[-1][1]
-
-    monkeypatch.setattr(module, "put", failing)
-    with pytest.raises(StorageError, match="went away"):
-        wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10)
+    progress = broken_off_after(4)
+    with pytest.raises(BrokenOffError):
+        wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10, progress=progress)
     assert len(list_folder_of(f"{bucket}/p/")) == 4
     with pytest.raises(ShardError, match="index.json is not there"):  # no index, no set
         wt.Loader(f"{bucket}/p")
-    monkeypatch.setattr(module, "put", lambda *words: asked.append((words[0], put(*words))) or True)
-    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=10, resume=True)
-    again = bucket.startswith(
-        "gs"
-    )  # this server keeps no metadata of Google's, so nothing says that an object is the same
-    assert [fresh for _, fresh in asked] == [True] * 4 + [again] * 4 + [True] * 4
-    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=10)
+    with caplog.at_level(logging.INFO, "werkzeug"):
+        wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=10, resume=True)
+    put_again = sum('"PUT ' in record.getMessage() for record in caplog.records)
+    # This server keeps no metadata of Google's, so nothing says that an object is the same.
+    # Nor can it copy an object there, so each shard is put under its name after a copy fails.
+    assert put_again == (14 if bucket.startswith("gs") else 4)
+    wt.convert_folder(str(photos), str(tmp_path / "here"), max_shard_samples=10)
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
+@pytest.mark.parametrize("kind", ["folder", "stream"])
+def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
+    bucket: str, photos: Path, tmp_path: Path, kind: str
+) -> None:
+    """After each shard but the last few, the local files are empty and the bucket has no set."""
+    places = tmp_path / "cache" / "wdstrain" / "outgoing"
+    space: list[int] = []
+
+    def progress(step: Step) -> None:
+        if step.title == "packing" and step.done > 30:
+            shards = list(places.rglob("*.tar"))
+            space.append(sum(512 * path.stat().st_blocks for path in shards if path.exists()))
+            assert not list_folder_of(f"{bucket}/p/")
+
+    blobs = {f"k{number:03d}": os.urandom(100_000) for number in range(60)}
+    options: dict[str, Any] = {"max_shard_samples": 5, "shuffle": kind == "folder"}
+    if kind == "folder":
+        for name, data in blobs.items():
+            (photos / "cat" / f"{name}.jpg").write_bytes(b"\xff\xd8\xff" + data)
+        source = str(photos)
+        index = wt.convert_folder(source, f"{bucket}/p", progress=progress, **options)
+        wt.convert_folder(source, str(tmp_path / "here"), **options)
+    else:
+        rows = [{"__key__": key, "bin": data} for key, data in blobs.items()]
+        index = wt.pack(iter(rows), f"{bucket}/p", progress=progress, **options)
+        wt.pack(iter(rows), str(tmp_path / "here"), **options)
+    assert space
+    assert max(space) < 2_000_000 < sum(shard.bytes for shard in index.shards)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+    assert not list_folder_of(f"{bucket}/p/.unfinished/")
+    assert not list(places.iterdir())
 
 
 THEIRS = json.dumps(
@@ -178,10 +225,10 @@ THEIRS = json.dumps(
         ("index.json", THEIRS),
         ("train-000000.tar", b"mine"),
         ("train-000007.tar", b"mine"),
-        ("bad.jsonl", b"mine"),
+        ("skipped.jsonl", b"mine"),
     ],
 )
-def test_what_others_have_in_a_bucket_is_not_replaced(
+def test_foreign_objects_in_a_bucket_are_not_replaced(
     bucket: str, photos: Path, tmp_path: Path, name: str, data: bytes, overwrite: bool
 ) -> None:
     (tmp_path / "mine").write_bytes(data)
@@ -189,41 +236,34 @@ def test_what_others_have_in_a_bucket_is_not_replaced(
     with pytest.raises(
         UsageError, match=f"{name}.* (is no index of this package|which no index lists)"
     ):
-        wt.pack_folder(str(photos), f"{bucket}/p", overwrite=overwrite)
+        wt.convert_folder(str(photos), f"{bucket}/p", overwrite=overwrite)
     assert stored(f"{bucket}/p") == {name: data}
 
 
 def test_a_set_that_was_being_replaced_leaves_nothing_of_the_former_behind(
-    bucket: str, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str, photos: Path, tmp_path: Path
 ) -> None:
     """Broken off when the former index is gone: what it listed is known still, and nothing of others is touched."""
-    from wdstrain.packing import bucket as module
-
-    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=5)
+    wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=5)
     (tmp_path / "mine").write_bytes(b"mine")
     put(f"{bucket}/p/extra-000000.tar", str(tmp_path / "mine"), "")
-
-    def failing(path: str, file: str, sha256: str) -> bool:
-        raise StorageError("the network went away")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "put", failing)
-        with pytest.raises(StorageError, match="went away"):
-            wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, overwrite=True)
+    options: dict[str, Any] = {"max_shard_samples": 20, "overwrite": True}
+    with pytest.raises(BrokenOffError):
+        wt.convert_folder(str(photos), f"{bucket}/p", progress=broken_off_after(1), **options)
+    assert "index.json" not in stored(f"{bucket}/p")
     with pytest.raises(
         UsageError,
         match="a finished conversion of another source or with other options: seed was 0, is 1",
     ):
-        wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, seed=1, resume=True)
-    wt.pack_folder(str(photos), f"{bucket}/p", shard_samples=20, resume=True)
-    wt.pack_folder(str(photos), str(tmp_path / "here"), shard_samples=20)
+        wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=20, seed=1, resume=True)
+    wt.convert_folder(str(photos), f"{bucket}/p", max_shard_samples=20, resume=True)
+    wt.convert_folder(str(photos), str(tmp_path / "here"), max_shard_samples=20)
     assert stored(f"{bucket}/p") == files(tmp_path / "here") | {"extra-000000.tar": b"mine"}
 
 
 def test_large_shards_are_put_in_parts_and_read_in_ranges(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
+    bucket: str,
 ) -> None:
-    monkeypatch.setattr(prefetch, "RANGE", 1 << 20)
     bits = np.random.default_rng(0)
     blobs = {f"k{number:03d}": bits.bytes(200_000) for number in range(80)}
     wt.pack(({"__key__": key, "bin": data} for key, data in blobs.items()), f"{bucket}/large")
@@ -237,7 +277,7 @@ def test_large_shards_are_put_in_parts_and_read_in_ranges(
     assert found == blobs
 
 
-def test_what_is_not_there_or_not_allowed_is_a_sentence_without_secrets(
+def test_missing_and_forbidden_objects_are_errors_without_secrets(
     bucket: str, photos: Path, capsys: Any
 ) -> None:
     elsewhere = bucket.replace("bucket", "elsewhere")
@@ -261,10 +301,11 @@ def test_commands_say_where_the_shards_are(bucket: str, photos: Path, capsys: An
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """A server that answers as S3 does to reads, and misbehaves when it is told to; shards of 60 samples are in its bucket."""
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
+    """A server that answers reads as S3 does, until it is given faults, and its bucket with a set of 60 samples."""
+    bucket = f"bucket{next(NUMBERS)}"
     rows = ({"__key__": f"{n:02d}", "bin": bytes([n]) * 3000} for n in range(60))
-    wt.pack(rows, tmp_path / "bucket" / "set", shard_samples=20)
+    wt.pack(rows, tmp_path / bucket / "set", max_shard_samples=20)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     with serving(tmp_path, says="modified") as served:
@@ -276,41 +317,41 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve
         }
         for name, value in keys.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(prefetch, "RANGE", 20_000)
-        object_store._store.cache_clear()
-        yield served
-    object_store._store.cache_clear()
+        yield served, f"s3://{bucket}"
 
 
 def test_a_bucket_that_fails_is_waited_for_and_the_log_says_so(
-    elsewhere: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    elsewhere: tuple[Served, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = [batch["bin"] for batch in wt.Loader(tmp_path / "bucket" / "set", batch_size=8)]
+    served, bucket = elsewhere
+    here = tmp_path / bucket.removeprefix("s3://") / "set"
+    wanted = [batch["bin"] for batch in wt.Loader(here, batch_size=8)]
     end = time.monotonic() + 3
 
     def busy(handler: Any, path: Path, start: int, stop: int) -> bool:
         return time.monotonic() < end and status(503)(handler, path, start, stop)
 
-    elsewhere.faults += [fine(), cut(100), fine(), *[busy] * 10_000]
-    loader = wt.Loader("s3://bucket/set", batch_size=8)
+    served.faults += [fine(), cut(100), fine(), *[busy] * 10_000]
+    loader = wt.Loader(f"{bucket}/set", batch_size=8)
     assert [batch["bin"] for batch in loader] == wanted
     assert loader.report()["retries"] > 1
     loader.close()
     begins, ends = [text for one in caplog.records if "answer" in (text := one.getMessage())][:2]
-    assert begins.startswith("s3://bucket does not answer (")
+    assert begins.startswith(f"{bucket} does not answer (")
     assert "retrying for up to 120 s" in begins
-    assert ends.startswith("s3://bucket answers again after ")
+    assert ends.startswith(f"{bucket} answers again after ")
 
 
 def test_a_bucket_that_fails_for_too_long_is_an_error(
-    elsewhere: Served, monkeypatch: pytest.MonkeyPatch
+    elsewhere: tuple[Served, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served, bucket = elsewhere
     monkeypatch.setenv("WDSTRAIN_NETWORK_TIMEOUT", "0.5")
-    loader = wt.Loader("s3://bucket/set", batch_size=8)
-    elsewhere.faults += [status(503)] * 10_000
+    loader = wt.Loader(f"{bucket}/set", batch_size=8)
+    served.faults += [status(503)] * 10_000
     with pytest.raises(
         StorageError,
-        match=r"s3://bucket/set/.*tar: byte .* did not arrive in .* attempts over .*503.*WDSTRAIN_NETWORK",
+        match=rf"{bucket}/set/.*tar: byte .* did not arrive in .* attempts over .*503.*WDSTRAIN_NETWORK",
     ):
         list(loader)
     loader.close()

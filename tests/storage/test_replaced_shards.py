@@ -72,7 +72,7 @@ def server(request: pytest.FixtureRequest, www: Path) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_what_is_remembered_of_a_shard_is_not_believed_of_another(
+def test_cached_facts_of_a_shard_are_not_used_for_another(
     server: Served, www: Path, cached: bool
 ) -> None:
     options = {"cache_dir": www.parent / "cache"} if cached else {}
@@ -138,7 +138,7 @@ def test_headers_of_all_kinds_are_those_that_were_found(www: Path, kind: str, lo
     }
 
 
-def test_a_time_that_may_be_of_two_versions_is_none(www: Path) -> None:
+def test_an_ambiguous_modification_time_is_not_used(www: Path) -> None:
     """A server tells times in seconds: what was written a moment ago may be written again in the same second."""
     with serving(www, says="modified") as served:
         for first, sizes in ((0, [100, 200, 300]), (50, [300, 100, 200])):

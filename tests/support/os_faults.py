@@ -1,4 +1,4 @@
-"""Faults of the operating system: a process that ends, or a file that changes, at a chosen call."""
+"""The calls of the operating system: recorded, or replaced by a fault at a chosen call."""
 
 from __future__ import annotations
 
@@ -43,6 +43,40 @@ def watched_calls(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, watched)
         yield
+
+
+@contextmanager
+def recorded_reads(pattern: str = "") -> Iterator[list[tuple[str, int, int]]]:
+    """Record the (path, offset, length) of what Python code reads from files.
+
+    Reads of compiled code are not seen. pattern: regular expression for the end of the paths to
+    record.
+    """
+    reads: list[tuple[str, int, int]] = []
+
+    def recorded(function: Callable[..., bytes]) -> Callable[..., bytes]:
+        def call(fd: int, length: int, *offset: int) -> bytes:
+            path = path_of(fd)
+            if re.search(f"(?:{pattern})$", path):
+                place = offset[0] if offset else os.lseek(fd, 0, os.SEEK_CUR)
+                reads.append((path, place, length))
+            return function(fd, length, *offset)
+
+        return call
+
+    preadv = os.preadv
+
+    def recorded_preadv(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        count = preadv(fd, buffers, offset, flags)
+        if re.search(f"(?:{pattern})$", path_of(fd)):
+            reads.append((path_of(fd), offset, count))
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", recorded_preadv)
+        patch.setattr(os, "read", recorded(os.read))
+        patch.setattr(os, "pread", recorded(os.pread))
+        yield reads
 
 
 @contextmanager

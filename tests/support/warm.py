@@ -70,7 +70,7 @@ def serve(address: str) -> None:
     import torchmetrics  # noqa: F401
     import torchvision  # noqa: F401
 
-    import wdstrain.training.doors  # noqa: F401
+    import wdstrain.training.api  # noqa: F401
 
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from sklearn.metrics import r2_score, roc_auc_score
 from torch import nn
@@ -20,11 +21,21 @@ from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.offsets import Offsets
-from wdstrain.training.configuration import OPTIONS, Config, read_config
-from wdstrain.training.metrics import Scores, better
-from wdstrain.training.models import begin_with, build, freeze, head_of, train_mode
-from wdstrain.training.recipe import Average, Schedule, make_optimiser
-from wdstrain.training.task import Head, Task
+from wdstrain.training.config import OPTIONS, Config, read_config
+from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead
+from wdstrain.training.images import Normalization
+from wdstrain.training.metrics import EvalMetrics, default_monitor, is_better, is_maximized
+from wdstrain.training.models import build, last_layer
+from wdstrain.training.optim import (
+    Lion,
+    ModelEMA,
+    Schedule,
+    count_plateaus,
+    make_optimizer,
+    parameter_groups,
+)
+from wdstrain.training.tasks import Task
+from wdstrain.training.weights import freeze, load, train_mode
 
 KIND = Label("kind", "class", "cls", classes=("a", "b", "c"))
 TWO = Label("two", "class", "json", "two", ("no", "yes"))
@@ -39,7 +50,7 @@ def index_of(*labels: Label) -> Index:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_told_by_the_labels_and_can_be_told_otherwise() -> None:
+def test_the_task_follows_from_the_labels_or_is_given() -> None:
     task = Task.of(index_of(KIND, TWO, TAGS, LIGHT), "kind,two,tags,light")
     assert [(head.kind, head.outputs) for head in task.heads] == [
         ("class", 3),
@@ -56,15 +67,15 @@ def test_a_task_is_told_by_the_labels_and_can_be_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("kind:binary", "cannot be learnt as 'binary': it is one of 3 classes. Use class"),
-        ("kind:number", "cannot be learnt as 'number'"),
-        ("light:class", "it is of the kind number. Use number"),
-        ("light:ordinal", r"kinds are class, binary, multi, number"),
+        ("kind:binary", "cannot be learned as 'binary': it is one of 3 classes. Use class"),
+        ("kind:number", "cannot be learned as 'number'"),
+        ("light:class", "it is of kind number. Use number"),
+        ("light:ordinal", r"Kinds are class, binary, multi, number"),
         ("age", "no label 'age'"),
         ("light,light", "names a label twice"),
     ],
 )
-def test_a_label_that_cannot_be_learnt_so_is_refused_with_what_it_can_be(
+def test_a_task_that_does_not_fit_the_label_is_refused_with_those_that_do(
     asked: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
@@ -76,7 +87,7 @@ def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_ar
     outputs = torch.randn(12, 3)
     targets = torch.randint(0, 3, (12,))
     weights = torch.tensor([0.5, 1.0, 2.0])
-    head = Head(KIND, "class")
+    head = ClassHead(KIND)
     ours = head.losses(outputs, targets, smoothing=0.1)
     torch.testing.assert_close(
         ours.mean(), nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
@@ -87,7 +98,7 @@ def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_ar
         for part in (slice(0, 6), slice(6, 12))
     ]
     torch.testing.assert_close(weighted.mean(), torch.stack(parts).mean())
-    two = Head(TWO, "binary")
+    two = BinaryHead(TWO)
     hard = two.losses(outputs[:, :1], targets.clamp(max=1))
     soft = two.losses(outputs[:, :1], nn.functional.one_hot(targets.clamp(max=1), 2).float())
     torch.testing.assert_close(hard, soft)
@@ -98,18 +109,18 @@ def test_losses_are_those_of_torch_and_their_mean_does_not_depend_on_how_rows_ar
         ),
     )
     tags = nn.functional.one_hot(targets, 3).float()
-    several = Head(TAGS, "multi").losses(outputs, tags).mean()
+    several = MultiLabelHead(TAGS).losses(outputs, tags).mean()
     torch.testing.assert_close(
         several, nn.functional.binary_cross_entropy_with_logits(outputs, tags)
     )
     torch.testing.assert_close(
-        Head(LIGHT, "number").losses(outputs[:, :1], tags[:, 0]).mean(),
+        NumberHead(LIGHT).losses(outputs[:, :1], tags[:, 0]).mean(),
         nn.functional.mse_loss(outputs[:, 0], tags[:, 0]),
     )
 
 
 def test_weights_of_classes_make_rare_ones_count_as_much_as_frequent_ones() -> None:
-    weights = Head(KIND, "class").weights({"a": 80, "b": 20})
+    weights = ClassHead(KIND).class_weights({"a": 80, "b": 20}, 100)
     assert weights[0] * 80 == weights[1] * 20
     assert float(weights[0] * 80 + weights[1] * 20) == pytest.approx(100)
     assert weights[2] == 1  # nobody has it, so it is of no weight
@@ -120,9 +131,7 @@ def test_weights_of_classes_make_rare_ones_count_as_much_as_frequent_ones() -> N
 
 def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() -> None:
     torch.manual_seed(0)
-    task = Task(
-        (Head(KIND, "class"), Head(TWO, "binary"), Head(TAGS, "multi"), Head(LIGHT, "number"))
-    )
+    task = Task((ClassHead(KIND), BinaryHead(TWO), MultiLabelHead(TAGS), NumberHead(LIGHT)))
     outputs = torch.randn(100, task.outputs)
     targets = [
         torch.randint(0, 3, (100,)),
@@ -130,7 +139,7 @@ def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() 
         (torch.rand(100, 3) > 0.5).float(),
         torch.randn(100),
     ]
-    scores = Scores(task, torch.device("cpu"))
+    scores = EvalMetrics(task, torch.device("cpu"))
     for rows in torch.arange(100).split([1, 40, 0, 59]):
         own = [target[rows] for target in targets]
         scores.update(outputs[rows], own, task.losses(outputs[rows], own))
@@ -153,16 +162,20 @@ def test_metrics_of_every_kind_are_those_of_scikit_learn_whatever_the_batches() 
     assert found["light/r2"] == pytest.approx(r2_score(true[3], light[:, 0]), rel=1e-4)
 
 
-def test_the_best_is_told_by_the_metric_that_counts() -> None:
-    one, number, several = (
-        Task((Head(KIND, "class"),)),
-        Task((Head(LIGHT, "number"),)),
-        Task((Head(KIND, "class"), Head(LIGHT, "number"))),
-    )
-    assert better(one, {"accuracy": 0.6, "loss": 9}, {"accuracy": 0.5, "loss": 1})
-    assert not better(number, {"mse": 0.6}, {"mse": 0.5})
-    assert better(several, {"loss": 0.4}, {"loss": 0.5})
-    assert not better(number, {"mse": math.nan}, {"mse": 0.5})
+def test_the_main_metric_of_the_task_chooses_the_best() -> None:
+    assert default_monitor(Task((ClassHead(KIND),))) == "accuracy"
+    assert default_monitor(Task((MultiLabelHead(TAGS),))) == "mAP"
+    assert default_monitor(Task((NumberHead(LIGHT),))) == "mse"
+    assert default_monitor(Task((ClassHead(KIND), NumberHead(LIGHT)))) == "loss"
+    assert is_maximized("accuracy")
+    assert is_maximized("kind/f1")
+    assert not is_maximized("loss")
+    assert not is_maximized("light/mse")
+    assert is_better(0.6, 0.5, maximize=True)
+    assert not is_better(0.6, 0.5, maximize=True, min_delta=0.2)
+    assert is_better(0.4, 0.5, maximize=False)
+    assert not is_better(math.nan, 0.5, maximize=False)
+    assert is_better(0.5, math.nan, maximize=True)
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------
@@ -170,11 +183,11 @@ def test_the_best_is_told_by_the_metric_that_counts() -> None:
 
 def test_one_cycle_is_that_of_torch() -> None:
     rate = Schedule(Config(epochs=3, lr=0.5), 7)
-    optimiser = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
-    theirs = torch.optim.lr_scheduler.OneCycleLR(optimiser, 0.5, total_steps=21)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=21)
     for step in range(21):
         assert 0.5 * rate(step) == pytest.approx(theirs.get_last_lr()[0])
-        optimiser.step()
+        optimizer.step()
         if step < 20:
             theirs.step()
 
@@ -193,7 +206,7 @@ def test_schedules_warm_up_and_fall_step_by_step() -> None:
 
 def test_norms_and_biases_are_not_drawn_to_zero() -> None:
     model = build("small", 3, 16)
-    groups = make_optimiser(model, Config(weight_decay=0.1)).param_groups
+    groups = make_optimizer(model, Config(weight_decay=0.1)).param_groups
     assert all(weight.ndim > 1 for weight in groups[0]["params"])
     assert all(weight.ndim == 1 for weight in groups[1]["params"])
     assert [group["weight_decay"] for group in groups] == [0.1, 0]
@@ -202,7 +215,7 @@ def test_norms_and_biases_are_not_drawn_to_zero() -> None:
 
 def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
     model = nn.BatchNorm1d(1)
-    average = Average(model, 0.9)
+    average = ModelEMA(model, 0.9)
     with torch.no_grad():
         model.weight.fill_(11.0)
     average.update(model, 0)  # a decay of 1/10
@@ -249,22 +262,22 @@ def test_weights_of_a_file_are_taken_but_for_a_last_layer_of_another_shape(tmp_p
     pretrained = build("resnet18", 1000, 64)
     torch.save(pretrained.state_dict(), tmp_path / "resnet18.pth")
     model = build("resnet18", 5, 64)
-    assert begin_with(model, str(tmp_path / "resnet18.pth")) == ["fc.weight", "fc.bias"]
+    assert load(model, "resnet18", str(tmp_path / "resnet18.pth")).fresh == ("fc.weight", "fc.bias")
     torch.testing.assert_close(
         model.state_dict()["conv1.weight"], pretrained.state_dict()["conv1.weight"]
     )
     with pytest.raises(UsageError, match="are of another model: .* is missing; .* more"):
-        begin_with(build("mobilenet_v3_small", 5, 64), str(tmp_path / "resnet18.pth"))
+        load(build("mobilenet_v3_small", 5, 64), "", str(tmp_path / "resnet18.pth"))
     with pytest.raises(UsageError, match="cannot be read"):
-        begin_with(model, str(tmp_path / "none.pth"))
+        load(model, "resnet18", str(tmp_path / "none.pth"))
     torch.save({"model": nn.Linear(1, 1)}, tmp_path / "pickle.pth")
     with pytest.raises(UsageError, match="weights_only"):
-        begin_with(model, str(tmp_path / "pickle.pth"))
+        load(model, "resnet18", str(tmp_path / "pickle.pth"))
 
 
 def test_frozen_layers_do_not_learn_and_keep_the_means_of_their_norms() -> None:
     model = build("resnet18", 5, 64)
-    freeze(model)
+    freeze(model, "backbone")
     assert {name for name, weight in model.named_parameters() if weight.requires_grad} == {
         "fc.weight",
         "fc.bias",
@@ -283,7 +296,7 @@ def test_the_last_layer_is_found_in_models_of_every_make() -> None:
         ("small", "head"),
         ("squeezenet1_0", "classifier.1"),
     ):
-        assert head_of(build(name, 7, 64))[0] == last
+        assert last_layer(build(name, 7, 64))[0] == last
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -317,7 +330,7 @@ def test_a_file_of_options_is_read_and_what_it_does_not_know_is_refused_with_the
 
 
 def test_what_a_run_saves_of_its_options_reads_as_the_same(tmp_path: Path) -> None:
-    config = Config(label='a,"b"', lr=1e-4, clip=1.0, deterministic=True, augment="rrc+flip")
+    config = Config(label='a,"b"', lr=1e-4, clip_norm=1.0, deterministic=True, augment="rrc+flip")
     (tmp_path / "config.toml").write_text(config.toml({"train": ["a b", "ü"], "val": None}))
     options, data = read_config(str(tmp_path / "config.toml"))
     assert Config.of(options) == config
@@ -329,11 +342,11 @@ def test_what_a_run_saves_of_its_options_reads_as_the_same(tmp_path: Path) -> No
     [
         ({"lr": 0}, "lr=0.0"),
         ({"ema": 1.0}, "ema=1.0"),
-        ({"warmup": 3, "epochs": 2, "schedule": "cosine"}, "not shorter than the 2 epochs"),
-        ({"warmup": 1}, "onecycle rises by itself"),
-        ({"step_epochs": 2}, "belongs to the schedule step"),
-        ({"momentum": 0.5}, "belongs to the optimiser sgd"),
-        ({"optimiser": "lion"}, "none of adamw, sgd"),
+        ({"warmup": 3, "epochs": 2, "schedule": "cosine"}, "shorter than the 2 epochs"),
+        ({"warmup": 1}, "onecycle has its own warm-up"),
+        ({"step_epochs": 2}, "needs schedule=step"),
+        ({"momentum": 0.5}, "needs optimizer=sgd"),
+        ({"optimizer": "adagrad"}, "must be adamw, sgd, lion or module:function"),
         ({"augment": "rrc+blur"}, "'blur' is not known"),
         ({"batch_size": 2.5}, "not a whole number"),
         ({"epochs": True}, "not a whole number"),
@@ -346,3 +359,96 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], words
 
 def test_every_option_says_what_it_is() -> None:
     assert all(option.metadata["text"] for option in OPTIONS.values())
+
+
+# --- optimizers --------------------------------------------------------------------------------
+
+
+def test_a_plateau_drops_the_rate_after_epochs_without_improvement() -> None:
+    assert count_plateaus([0.1, 0.2, 0.2, 0.2], 2, maximize=True) == 1
+    assert count_plateaus([0.1, 0.2, 0.2, 0.3, 0.3], 2, maximize=True) == 0
+    assert count_plateaus([3.0, 3.0, 3.0, 3.0, 3.0], 2, maximize=False) == 2
+    rate = Schedule(Config(schedule="plateau", lr=1.0, min_lr=0.05), 7)
+    assert [rate(100, plateaus) for plateaus in range(3)] == pytest.approx([1.0, 0.145, 0.0595])
+
+
+def test_no_schedule_falls_below_the_lowest_rate() -> None:
+    for schedule in ("onecycle", "cosine", "step", "constant"):
+        rate = Schedule(Config(schedule=schedule, epochs=3, lr=0.5, min_lr=0.1), 5)
+        assert all(0.1 <= 0.5 * rate(step) <= 0.5 + 1e-9 for step in range(15))
+
+
+def test_layers_far_from_the_output_learn_more_slowly() -> None:
+    model = build("resnet18", 5, 64)
+    groups = parameter_groups(model, Config(layer_decay=0.5, backbone_lr=0.1))
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    named = {name: scales[id(p)] for name, p in model.named_parameters()}
+    assert named["fc.weight"] == named["fc.bias"] == 1.0
+    assert named["layer4.1.conv2.weight"] == named["layer4.0.conv1.weight"] == 0.05
+    assert named["layer3.0.conv1.weight"] == 0.025
+    assert named["conv1.weight"] < named["layer1.0.conv1.weight"]
+    assert len(scales) == len(list(model.parameters()))
+
+
+def test_lion_steps_by_the_sign_of_the_average() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -1.0, 0.0]))
+    optimizer = Lion([{"params": [weight]}], lr=0.1, weight_decay=0.5)
+    weight.grad = torch.tensor([2.0, -3.0, 0.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.data, torch.tensor([0.95 - 0.1, -0.95 + 0.1, 0.0]))
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod."])
+def test_prefixes_of_wrappers_are_removed_from_names(tmp_path: Path, prefix: str) -> None:
+    trained = build("small", 3, 16)
+    state = {f"{prefix}{name}": value for name, value in trained.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "w.pt")
+    model = build("small", 3, 16)
+    assert load(model, "small", str(tmp_path / "w.pt")).fresh == ()
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+def test_weights_by_name_come_from_the_cache_of_torch_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    weights = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
+    with pytest.raises(UsageError, match="no such weights.* It has: IMAGENET1K_V1"):
+        load(build("squeezenet1_1", 5, 64), "squeezenet1_1", "IMAGENET1K_V7")
+    with pytest.raises(UsageError, match="cannot be downloaded.*weights=FILE"):
+        load(build("squeezenet1_1", 5, 64), "squeezenet1_1", "DEFAULT")
+    cached = tmp_path / "hub" / "checkpoints" / Path(weights.url).name
+    trained = torchvision.models.squeezenet1_1(num_classes=1000)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(trained.state_dict(), cached)
+    model = build("squeezenet1_1", 5, 64)
+    loaded = load(model, "squeezenet1_1", "DEFAULT")
+    assert loaded.fresh == ("classifier.1.weight", "classifier.1.bias")
+    assert loaded.normalization == Normalization()
+    torch.testing.assert_close(
+        model.state_dict()["features.0.weight"], trained.state_dict()["features.0.weight"]
+    )
+
+
+def test_patterns_say_which_parameters_are_frozen() -> None:
+    model = build("resnet18", 5, 64)
+    frozen = freeze(model, "conv1,layer1,*.bn2.*")
+    assert "conv1.weight" in frozen
+    assert "layer1.0.conv1.weight" in frozen
+    assert "layer3.0.bn2.weight" in frozen
+    assert "layer3.0.conv2.weight" not in frozen
+    for pattern, words in (("layer9", "matches no parameter"), ("*", "no parameter to train")):
+        with pytest.raises(UsageError, match=words):
+            freeze(model, pattern)
+
+
+def test_models_of_timm_are_built_by_name() -> None:
+    pytest.importorskip("timm")
+    assert build("timm:resnet10t", 7, 64)(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+    assert build("timm:vit_tiny_patch16_224", 7, 32)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
+    with pytest.raises(UsageError, match="no such model. Did you mean"):
+        build("timm:resnet10q", 7, 64)

@@ -195,7 +195,7 @@ def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
     )
 
 
-def test_a_number_is_never_called_wrong_and_a_class_only_where_another_was_said(
+def test_only_class_predictions_are_marked_wrong(
     tmp_path: Path,
 ) -> None:
     rng = np.random.default_rng(0)
@@ -213,7 +213,7 @@ def test_a_number_is_never_called_wrong_and_a_class_only_where_another_was_said(
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.7e9])
-def test_numbers_far_from_0_are_scored_by_what_they_differ(tmp_path: Path, mean: float) -> None:
+def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean: float) -> None:
     """Times, ids and coordinates: a float32 holds 1.7e9 to 128."""
     rng = np.random.default_rng(0)
     outputs = rng.normal(size=(60, 1)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Training on shards learns, tells what it did, and can be scored again."""
+"""Training on shards learns, reports its results, and can be evaluated again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from PIL import Image
 
 from wdstrain.cli import main
 from wdstrain.errors import UsageError
-from wdstrain.training.checkpoints import read_checkpoint
-from wdstrain.training.doors import evaluate, train
+from wdstrain.training.api import evaluate, train
+from wdstrain.training.checkpoint import read_checkpoint
 from wdstrain.training.models import build
 
 
@@ -66,7 +66,7 @@ def test_a_number_is_learnt_better_than_its_mean(bright: Path, tmp_path: Path) -
     assert metrics["mse"] == pytest.approx(done.best["mse"])
 
 
-def test_the_error_of_the_mean_is_what_it_says(bright: Path, tmp_path: Path) -> None:
+def test_the_standard_error_of_the_mean_is_right(bright: Path, tmp_path: Path) -> None:
     done = train(str(bright), tmp_path / "run", label="light", epochs=1, batch_size=1, image_size=8)
     rows = [line.split(",") for line in (bright.parent / "log.csv").read_text().splitlines()[1:]]
     light = {row[0].removesuffix(".png"): float(row[2]) for row in rows}
@@ -78,7 +78,7 @@ def test_the_error_of_the_mean_is_what_it_says(bright: Path, tmp_path: Path) -> 
     assert done.val["mse_of_mean"] == pytest.approx(np.mean((val - mean) ** 2), rel=1e-3)
 
 
-def test_a_run_folder_tells_what_was_done(bright: Path, tmp_path: Path) -> None:
+def test_a_run_folder_records_what_was_done(bright: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     train(str(bright), out, label="kind", epochs=2, batch_size=16, image_size=8)
     assert "image_size = 8" in (out / "config.toml").read_text().splitlines()
@@ -106,7 +106,7 @@ def test_models_by_name_give_as_many_outputs_as_asked(name: str) -> None:
 
 
 def test_an_unknown_model_or_device_is_refused_with_names(bright: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no model 'resnet19'.*resnet101"):
+    with pytest.raises(UsageError, match="model='resnet19'.*resnet101"):
         build("resnet19", 2, 64)
     with pytest.raises(UsageError, match="device='gpu'"):
         train(str(bright), tmp_path / "run", label="kind", device="gpu", **CONFIG)
@@ -137,18 +137,6 @@ def test_train_and_evaluate_are_typed(bright: Path, tmp_path: Path, capsys: Any)
     assert 0 <= json.loads(capsys.readouterr().out)["accuracy"] <= 1
 
 
-@pytest.mark.slow
-def test_the_demo_can_be_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(
-        "wdstrain.demo._OPTIONS", {"model": "small", "epochs": 1, "batch_size": 32, "image_size": 8}
-    )
-    for _ in range(2):
-        assert main(["demo", "--dir", str(tmp_path)]) == 0
-        assert "1797 (train" in capsys.readouterr().out
-
-
 def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     train(str(bright), run, label="kind", epochs=1, batch_size=16, image_size=8)
@@ -171,7 +159,7 @@ def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path
     assert main(words) == 0
     with pytest.raises(
         UsageError,
-        match="the classes of these shards are 0 gloomy; those that are learnt are 0 bright, 1 dark",
+        match="the classes of these shards are 0 gloomy, the model learns 0 bright, 1 dark",
     ):
         evaluate(str(run / "checkpoints" / "last.pt"), str(other))
     with pytest.raises(UsageError, match="the classes of these shards are 0 gloomy"):
@@ -183,7 +171,7 @@ def test_other_classes_and_mixed_splits_are_refused(bright: Path, tmp_path: Path
         train([str(bright)], tmp_path / "x", label="kind", val=f"{bright}/val-*.tar")
 
 
-def test_every_sample_is_scored_whatever_the_environment_says(
+def test_every_sample_is_scored_with_any_environment(
     bright: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -197,8 +185,8 @@ def test_every_sample_is_scored_whatever_the_environment_says(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model": "alexnet", "image_size": 16}, "does not take pictures of 16 pixels"),
-        ({"model": "resnet19"}, "no model 'resnet19'"),
+        ({"model": "alexnet", "image_size": 16}, "does not take images of 16 pixels"),
+        ({"model": "resnet19"}, "model='resnet19'"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"seed": -1}, "seed=-1"),

@@ -1,10 +1,5 @@
-"""What is typed: `wdstrain VERB ...`.
+"""The command line `wdstrain VERB ...`: one file for each verb, with common.py, flags.py and errors.py."""
 
-words.py     what verbs have in common: their help, their results, sizes and shares as people write them
-convert.py   the verbs that make shards
-main.py      the others, errors and exit statuses
-"""
+from wdstrain.cli.main import main
 
-from wdstrain.cli.main import entry, main
-
-__all__ = ["entry", "main"]
+__all__ = ["main"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from wdstrain.cli.words import result, selected, size, urls, verb, where
+from wdstrain.cli.common import result, selected, size, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import ProgressReporter
 from wdstrain.shards.index import Index
@@ -73,7 +73,7 @@ def add_bench(verbs: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from wdstrain.loader.loader import open_shards
+    from wdstrain.loader.planning import open_shards
     from wdstrain.tuning.bench import bench, usual_fields
 
     given = selected(arguments)

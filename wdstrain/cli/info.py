@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from wdstrain.cli.words import selected, urls, verb, where
+from wdstrain.cli.common import selected, urls, verb, where
 from wdstrain.report.terminal import (
     ProgressReporter,
     print_grid,
@@ -40,46 +40,46 @@ def add_info(verbs: Any) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from wdstrain.inspecting.doors import info
-    from wdstrain.inspecting.facts import SIZES, told
-    from wdstrain.inspecting.histograms import notes, shown, spread
+    from wdstrain.inspection.info.api import info
+    from wdstrain.inspection.info.result import FIELD_HEAD
 
-    with ProgressReporter() as teller:
+    with ProgressReporter() as reporter:
         found = info(
             selected(arguments, one_split=False),
             exact=arguments.exact,
-            note=teller.line,
-            progress=lambda title, done, total: teller.step(title, done, total, unit="labels"),
+            note=reporter.line,
+            progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )
     if arguments.json:
         print_result(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
         print_table(found.summary())
         if found.contents:
-            print_grid(
-                ["field", *SIZES], [[one.name, *found.sizes_of(one)] for one in found.contents]
-            )
-            print_table((one.name, told(one)) for one in found.contents)
-        for one in found.histograms:
-            line = f"{one.label}: {'; '.join(notes(one))}"
+            print_grid(FIELD_HEAD, found.field_rows())
+            print_table((one.name, one.text()) for one in found.contents)
+        for column in found.charted():
+            line = f"{column.name}: {'; '.join(column.notes())}"
             print_result(f"\n{fill(line, get_terminal_size().columns)}")
-            if one.classes:
-                _bars(shown(one), about=not one.exact)
-            else:
-                print_table(spread(one))
-    for sentence in found.findings:
-        print_message(sentence)
+            if column.numbers is not None:
+                print_table(column.facts())
+            _print_bars(column.bars(), exact=column.exact)
+        if others := found.other_columns():
+            head = ("column", "kind", "missing", "values")
+            print_grid(head, others, left=(0, 1, 3))
+    for finding in found.findings:
+        print_message(finding)
     return 0 if found.ok else 1
 
 
-def _bars(counts: dict[str, int], *, about: bool) -> None:
-    """A line for each class: name, bar, samples, share."""
-    most, whole = max(1, *counts.values()), max(1, sum(counts.values()))
-    width = min(_NAME, max(map(len, counts)))
-    digits = len(str(most)) + about
+def _print_bars(counts: dict[str, int], *, exact: bool) -> None:
+    """Print a line for each class or interval: name, bar, samples, share."""
+    most, total = max([1, *counts.values()]), max(1, sum(counts.values()))
+    width = min(_NAME, max(map(len, counts), default=0))
+    about = "" if exact else "~"
+    digits = len(f"{about}{most}")
     for name, count in counts.items():
-        cut = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+        shown = name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
         bar = "█" * round(_BAR * count / most) or "▏" * (count > 0)
-        print_result(
-            f"  {cut:<{width}}  {bar:<{_BAR}}  {'~' * about + str(count):>{digits}}  {count / whole:6.1%}"
-        )
+        number = f"{about}{count}"
+        line = f"  {shown:<{width}}  {bar:<{_BAR}}  {number:>{digits}}  {count / total:6.1%}"
+        print_result(line)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any, get_args
 
-from wdstrain.cli.words import selected, urls, verb, where
+from wdstrain.cli.common import selected, urls, verb, where
 from wdstrain.order.plan import Tail
 from wdstrain.report.terminal import ProgressReporter, print_message, print_result
 
@@ -67,26 +67,20 @@ def add_plan(verbs: Any) -> None:
         help="label whose classes are looked at (default: the only one of classes)",
     )
     plan.add_argument(
-        "--no-labels",
-        dest="labels",
-        action="store_false",
-        help="read nothing at all; of classes nothing is told",
-    )
-    plan.add_argument(
         "-o", "--out", metavar="FILE.html", help="write it as a page with figures, too"
     )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from wdstrain.errors import UsageError
-    from wdstrain.foresight.doors import foresee
-    from wdstrain.foresight.outlook import lines, page
+    from wdstrain.inspection.epoch_preview.api import plan_epoch
+    from wdstrain.inspection.epoch_preview.render import lines, page
     from wdstrain.storage.files import write_whole
 
     if arguments.out is not None and not arguments.out.endswith((".html", ".htm")):
-        raise UsageError(f"{arguments.out}: the page is HTML. Give it a name that ends in .html")
-    with ProgressReporter() as teller:
-        found = foresee(
+        raise UsageError(f"{arguments.out}: the file must end in .html.")
+    with ProgressReporter() as reporter:
+        found = plan_epoch(
             selected(arguments),
             batch_size=arguments.batch_size,
             world_size=arguments.world_size,
@@ -97,8 +91,9 @@ def _plan(arguments: argparse.Namespace) -> int:
             epoch=arguments.epoch,
             tail=arguments.tail,
             label=arguments.label,
-            read_labels=arguments.labels,
-            tell=lambda done, of: teller.step("reading labels", done, of, unit="labels"),
+            progress=lambda done, total: reporter.step(
+                "reading labels", done, total, unit="labels"
+            ),
         )
     if arguments.json:
         print_result(json.dumps(found.as_dict(), ensure_ascii=False))
@@ -108,5 +103,5 @@ def _plan(arguments: argparse.Namespace) -> int:
             print_result(line)
     if arguments.out is not None:
         write_whole(arguments.out, page(found).encode("utf-8", "replace"))
-        print_message(f"the page: {arguments.out}")
+        print_message(f"written to {arguments.out}")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from wdstrain.cli.words import result, selected, urls, verb, where
+from wdstrain.cli.common import result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 
 _SHOWN = 24  # samples, unless somebody says otherwise; of each class that is named, a third of it
@@ -91,63 +91,61 @@ def add_show(verbs: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from wdstrain.looking.doors import check_ending, peek, peek_varied
-    from wdstrain.looking.picking import Wanted
+    from wdstrain.inspection.show.api import check_ending, peek, peek_augmented
+    from wdstrain.inspection.show.select import Selection
     from wdstrain.report.terminal import print_message, print_result
 
     if arguments.out:
         check_ending(arguments.out)
     classes, keys = tuple(arguments.named), tuple(arguments.keys)
     n = arguments.n if arguments.n is not None else _SHOWN // 3 if classes else _SHOWN
-    wanted = Wanted(n, arguments.order or "first", classes, keys, arguments.label, arguments.seed)
-    found = (
-        peek_varied(selected(arguments), wanted, *_loading(arguments))
-        if _loads(arguments)
-        else peek(selected(arguments, one_split=False), **vars(wanted))
-    )
+    order: Any = arguments.order or "first"
+    wanted = Selection(n, order, classes, keys, arguments.label, arguments.seed)
+    if _is_augmented(arguments):
+        found = peek_augmented(selected(arguments), wanted, *_augmentation(arguments))
+    else:
+        found = peek(selected(arguments, one_split=False), **vars(wanted))
     file = found.save(arguments.out) if arguments.out else None
     if not arguments.json and file is None:
         print_result(repr(found))
         return 0
-    shown: dict[str, Any] = {
+    for view in found:
+        if view.error:
+            print_message(f"{view.shard}: '{view.key}' at offset {view.offset}: {view.error}")
+    for note in found.notes:
+        print_message(note)
+    report: dict[str, Any] = {
         "title": found.title,
         "notes": list(found.notes),
         "shown": len(found),
         "broken": found.broken,
+        "file": file,
+        "samples": [view.as_dict() for view in found],
     }
-    rows = [("shown", found.title), ("broken", str(found.broken) if found.broken else "none")]
-    for seen in found:
-        if seen.error:
-            print_message(f"{seen.shard}: '{seen.key}' at offset {seen.offset}: {seen.error}")
-    for note in found.notes:
-        print_message(note)
-    result(
-        arguments,
-        {**shown, "file": file, "samples": [one.facts for one in found]},
-        [*rows, ("sheet", file or "")],
-    )
+    broken = str(found.broken) if found.broken else "none"
+    rows = [("shown", found.title), ("with an error", broken), ("written to", file or "")]
+    result(arguments, report, rows)
     return 0
 
 
-def _loads(arguments: argparse.Namespace) -> bool:
-    """Whether pictures are to be as a loader delivers them."""
-    asked = arguments.augment is not None or arguments.image_size is not None
+def _is_augmented(arguments: argparse.Namespace) -> bool:
+    """Return whether images are shown as a loader delivers them. Raises UsageError."""
+    is_augmented = arguments.augment is not None or arguments.image_size is not None
     for name in ("epoch", "copies"):
-        if getattr(arguments, name) is not None and not asked:
-            raise UsageError(
-                f"--{name} is of pictures as a loader delivers them. Give --augment or --image-size too."
-            )
-    return asked
+        if getattr(arguments, name) is not None and not is_augmented:
+            raise UsageError(f"--{name} requires --augment or --image-size.")
+    return is_augmented
 
 
-def _loading(arguments: argparse.Namespace) -> tuple[Any, range]:
-    """The field of the loader, and its epochs."""
+def _augmentation(arguments: argparse.Namespace) -> tuple[Any, range]:
+    """Return (image field of the loader, its epochs). Raises UsageError."""
     from wdstrain.decode.fields import image
 
-    epoch, copies = arguments.epoch or 0, arguments.copies if arguments.copies is not None else 1
-    if epoch < 0 or not 1 <= copies <= 16:
-        raise UsageError(
-            f"--epoch {epoch} --copies {copies}: epochs count from 0, and 1 to 16 copies are shown."
-        )
+    epoch = arguments.epoch or 0
+    copies = arguments.copies if arguments.copies is not None else 1
+    if epoch < 0:
+        raise UsageError(f"--epoch {epoch}: must be >= 0.")
+    if not 1 <= copies <= 16:
+        raise UsageError(f"--copies {copies}: must be 1 to 16.")
     size = arguments.image_size if arguments.image_size is not None else 224
     return image(size=size, augment=arguments.augment), range(epoch, epoch + copies)

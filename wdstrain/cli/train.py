@@ -6,10 +6,10 @@ import argparse
 import os
 from typing import Any
 
-from wdstrain.cli.words import result, selected, urls, verb, where
+from wdstrain.cli.common import result, selected, urls, verb, where
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import print_message
-from wdstrain.training.configuration import (
+from wdstrain.training.config import (
     OF_EVALUATING,
     OF_PREDICTING,
     OPTIONS,
@@ -81,10 +81,19 @@ def add_training(verbs: Any) -> None:
         "urls", nargs="+", metavar="FOLDER_OR_URL", help="a folder of pictures, or shards"
     )
     predict.add_argument(
-        "-o", "--out", required=True, metavar="FILE", help="CSV file to write, a row per picture"
+        "-o",
+        "--out",
+        required=True,
+        metavar="FILE",
+        help="table to write, .csv or .parquet, one row per image",
     )
     predict.add_argument(
-        "--probabilities", action="store_true", help="a column for each class, too"
+        "--probabilities", action="store_true", help="one more column for each class"
+    )
+    predict.add_argument(
+        "--embeddings",
+        action="store_true",
+        help="a column with the input of the last layer",
     )
     where(evaluate)
     where(predict)
@@ -104,7 +113,7 @@ def add_training(verbs: Any) -> None:
     export.add_argument(
         "out",
         metavar="FILE",
-        help="ends in .pt (state dict), .ts (TorchScript), .pt2 (torch.export) or .onnx",
+        help="file to write: .pt (state dict), .pt2 (torch.export) or .onnx",
     )
     for one in (evaluate, predict, export):
         one.add_argument(
@@ -139,11 +148,11 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.doors import train
-    from wdstrain.training.interruption import Stopped
-    from wdstrain.training.metrics import text
-    from wdstrain.training.run import CONFIG
-    from wdstrain.training.world import World, last_words
+    from wdstrain.training.api import train
+    from wdstrain.training.distributed import DistributedContext, last_words
+    from wdstrain.training.metrics import metric_text, metrics_text
+    from wdstrain.training.run_dir import CONFIG
+    from wdstrain.training.stop_signals import Stopped
 
     options: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -154,13 +163,14 @@ def _train(arguments: argparse.Namespace) -> int:
         more, where = read_config(arguments.config)
         options, data = {**options, **more}, {**data, **where}
     named = {**(more if arguments.config else {}), **_given(arguments)}
-    model = str(options.get("model", ""))
-    if "model" not in named and is_made(model):  # a run's folder may be somebody else's
-        again = "module:function" if model.startswith("<") else model
-        raise UsageError(
-            f"{saved} says that the model is what {model} makes, and what a run names is not run. "
-            f"Give it yourself: --model {again}"
-        )
+    for name in ("model", "optimizer"):  # a run's folder may be somebody else's
+        value = str(options.get(name, ""))
+        if name not in named and is_made(value):
+            again = "module:function" if value.startswith("<") else value
+            raise UsageError(
+                f"{saved} names {name}={value}, and functions that a run names are not called. "
+                f"Give it: --{name} {again}"
+            )
     options |= _given(arguments)
     addresses = arguments.urls or data.get("train")
     if not addresses:
@@ -184,7 +194,7 @@ def _train(arguments: argparse.Namespace) -> int:
             f"wdstrain: stopped by {stopped.name}; a checkpoint is written. {arguments.interrupted}"
         )
         return stopped.status
-    if not World().leads:
+    if not DistributedContext().leads:
         return 0
     last = done.epochs[-1]
     rows = [
@@ -193,8 +203,11 @@ def _train(arguments: argparse.Namespace) -> int:
         ("stall", f"{last['stall']:.1%}"),
     ]
     rows += [("bad samples", str(last["bad"]))] if last["bad"] else []
-    rows += [("validation", text(done.task, done.val))] if done.val else []
+    rows += [("validation", metrics_text(done.task, done.val))] if done.val else []
+    if done.best and done.monitor in done.best:
+        rows.append(("best", f"{metric_text(done.monitor, done.best[done.monitor])} (best.pt)"))
     rows += [
+        ("ended", done.stop_reason),
         ("verdict", last["verdict"]),
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
@@ -204,22 +217,22 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.doors import evaluate
-    from wdstrain.training.metrics import text
-    from wdstrain.training.world import World
+    from wdstrain.training.api import evaluate
+    from wdstrain.training.distributed import DistributedContext
+    from wdstrain.training.metrics import metrics_text
 
     task, metrics = evaluate(arguments.checkpoint, selected(arguments), **_given(arguments))
-    if World().leads:
+    if DistributedContext().leads:
         result(
             arguments,
             metrics,
-            [("samples", str(int(metrics["samples"]))), ("metrics", text(task, metrics))],
+            [("samples", str(int(metrics["samples"]))), ("metrics", metrics_text(task, metrics))],
         )
     return 0
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.predicting import predict
+    from wdstrain.training.inference import predict
 
     given = selected(arguments)
     addresses = given[0] if isinstance(given, list) and len(given) == 1 else given
@@ -228,15 +241,16 @@ def _predict(arguments: argparse.Namespace) -> int:
         addresses,
         arguments.out,
         probabilities=arguments.probabilities,
+        embeddings=arguments.embeddings,
         **_given(arguments),
     )
-    rows = [("rows", str(done.rows)), ("of bad pictures", str(done.bad)), ("table", arguments.out)]
+    rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", arguments.out)]
     result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)
     return 1 if done.bad else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.exporting import export
+    from wdstrain.training.export import export
 
     written = export(arguments.checkpoint, arguments.out, model=arguments.model)
     result(arguments, {"written": written}, [("written", path) for path in written])

@@ -46,19 +46,21 @@ def is_incomplete(bad: list[BadSample]) -> bool:
     return any(sample.substitute < 0 for sample in bad)
 
 
-def substitute(bad: list[BadSample], ids: Ints, columns: list[Any], on_bad: str) -> list[BadSample]:
+def substitute(
+    bad: list[BadSample], ids: Ints, columns: list[Any], on_error: str
+) -> list[BadSample]:
     """Replace or empty the rows of bad samples. Returns them with their substitutes.
 
     ids: int64[b]. columns: sequences of b values, changed in place; of arrays, rows are numbers.
-    on_bad: "raise" changes nothing; "replace" copies another row; "mark" empties the row.
+    on_error: "raise" changes nothing; "replace" copies another row; "mark" empties the row.
     """
-    if on_bad == "mark":
+    if on_error == "mark":
         for sample in bad:
             for column in columns:
                 column[sample.row] = 0 if isinstance(column, np.ndarray) else None
         return [sample._replace(substitute=int(ids[sample.row])) for sample in bad]
     good = sorted(set(range(len(ids))) - {sample.row for sample in bad})
-    if on_bad == "raise" or not good:
+    if on_error == "raise" or not good:
         return bad
     return [_copy_good_row(sample, good, ids, columns) for sample in bad]
 

@@ -1,9 +1,9 @@
 """Batch memory that is reused: slots that decoders write to, and tensors over them.
 
 All slots are one allocation, which is shared with the workers. A slot is free again once no tensor
-of its batch exists: all of them refer to one small object, and a weak reference notes its end. The
-user may therefore keep a batch as long as he likes. Once he keeps more batches than there are spare
-slots, further batches are copies, so decoding never waits for him.
+of its batch exists: all of them refer to one small object, and a weak reference notes its end.
+Users may therefore keep batches. Once they keep more batches than there are spare slots, further
+batches are copies, so decoding never waits for a user.
 
 A forked child keeps the batches of its parent as they are at the fork, in memory of its own: the
 parent reuses its slots, and does not see what the child writes.

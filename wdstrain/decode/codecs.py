@@ -69,7 +69,7 @@ def check_scans(data: bytes | memoryview, pixels: int) -> None:
         position = marker.end() + max(2, length)
     if scans * pixels > _MAX_SCANNED_PIXELS:
         raise SampleError(
-            f"{scans} scans of {pixels} pixels: more work than a picture is ({len(data)} bytes)"
+            f"{scans} scans of {pixels} pixels would take too long to decode ({len(data)} bytes)"
         )
 
 

@@ -72,5 +72,5 @@ class Decoder:
             return decode_fields(self.settings, task, data, self.slots, progress)
         columns, bad = data.columns(), list(data.find_damaged().values())
         rows_done = time.perf_counter()
-        bad = substitute(bad, task.ids, list(columns.values()), self.settings.on_bad)
+        bad = substitute(bad, task.ids, list(columns.values()), self.settings.on_error)
         return DecodedRows(dict(columns), bad, rows_done)

@@ -38,7 +38,10 @@ def decode_fields(
     rows_done = time.perf_counter()
     lists = {name: rows for name, rows in values.items() if rows is not None}
     bad = substitute(
-        sorted(batch.bad.values()), task.ids, [*columns.values(), *lists.values()], settings.on_bad
+        sorted(batch.bad.values()),
+        task.ids,
+        [*columns.values(), *lists.values()],
+        settings.on_error,
     )
     if is_incomplete(bad):
         return DecodedRows({}, bad, rows_done)

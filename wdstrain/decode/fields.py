@@ -65,8 +65,8 @@ class Field(Protocol):
         """Decode one value. Any exception makes the sample a bad sample, with its text as reason.
 
         name: the tar field that the sample has.
-        data: read-only bytes of the value. No other field shares this memory, so a returned value
-        may refer to it.
+        data: the value, as a read-only memoryview: bytes(data) copies it, for example to decode it
+        as text. No other field shares this memory, so a returned value may refer to it.
         out: with `example`, zeroed array to write the value to; return None. Without `example`,
         None; return the value.
         draws: float64[27] in [0, 1), the sample's random numbers in this epoch, read-only.
@@ -167,7 +167,7 @@ class NumpyArray:
         if array.shape != out.shape or array.dtype != out.dtype:
             raise SampleError(
                 f"it is {array.dtype}{list(array.shape)}, "
-                f"and {out.dtype}{list(out.shape)} was asked for"
+                f"and the field is {out.dtype}{list(out.shape)}"
             )
         out[...] = array
         return None
@@ -216,7 +216,7 @@ def image(
     sides = _sides(size)
     parsed = Augment.parse(augment)
     if sides is None and parsed.rrc:
-        raise UsageError(f"augment={augment!r} cuts regions and needs a size. Give size=224, say.")
+        raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
     return Image(field_names(names), sides, parsed)
 
 

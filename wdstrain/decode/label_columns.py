@@ -34,13 +34,13 @@ class LabelColumn(Protocol):
 
 def label_columns(fields: Mapping[str, Field], index: Index) -> dict[str, LabelColumn]:
     """Return the columns that take the place of fields, by the fields' names."""
-    found = {name: _label_column(field, index) for name, field in fields.items()}
-    return {name: column for name, column in found.items() if column is not None}
+    columns = {name: _label_column(field, index) for name, field in fields.items()}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """codes: int32[n]. numbers: the delivered number of each code, int64[...]."""
+    """A class of each sample. codes: int32[n]. numbers: the delivered number of each code, int64."""
 
     codes: npt.NDArray[np.int32]
     numbers: Ints
@@ -51,7 +51,7 @@ class _Classes:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """values: of every sample. dtype: of the batch."""
+    """A number of each sample. dtype: of the batch."""
 
     values: npt.NDArray[np.float64] | Ints
     dtype: str
@@ -90,6 +90,7 @@ def _label_column(field: Field, index: Index) -> LabelColumn | None:
 
 
 def _numbers(field: Number, column: Column) -> _Numbers | None:
+    """Return the numbers of a column; None if some value is no finite float32."""
     if column.kind == "flag":
         return _Numbers(np.asarray(column.values.cast(pa.int8())).astype(np.int64), field.dtype)
     if column.kind not in ("integer", "number"):
@@ -101,6 +102,7 @@ def _numbers(field: Number, column: Column) -> _Numbers | None:
 
 
 def _flags(field: Labels, column: Column) -> _Flags | None:
+    """Return the lists of a column; None if some name is not a class of the field."""
     if column.kind != "multi":
         return None
     coded = column.values.flatten().dictionary_encode()
@@ -114,6 +116,7 @@ def _flags(field: Labels, column: Column) -> _Flags | None:
 
 
 def _classes(field: Label, column: Column) -> LabelColumn | None:
+    """Return the class numbers of a column; None if the field needs the bytes."""
     if column.kind == "class":
         numbers = _numbers_of_classes(field, column.classes)
         codes = np.asarray(column.values.indices)
@@ -151,6 +154,7 @@ def _numbers_of_classes(field: Label, classes: tuple[str, ...]) -> Ints | None:
 
 
 def _positions(field: Label, names: list[str]) -> Ints | None:
+    """Return the position of each name in the classes of a field; None if one is missing."""
     if len(set(field.classes)) < len(field.classes) or not set(names) <= set(field.classes):
         return None
     places = {name: number for number, name in enumerate(field.classes)}

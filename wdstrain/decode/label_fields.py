@@ -59,7 +59,7 @@ class Label:
         return [self.parts[number][1] for number in sets.tolist()]
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
-        """Write the class number to `out`. Raises SampleError for a value that is no class."""
+        """Write the class number to `out`. Raises SampleError for any other value."""
         assert out is not None
         number = self._number(data)
         out[()] = self.numbers[number] if self.numbers else number
@@ -155,7 +155,7 @@ class Number:
         return Example((), self.dtype)
 
     def read(self, name: str, data: memoryview, out: Array | None, draws: Draws) -> None:
-        """Write the number to `out`. Raises SampleError for a value that is no float32."""
+        """Write the number to `out`. Raises SampleError for a value that float32 cannot hold."""
         value = scalar(data, self.column)
         assert out is not None
         try:
@@ -163,7 +163,7 @@ class Number:
         except (TypeError, ValueError, OverflowError):
             raise SampleError(f"{str(value)[:80]!r} is not a number") from None
         if self.is_finite and not math.isfinite(number):
-            raise SampleError(f"{str(value)[:80]!r} is no number that can be learnt")
+            raise SampleError(f"{str(value)[:80]!r} is not finite, so no model can learn it")
         if _LARGEST < abs(number) < math.inf or (
             math.isinf(number) and not _is_infinity(data, self.column)
         ):
@@ -352,7 +352,7 @@ def _without_underscores(value: Any) -> Any:
 
 
 def _whole(value: Any, classes: tuple[str, ...]) -> int:
-    """Return a value as a class number. Raises SampleError if it is none."""
+    """Return a value as a class number. Raises SampleError if it is not one."""
     try:
         number = int(_without_underscores(value))
         if isinstance(value, float) and number != value:

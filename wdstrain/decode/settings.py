@@ -22,7 +22,7 @@ class DecoderSettings:
     fields: fields to decode, by name in the batch; None: with `transform`, or for plain bytes.
     transform: function of the user, instead of `fields`. takes_rng: it takes (sample, rng).
     collate_fn: makes a batch of the examples of the transform; None: torch's default_collate.
-    on_bad: "raise", "replace" or "mark" bad samples; see `wdstrain.decode.bad_samples.substitute`.
+    on_error: "raise", "replace" or "mark" bad samples; see `wdstrain.decode.bad_samples.substitute`.
     seed: of the random numbers of each sample.
     """
 
@@ -32,5 +32,5 @@ class DecoderSettings:
     transform: Transform | None = None
     takes_rng: bool = False
     collate_fn: Collate | None = None
-    on_bad: str = "raise"
+    on_error: str = "raise"
     seed: int = 0

@@ -17,7 +17,7 @@ class Members(NamedTuple):
     first: int64[b + 1], number of the first member of each sample; the last entry is m.
     field: uint16[m], field number of each member.
     offset, size: int64[m] each, bytes of each member in the arena.
-    unverified: int64[k], numbers of the members whose checksums nobody has compared yet.
+    unverified: int64[k], numbers of the members whose checksums are not verified yet.
     checksum: uint32[k], crc32 that these members must have.
     common_fields: field numbers that each sample has, in this order; empty if samples differ.
     """

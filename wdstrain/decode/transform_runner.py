@@ -57,7 +57,7 @@ def run_transform(
         if reason:
             bad[row] = BadSample(row, "", reason)
     rows_done = time.perf_counter()
-    replaced = substitute(sorted(bad.values()), task.ids, [examples], settings.on_bad)
+    replaced = substitute(sorted(bad.values()), task.ids, [examples], settings.on_error)
     if is_incomplete(replaced):
         return DecodedRows({}, replaced, rows_done)
     try:

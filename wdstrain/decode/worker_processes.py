@@ -1,7 +1,7 @@
 """Decoders in worker processes, those of a torch DataLoader.
 
-Our tasks are the DataLoader's sampler, which runs in this process, and the decoder is its data set.
-So torch looks after dead workers, start methods and shutdown.
+The tasks are the DataLoader's sampler, which runs in this process. The decoder is its data set.
+Torch therefore handles dead workers, start methods and shutdown.
 
 By default torch gives tasks to the workers by turns. A worker on a busy core then holds all others
 back. Here the next idle worker gets the next task (`in_order=False`, from torch 2.7 on), and this
@@ -58,8 +58,9 @@ _Answer = tuple[int, list[bytes]]  # number of the message, and the pickled resu
 class WorkerProcesses:
     """Worker processes that decode. They start with the first task and live until `close`.
 
-    Three private attributes of the DataLoader's iterator are used, because it has no public method
-    to shut down, to leave its workers alone in a forked child, or to ask the sampler again.
+    Three private attributes of the DataLoader's iterator are used, and one of multiprocessing: there
+    is no public method to shut down, to leave workers alone in a forked child, or to ask the sampler
+    again. A comment at each says which wait would never end without it.
     """
 
     def __init__(self, decoder: Decoder, flight: Flight, context: str | None) -> None:
@@ -115,8 +116,8 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """End the workers; a worker that does not answer is killed."""
-        # Dropping the iterator would not do: a traceback may hold it, and its workers would wait
-        # for tasks as long.
+        # A traceback may hold the iterator. Dropping it would then not end the workers: they would
+        # wait for tasks, and the exit of this process for them.
         iterator, self._iterator, self._loader = self._iterator, None, None
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
@@ -195,7 +196,7 @@ def worker_death_error(error: RuntimeError) -> WdstrainError | None:
     reason = str(error).splitlines()[0].rstrip(". ")
     return WdstrainError(
         f"a worker process of the loader died ({reason}). If the system killed it for memory, "
-        f"lower num_workers or batch_size; dmesg tells."
+        f"lower num_workers or batch_size; the output of dmesg says so."
     )
 
 
@@ -292,9 +293,7 @@ def _pickled(result: Result) -> bytes:
     try:
         return _ResultPickler.bytes_of(result)
     except Exception as error:  # any type, depending on the object
-        reason = (
-            f"what became of it cannot be sent from a worker process ({error}). Use num_workers=0"
-        )
+        reason = f"its example cannot be sent from a worker process ({error}). Use num_workers=0"
         return _ResultPickler.bytes_of(result._replace(values={}, bad=[BadSample(0, "", reason)]))
 
 

@@ -66,7 +66,7 @@ class InlineDecoder:
         return (self._decoder(task, self._cell) for task in tasks)
 
     def stack(self, number: int) -> tuple[str, str]:
-        """Raise IndexError: there is no decoder besides the loop."""
+        """Raise IndexError: the loop's own thread is the decoder."""
         raise IndexError(number)
 
     def close(self) -> None:

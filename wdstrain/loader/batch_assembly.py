@@ -11,22 +11,22 @@ import torch
 
 from wdstrain.decode.bad_samples import MISMATCH, BadSample
 from wdstrain.decode.task import Result
-from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.errors import SampleError
+from wdstrain.loader.batch_repair import BatchRepair
 from wdstrain.loader.batch_stream import PendingBatch
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
 from wdstrain.order.plan import Order
-from wdstrain.reader.reader import Batch
+from wdstrain.reader.reader import CollectedBatch
 from wdstrain.shards.offsets import Ints
 
 
 class BatchInfo(NamedTuple):
     """Counts of one batch of b rows.
 
-    ids: sample ids in the rows, int64[b]. draws: see `Plan.draws`, int64[b]. own: bool[b], whether
-    a row has the sample that the plan put there; in the others a substitute replaces a bad sample. padded: rows of padding.
-    bad: the bad samples, without padding.
+    ids: sample ids in the rows, int64[b]. draws: see `Plan.draws`, int64[b].
+    own: bool[b], whether a row has the sample that the plan put there; the other rows are bad
+    samples, replaced or empty. padded: rows of padding. bad: the bad samples, without padding.
     """
 
     ids: Ints
@@ -44,8 +44,7 @@ class BatchAssembler:
         sources = parts.options.sources or {}
         self._source_names = list(sources)
         self._source_firsts = np.array(list(sources.values()), np.int64)
-        # Worker processes seed the global random generators for each sample.
-        self._seeded = isinstance(parts.workers, WorkerProcesses)
+        self._batch_repair = BatchRepair(parts)
 
     def assemble(
         self, result: Result, pending: PendingBatch, plan: Order
@@ -79,7 +78,7 @@ class BatchAssembler:
     def _labels(self, ids: Ints, own: npt.NDArray[np.bool_]) -> dict[str, torch.Tensor]:
         """Return the labels that the index gives, for the samples in the rows."""
         labels = {name: column.rows(ids) for name, column in self._parts.columns.items()}
-        if self._parts.options.on_bad == "mark" and not own.all():
+        if self._parts.options.on_error == "mark" and not own.all():
             for rows in labels.values():
                 rows[torch.from_numpy(~own)] = 0
         return labels
@@ -99,52 +98,25 @@ class BatchAssembler:
         """
         batch = pending.batch
         if any(bad.reason == MISMATCH for bad in result.bad):
-            result = self._reread(result, pending, epoch)
-        if self._parts.options.on_bad == "replace" and len(result.bad) == len(batch.ids):
-            result = self._parts.task_builder.substitute_batch(
-                self._parts.decoder, result, epoch, batch.ids, seeded=self._seeded
-            )
+            result = self._batch_repair.reread_damaged(result, epoch, batch, pending.draws)
+        if self._parts.options.on_error == "replace" and len(result.bad) == len(batch.ids):
+            result = self._batch_repair.substitute_batch(result, epoch, batch.ids)
         left = [bad for bad in result.bad if bad.substitute < 0]
         if left:
             raise SampleError(self._message(batch, left))
         return result
 
-    def _reread(self, failed: Result, pending: PendingBatch, epoch: int) -> Result:
-        """Return the batch decoded again, after its damaged samples were read past any cache."""
-        parts, batch = self._parts, pending.batch
-        damaged = batch.ids[[bad.row for bad in failed.bad if bad.reason == MISMATCH]]
-        parts.totals.reread += len(damaged)
-        if parts.options.cache is not None:
-            for number in set(self._index.shard_of(damaged).tolist()):
-                parts.options.cache.forget(self._index.shards[number])
-        if parts.sink is not None:
-            # The decoder may have copied other samples over the arrays in the rows of bad ones.
-            for row in {bad.row for bad in failed.bad} - batch.unreadable.keys():
-                parts.sink.reread(int(batch.ids[row]), row, failed.slot)
-        task = parts.task_builder.make(
-            failed.batch_number,
-            epoch,
-            failed.slot,
-            batch.ids,
-            pending.draws,
-            batch.offset,
-            batch.unreadable,
-        )
-        return parts.task_builder.again(
-            parts.decoder, failed, task, batch.offset, seeded=self._seeded
-        )
-
-    def _message(self, batch: Batch, left: list[BadSample]) -> str:
+    def _message(self, batch: CollectedBatch, left: list[BadSample]) -> str:
         """Return the error message for the bad samples of a batch that are not replaced."""
         sentence = self._finding(batch, left[0]).sentence
         if left[0].whole_batch:
             return f"a batch that begins with {sentence}"
         count = f" ({len(left)} bad samples in this batch.)" if len(left) > 1 else ""
-        if self._parts.options.on_bad == "raise":
-            return f'{sentence}{count} on_bad="replace" goes on without it.'
+        if self._parts.options.on_error == "raise":
+            return f'{sentence}{count} on_error="replace" goes on without it.'
         return f"{sentence}{count} No good sample was found near it to take its place."
 
-    def _finding(self, batch: Batch, bad: BadSample) -> Finding:
+    def _finding(self, batch: CollectedBatch, bad: BadSample) -> Finding:
         """Return where a bad sample of a batch is and what is wrong with it."""
         number = int(batch.ids[bad.row])
         shard = self._index.shards[int(self._index.shard_of(batch.ids[bad.row : bad.row + 1])[0])]

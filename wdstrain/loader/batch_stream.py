@@ -10,7 +10,7 @@ from wdstrain.decode.task import Result, Task
 from wdstrain.errors import WdstrainError
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.task_blocks import TaskBlock
-from wdstrain.reader.reader import Batch
+from wdstrain.reader.reader import CollectedBatch, ReadRun
 from wdstrain.reader.step_blocks import StepBlock, step_blocks
 from wdstrain.runtime.watchdog import thread_stack
 from wdstrain.shards.offsets import Ints
@@ -24,7 +24,7 @@ OVER = (
 class PendingBatch(NamedTuple):
     """Samples of a batch that is being decoded. draws: see `Plan.draws`, int64[b]."""
 
-    batch: Batch
+    batch: CollectedBatch
     keys: list[str]
     draws: Ints
 
@@ -35,12 +35,14 @@ class BatchStream:
     first: (epoch, step) of the first batch. until: the first epoch that is not read, if any.
     position: (epoch, step) of the next batch; None after the last one.
     is_interrupted: an exception came while a batch was made, so the next batch may be lost.
+    run: reads the samples; None before the first task is requested.
     """
 
     def __init__(self, parts: PipelineParts, epoch: int, step: int, until: int | None) -> None:
         self.first, self.until = (epoch, step), until
         self.position: tuple[int, int] | None = self.first
         self.is_interrupted = False
+        self.run: ReadRun | None = None
         self._parts = parts
         # By batch number, the samples of the batches in flight.
         self._pending: dict[int, PendingBatch] = {}
@@ -48,25 +50,25 @@ class BatchStream:
         # Why the tasks ended early. The loop gets the batches before it, and then raises it.
         self._error: WdstrainError | None = None
 
-    def tasks(self) -> Iterator[Task]:
-        """Yield the tasks of all batches, each once its samples are read.
+    def tasks(self, run: ReadRun) -> Iterator[Task]:
+        """Yield the tasks of all batches, each once `run` has read its samples.
 
-        The reader must have started. Raises ReadStopped if it is stopped.
+        Raises ReadStopped if the run is cancelled.
         """
-        reader, totals = self._parts.reader, self._parts.totals
-        begun, waited = time.perf_counter(), reader.shuffle_seconds
-        for batch_number, (block, steps, number) in enumerate(self._steps()):
+        read, totals = self._parts.reader.stats, self._parts.totals
+        begun, waited = time.perf_counter(), read.shuffle_seconds
+        for block, steps, number in self._steps():
             try:
-                task = self._task(block, steps, number, batch_number)
+                task = self._task(run, block, steps, number)
             except ReadStopped:
                 raise
             except WdstrainError as error:
                 self._error = error
                 return
-            waited = reader.shuffle_seconds - waited
+            waited = read.shuffle_seconds - waited
             totals.parse_seconds += time.perf_counter() - begun - waited
             yield task
-            begun, waited = time.perf_counter(), reader.shuffle_seconds
+            begun, waited = time.perf_counter(), read.shuffle_seconds
 
     def next(self, results: Iterator[Result]) -> tuple[Result, PendingBatch]:
         """Return the next decoded batch, with its samples.
@@ -113,7 +115,7 @@ class BatchStream:
         thread: identity of the thread that waits for a batch. Runs in the watchdog's thread.
         """
         parts = self._parts
-        reading = parts.reader.behind()
+        reading = self.run.describe_wait() if self.run is not None else None
         if reading is not None:
             return f"Stage read: {reading}"
         progress = parts.workers.progress
@@ -156,7 +158,7 @@ class BatchStream:
     @property
     def _seconds_before_decoding(self) -> float:
         """Seconds in which the loop's thread built tasks or waited for samples."""
-        return self._parts.totals.parse_seconds + self._parts.reader.shuffle_seconds
+        return self._parts.totals.parse_seconds + self._parts.reader.stats.shuffle_seconds
 
     def _steps(self) -> Iterator[tuple[TaskBlock, StepBlock, int]]:
         """Yield for each batch a block of tasks, its steps, and the batch's number in the block."""
@@ -168,18 +170,18 @@ class BatchStream:
                     yield block, steps, number
             epoch, step = epoch + 1, 0
 
-    def _task(self, block: TaskBlock, steps: StepBlock, number: int, batch_number: int) -> Task:
+    def _task(self, run: ReadRun, block: TaskBlock, steps: StepBlock, number: int) -> Task:
         """Return the task of a step of the block, once its samples are read."""
-        parts = self._parts
-        batch = parts.reader.collect(steps, number)
-        if parts.sink is None:
-            slot = parts.slots.take()
-        else:
-            slot, unreadable, reread = parts.sink.slot(batch_number, batch.ids)
-            batch.unreadable.update(unreadable)
-            parts.totals.reread += reread
+        batch = run.collect(steps, number)
+        self._parts.totals.reread += batch.reread
         rows = slice(*steps.firsts[number : number + 2])
-        self._pending[batch_number] = PendingBatch(batch, block.keys[rows], steps.draws[rows])
+        pending = PendingBatch(batch, block.keys[rows], steps.draws[rows])
+        self._pending[batch.batch_number] = pending
         return block.task(
-            number, batch_number, slot, batch.offset, batch.unreadable, batch.unverified
+            number,
+            batch.batch_number,
+            batch.slot,
+            batch.offset,
+            batch.unreadable,
+            batch.unverified,
         )

@@ -1,12 +1,15 @@
-"""Batches on a device, copied and varied beside the work on the batch before.
+"""Batches on a device, copied and augmented while the loop works on the batch before.
 
-On CUDA copies run on a stream of their own, from memory that is page-locked (`pinned`), and are begun by a thread: while the loop
-works on a batch, the next is taken, copied and varied, so that a loop which looks at every loss does not let the device wait
-for the copy either. One batch is ahead of the loop, never more; the loader's state and report are those of the batch that the
-loop was given, not of what was taken. The loop's stream waits for a copy by an event, and `record_stream` tells torch's
-allocator that it uses the memory, or it would be reused too early. The host's batch is held until its copy is done.
+On CUDA a thread takes the next batch and copies it on a stream of its own, from page-locked memory.
+The device therefore does not wait for the copy, even if the loop reads every loss. One batch is
+ahead of the loop, never more. The loader's state and report are those of the delivered batches.
 
-The first batch is taken by the loop's own thread, because it starts the worker processes, which end with who started them.
+The loop's stream waits for a copy by an event. `record_stream` tells torch's allocator that the
+loop's stream uses the memory, which would be reused too early otherwise. The batch in host memory
+is kept until its copy is done.
+
+The loop's own thread takes the first batch, because it starts the worker processes: they end with
+the thread that started them.
 """
 
 from __future__ import annotations
@@ -21,234 +24,245 @@ import torch
 
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.loader.epoch import Batches, Taken
+from wdstrain.loader.epoch import EpochBatches, TakenBatch
 from wdstrain.loader.gpu_augment import DRAWS, Augmentation, Draws
 from wdstrain.runtime.signals import DeferSignals
 
 Batch = dict[str, Any]
 
-_PATIENCE = 1.0  # seconds until a batch that nobody wants any more is not waited for
+_JOIN_SECONDS = 1.0  # time for the thread to end before its wait for a batch is canceled
 
 
 def to_device(
     batches: Iterable[Batch], device: str | torch.device, augmentation: Augmentation | None = None
 ) -> Iterator[Batch]:
-    """The same batches with their tensors on `device`, also those in lists and dicts; other values stay as they are.
+    """Yield the batches with their tensors on `device`, also tensors in lists and dicts.
 
-    augmentation: varies the pictures of each batch there, by its samples' own random numbers; batches are those of a Loader.
+    Other values stay as they are. augmentation: applied on the device to the images of each batch,
+    with each sample's own random numbers; batches must then be those of a Loader.
+    Raises UsageError.
     """
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device={str(device)!r}: torch finds no CUDA device here. Use cpu.")
-    given = iter(batches)
-    if augmentation is not None and not isinstance(given, Batches):
+    target = torch.device(device)
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={str(device)!r}: torch finds no CUDA device. Use cpu.")
+    iterator = iter(batches)
+    if augmentation is not None and not isinstance(iterator, EpochBatches):
         raise UsageError(
-            f"an augmentation needs each sample's own random numbers, which a Loader has and {type(batches).__name__} has not. "
-            f"Give the Loader itself, or loader.epoch(n)."
+            f"augmentation needs the random numbers of each sample, which "
+            f"{type(batches).__name__} does not have. Give the Loader itself, or loader.epoch(n)."
         )
-    if where.type != "cuda":
-        return _here(given, where, augmentation)
-    if str(where) == "cuda":  # each thread has a current device of its own
-        where = torch.device("cuda", torch.cuda.current_device())
-    sender = _CudaSender(where, augmentation)
-    return ahead(given, sender) if isinstance(given, Batches) else _others(given, sender)
+    if target.type != "cuda":
+        return _move_each(iterator, target, augmentation)
+    if str(target) == "cuda":  # the current device is a property of the thread
+        target = torch.device("cuda", torch.cuda.current_device())
+    copier = _CudaCopier(target, augmentation)
+    if isinstance(iterator, EpochBatches):
+        return copy_ahead(iterator, copier)
+    return _copy_each(iterator, copier)
 
 
-def _here(
+def _move_each(
     batches: Iterator[Batch], device: torch.device, augmentation: Augmentation | None
 ) -> Iterator[Batch]:
     for batch in batches:
         moved = _moved(batch, device)
-        if augmentation is not None and isinstance(batches, Batches):
+        if augmentation is not None and isinstance(batches, EpochBatches):
             moved = augmentation(moved, batches.draws(DRAWS))
         del batch
         yield moved
         del moved
 
 
-class Moment(Protocol):
-    """A point in the work of a device, as torch's events are."""
+# --- copies ---------------------------------------------------------------------------------------
+
+
+class Event(Protocol):
+    """A point in the work of a device, such as `torch.cuda.Event`."""
 
     def synchronize(self) -> None: ...
 
 
-class Brought(NamedTuple):
-    """A batch that is on the device, and how long it was on its way."""
-
-    taken: Taken
-    sent: Sent
-    seconds: float
-
-
-class Sent(NamedTuple):
-    """A batch on its way to the device. there: it is copied; done: it is varied too."""
+class DeviceCopy(NamedTuple):
+    """A batch that is being copied. copied: the copy is done. ready: it is augmented too."""
 
     batch: Batch
-    there: Moment
-    done: Any
+    copied: Event
+    ready: Any
 
 
-class Sender(Protocol):
-    """Brings batches to a device."""
+class Copier(Protocol):
+    """Copies batches to a device."""
 
-    def begin(self, batches: Batches) -> None:
-        """The first of these was taken, and all of them are to be sent."""
+    def prepare(self, batches: EpochBatches) -> None:
+        """Prepare to copy these batches; the first was taken."""
         ...
 
-    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
-        """Begin to copy a batch, which must be held until it is there."""
+    def copy(self, batch: Batch, draws: Callable[[int], Draws] | None) -> DeviceCopy:
+        """Begin to copy a batch, which must be kept until the copy is done."""
         ...
 
-    def received(self, sent: Sent) -> Batch:
-        """The batch, for whoever asks to work on."""
+    def receive(self, copy: DeviceCopy) -> Batch:
+        """Return the batch for work in the calling thread."""
         ...
 
 
-class _CudaSender:
-    """Copies batches on a stream of its own."""
+class _CudaCopier:
+    """Copies batches on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device, augmentation: Augmentation | None) -> None:
         self._device, self._augmentation = device, augmentation
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, batches: Batches) -> None:
+    def prepare(self, batches: EpochBatches) -> None:
         with torch.cuda.device(self._device):
             batches.lock_pages()
 
-    def send(self, batch: Batch, draws: Callable[[int], Draws] | None) -> Sent:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._side):
-            copied, there, done = (
-                _moved(batch, self._device),
-                torch.cuda.Event(),  # type: ignore[no-untyped-call]
-                torch.cuda.Event(),  # type: ignore[no-untyped-call]
-            )
-            there.record(self._side)
+    def copy(self, batch: Batch, draws: Callable[[int], Draws] | None) -> DeviceCopy:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            moved = _moved(batch, self._device)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
             if self._augmentation is not None and draws is not None:
-                copied = self._augmentation(copied, draws(DRAWS))
-            done.record(self._side)
-        return Sent(copied, there, done)
+                moved = self._augmentation(moved, draws(DRAWS))
+            ready.record(self._stream)
+        return DeviceCopy(moved, copied, ready)
 
-    def received(self, sent: Sent) -> Batch:
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(sent.done)
-        _used_by(current, sent.batch)
-        return sent.batch
+    def receive(self, copy: DeviceCopy) -> Batch:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(copy.ready)
+        _record_stream(stream, copy.batch)
+        return copy.batch
 
 
-def _others(batches: Iterator[Batch], sender: Sender) -> Iterator[Batch]:
-    """Batches that are no loader's: they are taken when the loop asks for them."""
-    held: tuple[Batch, Moment] | None = None
+def _copy_each(batches: Iterator[Batch], copier: Copier) -> Iterator[Batch]:
+    """Copy batches of any iterator. Each is taken when the loop requests it."""
+    source: tuple[Batch, Event] | None = None  # batch in host memory, and the end of its copy
     try:
         for batch in batches:
-            sent = sender.send(batch, None)
-            if held is not None:
-                held[1].synchronize()
-            held = (batch, sent.there)
+            copy = copier.copy(batch, None)
+            if source is not None:
+                source[1].synchronize()
+            source = (batch, copy.copied)
             del batch
-            received = sender.received(sent)
-            del sent
+            received = copier.receive(copy)
+            del copy
             yield received
             del received
     finally:
-        if held is not None:
-            held[1].synchronize()
+        if source is not None:
+            source[1].synchronize()
 
 
-def ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
-    """A loader's batches, one of them ahead."""
-    with (
-        WorkerDeathsAsErrors()
-    ):  # a signal tells this thread of a death, also while the courier waits for the batch
-        yield from _ahead(batches, sender)
+# --- one batch ahead ------------------------------------------------------------------------------
 
 
-def _ahead(batches: Batches, sender: Sender) -> Iterator[Batch]:
-    asked, courier = batches.asked(), None
+class _CopiedBatch(NamedTuple):
+    """A batch on the device, and the seconds of its copy."""
+
+    taken: TakenBatch
+    copy: DeviceCopy
+    seconds: float
+
+
+def copy_ahead(batches: EpochBatches, copier: Copier) -> Iterator[Batch]:
+    """Yield the batches of a loader on the device; the next one is copied meanwhile."""
+    # The death of a worker is signaled to this thread, even if the other thread waits for a batch.
+    with WorkerDeathsAsErrors():
+        yield from _copy_ahead(batches, copier)
+
+
+def _copy_ahead(batches: EpochBatches, copier: Copier) -> Iterator[Batch]:
+    requested, thread = batches.request(), None
     try:
         first = batches.take()
-        sender.begin(batches)
-        found: Brought | None = _brought(first, sender)
+        copier.prepare(batches)
+        ready: _CopiedBatch | None = _copied(first, copier)
         with DeferSignals():
-            courier = _Courier(batches, sender)
+            thread = _CopyThread(batches, copier)
         del first
-        while found is not None:
-            received = batches.give(found.taken, asked, sender.received(found.sent), found.seconds)
-            found = None
+        while ready is not None:
+            batch = copier.receive(ready.copy)
+            received = batches.deliver(ready.taken, requested, batch, ready.seconds)
+            ready = None
+            del batch
             yield received
             del received
-            asked = batches.asked()
-            found = courier.next()
-        batches.ended()
+            requested = batches.request()
+            ready = thread.next()
+        batches.log_summary()
     except StopIteration:  # there was no batch at all
         return
     except GeneratorExit:
         raise
     except BaseException:
-        if courier is not None:
-            courier.close()
+        if thread is not None:
+            thread.close()
         batches.close()
         raise
     finally:
-        if courier is not None:
-            courier.close()
+        if thread is not None:
+            thread.close()
 
 
-def _brought(taken: Taken, sender: Sender) -> Brought:
-    """A batch that was taken, when it is there."""
+def _copied(taken: TakenBatch, copier: Copier) -> _CopiedBatch:
+    """Copy a batch and wait until the copy is done."""
     begun = time.perf_counter()
-    sent = sender.send(taken.batch, taken.draws)
-    sent.there.synchronize()
-    return Brought(taken._replace(batch={}), sent, time.perf_counter() - begun)
+    copy = copier.copy(taken.batch, taken.draws)
+    copy.copied.synchronize()
+    return _CopiedBatch(taken._replace(batch={}), copy, time.perf_counter() - begun)
 
 
-class _Courier:
-    """A thread that takes the next batch and sends it while the loop works on the one before."""
+class _CopyThread:
+    """Thread that takes and copies the next batch while the loop works on the one before."""
 
-    def __init__(self, batches: Batches, sender: Sender) -> None:
-        self._batches, self._sender = batches, sender
-        # tells the thread to take another; a Semaphore would stay locked by an interrupt of whoever releases it
-        self._room: SimpleQueue[None] = SimpleQueue()
+    def __init__(self, batches: EpochBatches, copier: Copier) -> None:
+        self._batches, self._copier = batches, copier
+        # An item asks the thread for another batch. A Semaphore would stay locked after a Ctrl-C.
+        self._requests: SimpleQueue[None] = SimpleQueue()
         self._stopping = False
-        self._found: SimpleQueue[Brought | BaseException | None] = SimpleQueue()
-        self._room.put(None)
+        self._results: SimpleQueue[_CopiedBatch | BaseException | None] = SimpleQueue()
+        self._requests.put(None)
         self._thread = threading.Thread(target=self._run, name="wdstrain-device", daemon=True)
         self._thread.start()
 
-    def next(self) -> Brought | None:
-        """The next batch; None at the end. Raises what taking it raised."""
-        found = self._found.get()
-        if isinstance(found, BaseException):
-            raise found
-        self._room.put(None)
-        return found
+    def next(self) -> _CopiedBatch | None:
+        """Return the next batch; None at the end. Raises the error of taking or copying it."""
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        self._requests.put(None)
+        return result
 
     def close(self) -> None:
-        """End the thread; what it took and nobody was given is taken again by another pass."""
+        """End the thread. Another pass takes the undelivered batches again."""
         self._stopping = True
-        self._room.put(None)
-        self._thread.join(_PATIENCE)
-        # one that waits behind another pass, perhaps that of this very thread, ends by itself when its turn comes
-        if self._thread.is_alive() and self._batches.abandon():
+        self._requests.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        # A thread that waits behind a newer pass, perhaps one of the calling thread, is not joined:
+        # it ends by itself when it may go on.
+        if self._thread.is_alive() and self._batches.cancel():
             self._thread.join()
 
     def _run(self) -> None:
         while True:
-            self._room.get()
+            self._requests.get()
             if self._stopping:
                 return
             try:
-                brought = _brought(self._batches.take(), self._sender)
+                result = _copied(self._batches.take(), self._copier)
             except StopIteration:
-                self._found.put(None)
+                self._results.put(None)
                 return
             except BaseException as error:  # the loop raises it
-                self._found.put(error)
+                self._results.put(error)
                 return
-            self._found.put(brought)
-            del brought
+            self._results.put(result)
+            del result
 
 
 def _moved(value: Any, device: torch.device) -> Any:
+    """Return a value with its tensors on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
@@ -260,11 +274,11 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _used_by(stream: torch.cuda.Stream, value: Any) -> None:
-    """Memory that was allocated for one stream is used by this one too."""
+def _record_stream(stream: torch.cuda.Stream, value: Any) -> None:
+    """Tell torch's allocator that a stream uses the memory of the tensors in a value."""
     if isinstance(value, torch.Tensor):
         value.record_stream(stream)
     elif isinstance(value, (Mapping, list)):
         for part in value.values() if isinstance(value, Mapping) else value:
             if isinstance(part, (torch.Tensor, Mapping, list)):
-                _used_by(stream, part)
+                _record_stream(stream, part)

@@ -5,7 +5,8 @@ decoded. `seek` continues the stream if it is at the requested step, and starts 
 Memory, threads and worker processes stay. A stream starts its reader when the first task is
 requested. That is after the workers are forked, so that no thread of ours exists at that time.
 
-Every seek begins a new generation. Calls with the number of an earlier generation raise an error.
+Every seek begins a new generation. The reader's run belongs to a generation, and calls with the
+number of an earlier generation raise an error.
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ class Pipeline:
     @property
     def reads_into_slots(self) -> bool:
         """Whether some arrays are read straight into batches."""
-        return self._parts.sink is not None
+        return self._parts.direct.bytes > 0
 
     def totals(self) -> StageTotals:
         """Return what the stages took since the pipeline was made."""
-        reader = self.reader
+        read = self.reader.stats
         return replace(
             self._parts.totals,
-            bytes=reader.read_bytes,
-            fetched=reader.tally.fetched,
-            cached=reader.tally.cached,
-            retries=reader.tally.retries,
-            read_seconds=reader.read_seconds,
-            shuffle_seconds=reader.shuffle_seconds,
+            bytes=read.bytes,
+            fetched=read.fetch.fetched,
+            cached=read.fetch.cached,
+            retries=read.fetch.retries,
+            read_seconds=read.read_seconds,
+            shuffle_seconds=read.shuffle_seconds,
             copies=self._parts.slots.copies,
         )
 
@@ -97,11 +98,10 @@ class Pipeline:
             if self.closed:
                 raise WdstrainError(OVER)
             self.generation += 1
-            self.reader.resume()
             if self._stream is not None and self._stream.is_interrupted:
                 self._parts.workers.close()  # a worker may have sent half a message
                 self._stream = None
-            if self._stream is None or self._stream.position != (epoch, step):
+            if not self._continues_at(epoch, step):
                 if until is None and epoch == self._epoch:
                     until = epoch + 1
                 self._stream = BatchStream(self._parts, epoch, step, until)
@@ -133,7 +133,7 @@ class Pipeline:
         """
         if generation is None or generation != self.generation:
             return False
-        self.reader.halt()  # before the lock, which the waiting thread holds
+        self.reader.cancel(generation)  # before the lock, which the waiting thread holds
         with self._lock:
             if generation == self.generation and self._stream is not None:
                 self._stream.position = None
@@ -150,11 +150,10 @@ class Pipeline:
         """
         if os.getpid() == self.process:
             self.closed = True
-            self.reader.end()  # before the lock, which a thread that waits for a batch holds
+            self.reader.close()  # before the lock, which a thread that waits for a batch holds
             with self._lock:
                 self._stream, self._results = None, iter(())
                 self._parts.workers.close()
-            self.reader.close()
             self._watchdog.close()
             self._watchdog = StallWatchdog.disabled()
         if self._finalizer is not None:
@@ -163,17 +162,22 @@ class Pipeline:
 
     # --- one stream -------------------------------------------------------------------------------
 
+    def _continues_at(self, epoch: int, step: int) -> bool:
+        """Return whether the stream is at this step and can go on for this generation."""
+        stream = self._stream
+        if stream is None or stream.position != (epoch, step):
+            return False
+        return stream.run is None or self.reader.renew(stream.run, self.generation)
+
     def _tasks(self, stream: BatchStream) -> Iterator[Task]:
         """Start the reader, and yield the tasks of a stream. Decoders have ended older tasks."""
-        self.reader.stop()  # it writes to slots, which are taken back now
-        self._parts.slots.reset()
-        self.reader.start(*stream.first, stream.until)
+        stream.run = self.reader.start(self.generation, *stream.first, stream.until)
         patience = self._parts.options.patience
         if patience and not self._watchdog.is_running:
             with DeferSignals():
                 self._watchdog = StallWatchdog(patience, self._log_stall)
             self._watchdog.start_wait()
-        yield from stream.tasks()
+        yield from stream.tasks(stream.run)
 
     def _take(self, stream: BatchStream, plan: Order) -> tuple[dict[str, Any], BatchInfo]:
         """Return the next batch of a stream."""
@@ -185,7 +189,8 @@ class Pipeline:
             self._watchdog.end_wait()
         arrived = time.perf_counter()
         batch = self._assembler.assemble(result, pending, plan)
-        self.reader.release(result.batch_number)
+        if stream.run is not None:
+            stream.run.release(result.batch_number)
         self._parts.totals.collate_seconds += time.perf_counter() - arrived
         stream.advance(plan.steps)
         return batch

@@ -16,8 +16,9 @@ from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder, Workers
 from wdstrain.loader.task_blocks import TaskBuilder
 from wdstrain.order.plan import Order
-from wdstrain.reader.reader import Reader, batches_begun
-from wdstrain.reader.slot_sink import SlotSink, direct_fields
+from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
+from wdstrain.reader.reader import Reader
+from wdstrain.reader.resources import ReadOptions, batches_begun
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
 
@@ -39,7 +40,7 @@ class PipelineOptions:
     transform: Transform | None
     takes_rng: bool
     collate_fn: Collate | None
-    on_bad: str
+    on_error: str
     num_workers: int
     context: str | None
     cache: Cache | None = None
@@ -74,8 +75,8 @@ class StageTotals:
 class PipelineParts:
     """Parts of a pipeline, and the data that it is made for.
 
-    plans: returns the plan of an epoch. sink: reader of arrays that go straight into batches, if
-    any do. columns: labels that the index gives, by name. totals: of the stages, without those of
+    plans: returns the plan of an epoch. direct: fields whose arrays are read straight into
+    batches. columns: labels that the index gives, by name. totals: of the stages, without those of
     `reader` and `slots`.
     """
 
@@ -84,7 +85,7 @@ class PipelineParts:
     rank: int
     options: PipelineOptions
     reader: Reader
-    sink: SlotSink | None
+    direct: DirectFields
     columns: Mapping[str, LabelColumn]
     slots: Slots
     task_builder: TaskBuilder
@@ -97,7 +98,7 @@ def build_parts(
     index: Index, plans: Callable[[int], Order], rank: int, options: PipelineOptions
 ) -> PipelineParts:
     """Return the parts of a pipeline. No thread and no process is started."""
-    plan, fields, replaces = plans(0), options.fields, options.on_bad != "raise"
+    plan, fields, replaces = plans(0), options.fields, options.on_error != "raise"
     columns = label_columns(fields or {}, index)
     if fields is not None:
         fields = {name: field for name, field in fields.items() if name not in columns}
@@ -105,7 +106,7 @@ def build_parts(
         name: field.example for name, field in (fields or {}).items() if field.example is not None
     }
     layout = Layout.of(examples, plan.batch_size)
-    direct = direct_fields(index, fields, layout, plan)
+    direct = find_direct_fields(index, fields, layout, plan)
     decoded = needed = None
     if fields is not None:
         decoded = {name: field for name, field in fields.items() if name not in direct}
@@ -117,18 +118,15 @@ def build_parts(
     ahead = DIRECT_AHEAD_BYTES if direct else AHEAD_BYTES
     begun = batches_begun(index, plan, rank, ahead) if direct else 0
     slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE_SLOTS)
-    sink = SlotSink(index, direct.values(), slots, replaces) if direct else None
-    reader = Reader(
-        index,
-        plans,
-        rank,
+    direct_fields = DirectFields(index, direct, slots)
+    read_options = ReadOptions(
         ahead=ahead,
         in_flight=busy + 1,
         needed_fields=needed,
         skip_unreadable=replaces,
         cache=options.cache,
-        slot_sink=sink,
     )
+    reader = Reader(index, plans, rank, read_options, slots, direct_fields)
     settings = DecoderSettings(
         field_names=index.fields,
         layout=layout,
@@ -136,18 +134,18 @@ def build_parts(
         transform=options.transform,
         takes_rng=options.takes_rng,
         collate_fn=options.collate_fn,
-        on_bad=options.on_bad,
+        on_error=options.on_error,
         seed=plan.seed,
     )
     decoder = Decoder(settings, reader.memory, slots.memory)
-    builder = TaskBuilder(index, needed, with_keys=options.transform is not None, landing=sink)
+    builder = TaskBuilder(index, needed, direct_fields, with_keys=options.transform is not None)
     return PipelineParts(
         index=index,
         plans=plans,
         rank=rank,
         options=options,
         reader=reader,
-        sink=sink,
+        direct=direct_fields,
         columns=columns,
         slots=slots,
         task_builder=builder,

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.loader.loader import open_cache
+from wdstrain.loader.options import open_cache
 from wdstrain.loader.shared_epochs import SharedEpochs, worker_share
 from wdstrain.loader.tar_stream import members, open_tar, shown
 from wdstrain.shards.tar import ASIDE, NO_KEY, Walk, is_aside, other_kind, split_name

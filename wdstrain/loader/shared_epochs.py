@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -74,11 +75,10 @@ class SharedEpochs:
         """
         if workers > _WORKERS:
             raise UsageError(
-                f"num_workers={workers} of the DataLoader: a stream must have {_WORKERS} worker processes at most."
+                f"num_workers={workers} of the DataLoader: must be <= {_WORKERS} for a stream."
             )
-        identity = multiprocessing.current_process()._identity
         # Number of the pass's first process, unless other processes started in between.
-        first = identity[-1] - worker if identity else 0
+        first = _process_number() - worker
         with self._memory.exclusive():
             passes, counts = self._passes, self._counts
             begun = int(counts[1])
@@ -129,6 +129,15 @@ def _attached(memory: Memory) -> SharedEpochs:
     epochs = object.__new__(SharedEpochs)
     epochs._attach(memory)
     return epochs
+
+
+def _process_number() -> int:
+    """Return n of the n-th child of its parent, from the default name such as "Process-1:n".
+
+    Returns 0 in a process with another name.
+    """
+    ending = re.search(r"\d+$", multiprocessing.current_process().name)
+    return int(ending[0]) if ending else 0
 
 
 def _is_alive(process: int) -> bool:

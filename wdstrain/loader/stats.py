@@ -1,10 +1,10 @@
-"""What an epoch of a loader cost, stage by stage, and what held it back.
+"""Counts and seconds of an epoch by stage, and its bottleneck.
 
-Seconds are those of whoever does the work: reading has a thread, decoding all decoders together, the loop's own thread plans
-(parse), waits for the window (shuffle), takes over what was decoded (hand-off) and is busy with the batch (loop). So they are no
-parts of one sum, but `wait_seconds` and `loop_seconds` are: of the loop's own time. A stage by itself can do as many samples a second as its
-busy seconds say, and the slowest of all is what the whole does: from that comes the verdict. A profiler would say the same for a hundred
-times the cost; these are a few readings of the clock for each batch.
+Each stage counts the seconds of its own threads: the reader's thread reads, all decoders together
+decode, and the loop's thread builds tasks (parse), waits for the window (shuffle), receives decoded
+batches (hand-off) and works on them (loop). The stages overlap, so their seconds do not add up.
+`wait_seconds` and `loop_seconds` do: they are the time of the loop. The bottleneck is the stage
+that would need the most time if it ran alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from wdstrain.report import charts
 from wdstrain.report.printing import printable
 from wdstrain.runtime.machine import cores
 
-_NO_STALL = (
-    0.1  # share of the time that may be spent waiting before the input is what holds it back
-)
-_KINDS = 20  # of reasons that are counted apart
-_SHOWN = 3  # of them in a line of the log
-_WAITS = 0.4  # share of its time in which a decoder computes, below which it rather waits
-_WIDTH = 120  # characters of a line of the log
-_KEPT = 100  # bad samples that are listed one by one; all are counted
+_LARGEST_STALL = 0.1  # share of waiting up to which the loop is the bottleneck
+_LEAST_COMPUTING = 0.4  # share of its time in which a decoder computes, below which it waits
+_LINE_LENGTH = 120  # most characters of a line of the log
+_MOST_REASONS = 20  # reasons of bad samples that are counted separately
+_LOGGED_REASONS = 3
+_KEPT_FINDINGS = 100  # bad samples that are kept for the report; all are counted
 
 
 class Finding(NamedTuple):
-    """What is wrong with a sample or a shard, and where. `str` of it is a sentence.
+    """A fault of a sample or a shard, and where it is.
 
-    `field` is empty where the sample as a whole is at fault, `key` where it is the shard; the reason then goes on from the
-    shard's name ("has 100 bytes, its index says 512").
+    field: empty if the whole sample is bad. key: empty if the whole shard is; `reason` then goes on
+    after the name of the shard: "has 100 bytes, its index says 512".
     """
 
     shard: str
@@ -45,59 +43,57 @@ class Finding(NamedTuple):
 
     @property
     def sentence(self) -> str:
+        """The fault as a sentence."""
         if not self.key:
             return printable(f"{self.shard} {self.reason}.")
-        what = (
-            f"field '{self.field}' at offset {self.offset}"
-            if self.field
-            else f"the sample at offset {self.offset}"
+        member = f"field '{self.field}'" if self.field else "the sample"
+        return printable(
+            f"{self.shard}: '{self.key}', {member} at offset {self.offset}: {self.reason}."
         )
-        return printable(f"{self.shard}: '{self.key}', {what}: {self.reason}.")
 
     @property
     def kind(self) -> str:
-        """What findings of one kind have in common: the reason without what it quotes, and without numbers."""
-        return (
-            " ".join(re.sub(r"\(.*|'[^']*'|\S*\d\S*", "", self.reason).split()).rstrip(" ,:")
-            or "it cannot be used"
-        )
+        """The reason without quotations and numbers, to count similar findings together."""
+        words = re.sub(r"\(.*|'[^']*'|\S*\d\S*", "", self.reason).split()
+        return " ".join(words).rstrip(" ,:") or "it cannot be used"
 
     def __str__(self) -> str:
         return self.sentence
 
 
 class Report(dict[str, Any]):
-    """What an epoch cost, as JSON-able values by name; a notebook shows it as a table with bars."""
+    """Values of an `EpochStats` by name, with "stall" and "verdict"; JSON-able.
+
+    A notebook shows it as a table with bars.
+    """
 
     def __init__(self, values: dict[str, Any], stages: dict[str, float]) -> None:
+        """stages: seconds by stage."""
         super().__init__(values)
         self._stages = stages
 
     def _repr_html_(self) -> str:
-        counts = {
+        rows = {
             "samples": self["samples"],
             "batches": self["batches"],
             "MB": f"{self['bytes'] / 1e6:.1f}",
             "waited": f"{self['wait_seconds']:.2f} s ({self['stall']:.1%})",
         }
-        far = {"MB fetched": self["fetched"] / 1e6, "MB from the cache": self["cached"] / 1e6}
-        counts |= {name: f"{value:.1f}" for name, value in far.items() if value}
-        counts |= {
-            name.replace("_", " "): self[name]
-            for name in ("left_out", "padded", "retries", "reread", "copies", "bad")
-            if self[name]
-        }
-        counts |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
+        remote = {"MB fetched": self["fetched"], "MB from the cache": self["cached"]}
+        rows |= {name: f"{count / 1e6:.1f}" for name, count in remote.items() if count}
+        for name in ("left_out", "padded", "retries", "reread", "copies", "bad"):
+            if self[name]:
+                rows[name.replace("_", " ")] = self[name]
+        rows |= {f"bad: {reason}": count for reason, count in self["bad_reasons"].items()}
         seconds = {f"{name}, s": round(spent, 3) for name, spent in self._stages.items()}
-        body = (
-            f"<p><b>{escape(self['verdict'])}</b></p>{charts.table(counts)}{charts.bars(seconds)}"
-        )
+        verdict = f"<p><b>{escape(self['verdict'])}</b></p>"
+        body = f"{verdict}{charts.table(rows)}{charts.bars(seconds)}"
         return charts.fragment(f"epoch {self['epoch']}", body)
 
 
 @dataclass
 class EpochStats:
-    """Counts and seconds of one epoch on one rank. Seconds of decoding and collating add up over all decoders."""
+    """Counts and seconds of one epoch on one rank. Seconds of all decoders are added up."""
 
     epoch: int = 0
     samples: int = 0
@@ -105,104 +101,140 @@ class EpochStats:
     left_out: int = 0
     padded: int = 0
     bytes: int = 0  # read from storage
-    fetched: int = 0  # bytes of them that came from servers
-    cached: int = 0  # bytes of them that the cache had
-    retries: int = 0  # requests that were made anew
-    read_seconds: float = 0.0  # the reader waited for storage, and compared what came
-    parse_seconds: float = 0.0  # plan and index became the places of a batch's members
-    shuffle_seconds: float = (
-        0.0  # a batch waited until the part of the window that it needs was read
-    )
+    fetched: int = 0  # bytes of these that came from servers
+    cached: int = 0  # bytes of these that came from the cache
+    retries: int = 0  # repeated requests
+    read_seconds: float = 0.0  # the reader waited for storage, and verified checksums
+    parse_seconds: float = 0.0  # tasks were built from plan and index
+    shuffle_seconds: float = 0.0  # a batch waited until its part of the window was read
     decode_seconds: float = 0.0
-    compute_seconds: float = (
-        0.0  # of decoding and collating, those in which a decoder had a processor and did not wait
-    )
-    collate_seconds: float = 0.0  # decoded rows became one batch
-    handoff_seconds: float = 0.0  # a batch that was decoded and wanted was on its way to the loop
-    wait_seconds: float = 0.0  # the loop waited for a batch: the stall
-    loop_seconds: float = 0.0  # the loop was busy with a batch
-    copy_seconds: float = 0.0  # batches were on their way to a device, beside the loop's work
-    copies: int = 0  # batches copied because many were kept
+    compute_seconds: float = 0.0  # processor time of decoding and collating
+    collate_seconds: float = 0.0  # decoded rows became a batch
+    handoff_seconds: float = 0.0  # a decoded batch that the loop waited for was on its way
+    wait_seconds: float = 0.0  # the loop waited for a batch
+    loop_seconds: float = 0.0  # the loop worked on a batch
+    copy_seconds: float = 0.0  # batches were copied to a device, beside the loop's work
+    copies: int = 0  # batches that were copied because the loop kept many
     decoders: int = 1
-    reread: int = 0  # samples that were read once more, because their checksum was not that of what was packed
-    bad: int = 0  # samples that were replaced by others of their batch
+    reread: int = 0  # samples that were read again because their checksum was wrong
+    bad: int = 0  # samples that were replaced or marked
     bad_reasons: dict[str, int] = field(default_factory=dict)
     bad_samples: list[Finding] = field(default_factory=list)
 
-    def add_bad(self, found: list[Finding]) -> None:
+    def add_bad(self, findings: list[Finding]) -> None:
         """Count bad samples by field and reason, and keep the first of them."""
-        self.bad += len(found)
-        for one in found:
-            reason = f"{one.field or 'sample'}: {one.kind}"
-            reason = (
-                reason if reason in self.bad_reasons or len(self.bad_reasons) < _KINDS else "others"
-            )
+        self.bad += len(findings)
+        for finding in findings:
+            reason = f"{finding.field or 'sample'}: {finding.kind}"
+            if reason not in self.bad_reasons and len(self.bad_reasons) >= _MOST_REASONS:
+                reason = "others"
             self.bad_reasons[reason] = self.bad_reasons.get(reason, 0) + 1
-        self.bad_samples += found[: max(0, _KEPT - len(self.bad_samples))]
+        self.bad_samples += findings[: max(0, _KEPT_FINDINGS - len(self.bad_samples))]
+
+    # --- the bottleneck ---------------------------------------------------------------------------
 
     @property
     def stall(self) -> float:
-        """The share of the time in which the loop waited for data, 0 to 1."""
-        total = self.wait_seconds + self.loop_seconds
-        return self.wait_seconds / total if total else 0.0
+        """Share of the loop's time in which it waited for a batch, 0 to 1."""
+        return self.wait_seconds / self._seconds if self.wait_seconds else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        """Seconds of the loop, with and without a batch; above 0."""
+        return max(1e-9, self.wait_seconds + self.loop_seconds)
 
     @property
     def verdict(self) -> str:
-        """What held the epoch back, in a sentence."""
+        """The bottleneck of the epoch and advice, in a sentence or two."""
         return self.verdict_of("loop", self.loop_seconds)
 
     def verdict_of(self, consumer: str, busy_seconds: float) -> str:
-        """The same where it is known what takes the batches, such as "GPU", and for how long it was busy with them.
+        """Return the verdict for a known consumer of the batches, such as "GPU".
 
-        Of a stage that holds the others back it says what its share of the time was, and what more of it would give: a stage alone
-        can do as many samples a second as its busy seconds say, and the slowest of all is what the whole does.
+        busy_seconds: time in which the consumer was busy.
         """
         if not self.samples:
             return "nothing was delivered yet"
-        total = self.wait_seconds + self.loop_seconds
-        if self.stall < _NO_STALL:
-            return f"{consumer} bound: it was busy {busy_seconds / max(1e-9, total):.0%} of the time and waited for data {self.stall:.1%}"
-        decode = (self.decode_seconds + self.collate_seconds) / self.decoders
-        read, samples, given = (
-            self.read_seconds,
-            self.samples,
-            self.parse_seconds + self.handoff_seconds,
-        )
+        bottleneck = self._bottleneck(consumer)
+        if self.stall < _LARGEST_STALL:
+            return (
+                f"{bottleneck}: it was busy {busy_seconds / self._seconds:.0%} of the time and "
+                f"waited for data {self.stall:.1%}"
+            )
         waited = f"the {consumer} waited for data {self.stall:.1%} of the time"
-        if self.copy_seconds > max(read, decode, total / 2):
-            return f"input bound: copy to the device {min(1.0, self.copy_seconds / total):.0%}; {waited}. Smaller or uint8 batches would help"
-        if given > max(read, decode, total / 2):
-            return f"input bound: hand-off {min(1.0, given / total):.0%}; {waited}. Larger batches, or fewer values in each sample, would help"
-        if max(read, decode) < total / 2:
-            busy = f"reading and decoding were busy {max(read, decode) / total:.0%} of it"
-            return f"input bound: {waited}, {busy}: small batches, or shared processors"
-        if read >= decode:
-            speed = self.bytes / max(1e-9, read) / 1e6
+        return f"{bottleneck}; {waited}. {self._advice()}"
+
+    def _bottleneck(self, consumer: str = "loop") -> str:
+        """Return the bottleneck in a few words, such as "input bound: decode 93%"."""
+        if self.stall < _LARGEST_STALL:
+            return f"{consumer} bound"
+        stage, seconds = self._slowest
+        if not stage:
+            return "input bound: no stage was busy most of the time"
+        storage = f", storage gives {self._storage_rate:.0f} MB/s" if stage == "read" else ""
+        return f"input bound: {stage} {min(1.0, seconds / self._seconds):.0%}{storage}"
+
+    @property
+    def _slowest(self) -> tuple[str, float]:
+        """Stage that takes the most time, and its seconds per thread; "" if none takes half."""
+        half, read, decode = self._seconds / 2, self.read_seconds, self._decode_seconds_each
+        handoff = self.parse_seconds + self.handoff_seconds
+        if self.copy_seconds > max(read, decode, half):
+            return "copy to the device", self.copy_seconds
+        if handoff > max(read, decode, half):
+            return "hand-off", handoff
+        if max(read, decode) < half:
+            return "", max(read, decode)
+        return ("read", read) if read >= decode else ("decode", decode)
+
+    @property
+    def _decode_seconds_each(self) -> float:
+        return (self.decode_seconds + self.collate_seconds) / self.decoders
+
+    @property
+    def _storage_rate(self) -> float:
+        """MB/s of the storage while it was read."""
+        return self.bytes / max(1e-9, self.read_seconds) / 1e6
+
+    def _advice(self) -> str:
+        """Return what would make the slowest stage faster."""
+        stage, seconds = self._slowest
+        if stage == "":
             return (
-                f"input bound: read {min(1.0, read / total):.0%}, storage gives {speed:.0f} MB/s; {waited}. "
-                f"A disk that is nearer (cache_dir) or smaller samples would help"
+                f"Reading and decoding were busy {seconds / self._seconds:.0%} of it: larger "
+                f"batches, or cores that no other process uses, would help"
             )
-        shares = f"input bound: decode {min(1.0, decode / total):.0%}; {waited}"
+        if stage == "copy to the device":
+            return "Smaller batches, or uint8 ones, would help"
+        if stage == "hand-off":
+            return "Larger batches, or fewer values in each sample, would help"
+        if stage == "read":
+            return "A faster disk (see cache_dir), or smaller samples, would help"
+        return self._decode_advice()
+
+    def _decode_advice(self) -> str:
+        """Return what would make decoding faster; never more workers than cores."""
         spent = self.decode_seconds + self.collate_seconds
-        if 0 < self.compute_seconds < _WAITS * spent:
+        if 0 < self.compute_seconds < _LEAST_COMPUTING * spent:
             return (
-                f"{shares}. Decoding waits: it computes in {self.compute_seconds / spent:.0%} of its time. A field or "
-                f"transform that waits for less would help"
+                f"Decoding waits: it computes in {self.compute_seconds / spent:.0%} of its time. "
+                f"A field or transform that waits for less would help"
             )
-        # samples per second, if nothing else held it back: of the loop, of the storage, and of one decoder
-        others = min(samples / max(1e-9, self.loop_seconds), samples / max(1e-9, read))
-        each = samples / max(1e-9, decode * self.decoders)
-        more = min(math.ceil(others / each) - self.decoders, max(0, cores() - self.decoders))
+        # Rates in samples/s that one decoder, and the loop or the storage alone would reach.
+        decoder_rate = self.samples / max(1e-9, spent)
+        other_rate = self.samples / max(1e-9, self.loop_seconds, self.read_seconds)
+        needed = math.ceil(other_rate / decoder_rate) - self.decoders
+        more = min(needed, max(0, cores() - self.decoders))
         if more < 1:
-            return f"{shares}. All {cores()} cores are taken; smaller pictures (convert --resize) would help"
-        rate = min(others, (self.decoders + more) * each)
-        return (
-            f"{shares}. {more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
-        )
+            return f"All {cores()} cores are taken; smaller images (convert --resize) would help"
+        rate = min(other_rate, (self.decoders + more) * decoder_rate)
+        return f"{more} more worker{'s' * (more > 1)} would give about {rate:.0f} samples/s"
+
+    # --- texts ------------------------------------------------------------------------------------
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in the order in which a sample meets them."""
+        """Seconds by stage, in the order in which a sample passes them."""
         return {
             "read": self.read_seconds,
             "parse": self.parse_seconds,
@@ -216,38 +248,39 @@ class EpochStats:
 
     @property
     def line(self) -> str:
-        """The epoch in one line of at most 120 characters, for a log. `report` has all of it."""
+        """The epoch in one line of at most 120 characters, for the log."""
         seconds = self.wait_seconds + self.loop_seconds
         counts = {"retries": self.retries, "read again": self.reread, "bad": self.bad}
         notes = "".join(f", {count} {name}" for name, count in counts.items() if count)
-        return _shortened(
-            f"epoch {self.epoch}: {self.samples} samples, {self.bytes / 1e6:.1f} MB, {seconds:.2f} s, "
-            f"{self.samples / max(1e-9, seconds):.0f} samples/s, waited {self.stall:.1%}{notes}; {self.verdict}"
+        return _shorten(
+            f"epoch {self.epoch}: {self.samples} samples, {self.bytes / 1e6:.1f} MB, "
+            f"{seconds:.2f} s, {self.samples / self._seconds:.0f} samples/s, "
+            f"waited {self.stall:.1%}{notes}; {self._bottleneck()}"
         )
 
     @property
     def bad_line(self) -> str:
-        """The most frequent reasons of bad samples in one line of at most 120 characters; empty if there are none."""
-        most = sorted(self.bad_reasons.items(), key=lambda one: -one[1])[:_SHOWN]
-        reasons = ", ".join(f"{count} x {printable(reason)}" for reason, count in most)
-        return _shortened(f"epoch {self.epoch}: bad samples: {reasons}") if reasons else ""
+        """The most frequent reasons of bad samples in at most 120 characters; empty without any."""
+        reasons = sorted(self.bad_reasons.items(), key=lambda item: -item[1])[:_LOGGED_REASONS]
+        text = ", ".join(f"{count} x {printable(reason)}" for reason, count in reasons)
+        return _shorten(f"epoch {self.epoch}: bad samples: {text}") if text else ""
 
     @property
     def details(self) -> str:
-        """Seconds of each stage, and the whole verdict, in one line."""
+        """Seconds of each stage and the verdict, in one line."""
         stages = ", ".join(f"{name} {spent:.2f}" for name, spent in self.stages.items())
         return (
-            f"epoch {self.epoch}: {self.batches} batches, {self.fetched / 1e6:.1f} MB fetched, {self.cached / 1e6:.1f} MB from the "
-            f"cache; seconds: {stages}; {self.decoders} decoder{'s' * (self.decoders != 1)}; {self.verdict}"
+            f"epoch {self.epoch}: {self.batches} batches, {self.fetched / 1e6:.1f} MB fetched, "
+            f"{self.cached / 1e6:.1f} MB from the cache; seconds: {stages}; "
+            f"{self.decoders} decoder{'s' * (self.decoders != 1)}; {self.verdict}"
         )
 
     def report(self) -> Report:
-        bad = [one._asdict() for one in self.bad_samples]
-        return Report(
-            {**asdict(self), "bad_samples": bad, "stall": self.stall, "verdict": self.verdict},
-            stages=self.stages,
-        )
+        """Return all values, with stall and verdict, as JSON-able data."""
+        findings = [finding._asdict() for finding in self.bad_samples]
+        values = {**asdict(self), "bad_samples": findings}
+        return Report({**values, "stall": self.stall, "verdict": self.verdict}, self.stages)
 
 
-def _shortened(text: str) -> str:
-    return textwrap.shorten(text, _WIDTH, placeholder=" ...")
+def _shorten(text: str) -> str:
+    return textwrap.shorten(text, _LINE_LENGTH, placeholder=" ...")

@@ -21,8 +21,10 @@ from torch.utils.data import IterableDataset
 
 from wdstrain.decode.label_fields import differing_labels
 from wdstrain.errors import SampleError, WdstrainError
-from wdstrain.loader.epoch import Batches
-from wdstrain.loader.loader import Loader, open_shards, rank_of
+from wdstrain.loader.epoch import EpochBatches
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.options import rank_of
+from wdstrain.loader.planning import open_shards
 from wdstrain.loader.shared_epochs import SharedEpochs, worker_share
 from wdstrain.order.plan import integer
 from wdstrain.runtime.cached import cached_property
@@ -146,7 +148,7 @@ def _rows(
             step += 1
 
 
-def _errors(batches: Batches) -> list[SampleError]:
+def _errors(batches: EpochBatches) -> list[SampleError]:
     """Return an error for each bad sample of the batch that was given last."""
     return [SampleError(finding.sentence) for finding in batches.bad]
 

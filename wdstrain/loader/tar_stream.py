@@ -99,7 +99,8 @@ def _decompressed(raw: io.BufferedReader, shard: str) -> BinaryIO:
         check_plain(head, shard)  # other kinds of compression
         return raw
     # No buffer of our own: after damage it would drop the intact bytes that it holds.
-    return cast(BinaryIO, _OPENERS[kind](raw) if kind in _OPENERS else _zstd(raw, shard))
+    optional = {"zstd": _zstd, "lz4": _lz4}
+    return cast(BinaryIO, optional[kind](raw, shard) if kind in optional else _OPENERS[kind](raw))
 
 
 def _zstd(raw: BinaryIO, shard: str) -> Any:
@@ -113,9 +114,19 @@ def _zstd(raw: BinaryIO, shard: str) -> Any:
     except ImportError:
         raise UsageError(
             f"{shard} is compressed by zstd, which this Python cannot read. "
-            f"Install it: pip install zstandard"
+            f"Install it: pip install 'wdstrain[archives]'"
         ) from None
     return decompressor.stream_reader(raw, read_across_frames=True)
+
+
+def _lz4(raw: BinaryIO, shard: str) -> Any:
+    try:
+        return import_module("lz4.frame").LZ4FrameFile(raw)
+    except ImportError:
+        raise UsageError(
+            f"{shard} is compressed by lz4, which Python cannot read. "
+            f"Install it: pip install 'wdstrain[archives]'"
+        ) from None
 
 
 _KINDS = {
@@ -123,6 +134,7 @@ _KINDS = {
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
 }
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
     "gzip": partial(igzip.open, mode="rb"),
@@ -145,7 +157,8 @@ def members(stream: BinaryIO, shard: str, walk: Walk) -> Iterator[tuple[str, byt
         if block == bytes(BLOCK):
             if is_extended:
                 raise ShardError(
-                    f"{shard} ends at offset {offset} after an extension header without its member. Repack it."
+                    f"{shard} ends at offset {offset} after an extension header without its member. "
+                    f"Repack it."
                 )
             reader.check_end(offset)
             return
@@ -153,7 +166,8 @@ def members(stream: BinaryIO, shard: str, walk: Walk) -> Iterator[tuple[str, byt
         if kind in EXTENSIONS:
             if length > EXTENSION_LIMIT:
                 raise ShardError(
-                    f"{shard} claims an extension header of {length} bytes at offset {offset}; 1 MiB is the limit. Repack it."
+                    f"{shard} claims an extension header of {length} bytes at offset {offset}; "
+                    f"1 MiB is the limit. Repack it."
                 )
             payload = reader.read(length + padding(length), "an extension header")
             extra.read(kind, payload, length, shard, offset)
@@ -232,7 +246,8 @@ class _Reader:
                 )
         if size - offset < 2 * BLOCK:
             raise ShardError(
-                f"{self._shard} ends at byte {size} without the two zero blocks that end a tar: it was cut. Copy or pack it again."
+                f"{self._shard} ends at byte {size} without the two zero blocks that end a tar: it "
+                f"was cut. Copy or pack it again."
             )
         if not is_padding(lambda start, length: self._before, offset, size):
             raise ShardError(
@@ -247,5 +262,6 @@ class _Reader:
             raise
         except Exception as error:  # each decompressor has its own classes
             raise ShardError(
-                f"{self._shard} is cut or damaged after byte {self.offset} of its contents: {error}. Copy it again."
+                f"{self._shard} is cut or damaged after byte {self.offset} of its contents: {error}. "
+                f"Copy it again."
             ) from error

@@ -1,44 +1,49 @@
-"""What a decoder is told of a batch: where the members of its samples lie, as integers.
+"""Tasks of decoders: where the members of the samples of a batch lie, as integers.
 
-Also the two cases in which a batch is not decoded from what was sent. Bytes that are not those that were packed are read once
-more, past any cache: they may have been damaged on the way. And where every sample of a batch is bad, others are asked to
-stand in. Both happen in the training process, off the forward road, because they are rare and must not depend on who decodes:
-the substitute is the next good sample of the data set, whatever epoch, rank or worker asks.
+Planning each task on its own would cost more than its work. The tasks of several batches are
+planned at once, before the samples are read, and a task is a slice of them.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from wdstrain.decode.bad_samples import MISMATCH
-from wdstrain.decode.decoder import Decoder
-from wdstrain.decode.task import Members, Result, Task
-from wdstrain.errors import ShardError, StorageError, WdstrainError
+from wdstrain.decode.task import Members, Task
 from wdstrain.memory.scatter import Bools
-from wdstrain.memory.shared import Memory
-from wdstrain.reader.slot_sink import SlotSink
-from wdstrain.runtime.watchdog import ProgressCell
+from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.storage.local import open_source
+from wdstrain.shards.offsets import Ints
 
 _NONE, _NO_CRC = np.zeros(0, np.int64), np.zeros(0, np.uint32)
-_TRIED = 100  # samples that are asked to stand in, one after another, before the batch is given up
+
+
+class BlockMembers(NamedTuple):
+    """The m members that decoders need of n samples.
+
+    first: number of the first member of each sample, int64[n + 1]; the last entry is m.
+    row: row in its batch. start: where it begins in its sample's place in the arena. size: in
+    bytes. int64[m] each. field: field number, uint16[m]. checksum: expected crc32, 0 if unknown,
+    uint32[m or 0]. common_fields: as in `Members`.
+    """
+
+    first: Ints
+    row: Ints
+    start: Ints
+    size: Ints
+    field: npt.NDArray[np.uint16]
+    checksum: npt.NDArray[np.uint32]
+    common_fields: tuple[int, ...]
 
 
 class TaskBlock(NamedTuple):
-    """Some batches of an epoch: n samples with m members in all.
+    """Tasks of some batches of an epoch, with n samples in all.
 
-    ids, draws: int64[n]; firsts: where each batch begins in them and the last ends; keys: n; first: int64[n + 1] into what there is
-    of each member: row in its batch, field, within: where it begins in its sample as that lies in the arena, and size. member: their numbers in the table that has
-    their checksums. common_fields: as in `Members`.
+    ids: int64[n]. draws: see `Plan.draws`, int64[n]; `ids` itself if they are equal.
+    firsts: where each batch begins in `ids` and the last ends. keys: n. sends_keys: whether tasks
+    have keys.
     """
 
     epoch: int
@@ -47,14 +52,7 @@ class TaskBlock(NamedTuple):
     firsts: list[int]
     keys: list[str]
     sends_keys: bool
-    first: Ints
-    row: Ints
-    field: npt.NDArray[np.uint16]
-    within: Ints
-    size: Ints
-    member: Ints
-    offsets: Offsets
-    common_fields: tuple[int, ...]
+    members: BlockMembers
 
     def task(
         self,
@@ -65,188 +63,84 @@ class TaskBlock(NamedTuple):
         unreadable: dict[int, str],
         unverified: Bools | None,
     ) -> Task:
-        """The task of the `number`th batch, whose samples begin at these offsets in the arena. offset: int64[b]; unreadable: by row, why
+        """Return the task of the batch `number` of the block.
 
-        unverified: bool[b], samples that nobody compared with their checksums yet; none if it is None.
+        offset: where its samples begin in the arena, int64[b]. unreadable: reasons by row.
+        unverified: bool[b], samples whose checksums are not verified yet; None: all are.
         """
         start, stop = self.firsts[number : number + 2]
         ids, keys = self.ids[start:stop], tuple(self.keys[start:stop]) if self.sends_keys else ()
         draws = ids if self.draws is self.ids else self.draws[start:stop]
-        if not len(self.member):  # everything lands: nothing is to be said of it
-            nothing = self.field, self.within, self.size, _NONE, _NO_CRC
-            none = Members(self.first[start : stop + 1], *nothing, self.common_fields)
-            return Task(batch_number, self.epoch, slot, ids, none, keys, unreadable, draws)
-        first = self.first[start : stop + 1]
-        members = slice(first[0], first[-1])
-        unsure: Ints = _NONE
-        if unverified is not None and len(self.offsets.member_crc):
-            unsure = np.flatnonzero(
-                unverified[self.row[members]] & (self.offsets.member_crc[self.member[members]] != 0)
-            )
-        sent = Members(
+        members = self._members(start, stop, offset, unverified)
+        return Task(batch_number, self.epoch, slot, ids, members, keys, unreadable, draws)
+
+    def _members(self, start: int, stop: int, offset: Ints, unverified: Bools | None) -> Members:
+        """Return the members of the samples [start, stop), which begin at these offsets."""
+        block = self.members
+        first = block.first[start : stop + 1]
+        if not len(block.row):  # all values are read straight into the batch
+            return Members(first, block.field, _NONE, _NONE, _NONE, _NO_CRC, block.common_fields)
+        part = slice(first[0], first[-1])
+        row, unsure, checksum = block.row[part], _NONE, _NO_CRC
+        if unverified is not None and len(block.checksum):
+            expected = block.checksum[part]
+            unsure = np.flatnonzero(unverified[row] & (expected != 0))
+            checksum = expected[unsure]
+        return Members(
             first=first - first[0],
-            field=self.field[members],
-            offset=self.within[members] + offset[self.row[members]],
-            size=self.size[members],
+            field=block.field[part],
+            offset=block.start[part] + offset[row],
+            size=block.size[part],
             unverified=unsure,
-            checksum=self.offsets.member_crc[self.member[members][unsure]]
-            if len(unsure)
-            else _NO_CRC,
-            common_fields=self.common_fields,
+            checksum=checksum,
+            common_fields=block.common_fields,
         )
-        return Task(batch_number, self.epoch, slot, ids, sent, keys, unreadable, draws)
 
 
 class TaskBuilder:
-    """Makes tasks for the samples of an index. `wanted`: the fields that are sent, all if None. `landing`: what is not in the arena."""
+    """Builds tasks for the samples of an index."""
 
     def __init__(
-        self,
-        index: Index,
-        wanted: set[str] | None,
-        *,
-        with_keys: bool,
-        landing: SlotSink | None = None,
+        self, index: Index, needed_fields: set[str] | None, direct: DirectFields, *, with_keys: bool
     ) -> None:
-        self._index, self._with_keys, self._landing = index, with_keys, landing
-        self._sent = index.field_mask(wanted)
-        self._all_sent, self._desk = bool(self._sent.all()), ProgressCell.unwatched()
-
-    def make(
-        self,
-        batch_number: int,
-        epoch: int,
-        slot: int,
-        ids: Ints,
-        draws: Ints,
-        offset: Ints,
-        unreadable: dict[int, str],
-    ) -> Task:
-        """Return the task of these samples, which begin at these offsets in the arena.
-
-        ids, draws, offset: int64[b]. unreadable: reasons by row.
+        """needed_fields: fields that decoders need; None: all. direct: fields that the reader puts
+        into batches. with_keys: whether decoders need the keys.
         """
-        return self.build_block(epoch, ids, draws, [0, len(ids)]).task(
-            0, batch_number, slot, offset, unreadable, np.ones(len(ids), bool)
-        )
+        self._index, self._direct, self._with_keys = index, direct, with_keys
+        self._is_needed = index.field_mask(needed_fields)
 
     def build_block(self, epoch: int, ids: Ints, draws: Ints, firsts: list[int]) -> TaskBlock:
-        """What can be said of the tasks of several batches before they are read. firsts: where each begins in ids and the last ends."""
-        table, keys = self._index.offsets, self._index.keys(ids)
-        if not self._sent.any():  # everything lands
-            nothing = _NONE, np.zeros(0, np.uint16), _NONE, _NONE, _NONE
-            return TaskBlock(
-                epoch,
-                ids,
-                draws,
-                firsts,
-                keys,
-                self._with_keys,
-                np.zeros(len(ids) + 1, np.int64),
-                *nothing,
-                table,
-                (),
-            )
-        of, member = table.members_of(ids)
-        if not self._all_sent:
-            kept = self._sent[table.member_field[member]]
-            of, member = of[kept], member[kept]
-        first = np.append(0, np.bincount(of, minlength=len(ids)).cumsum())
-        within = table.member_offset[member] - table.start[ids][of]
-        if self._landing is not None:
-            within -= self._landing.before[member - table.member_first[ids][of]]
-        field, each = table.member_field[member], int(first[1]) if len(ids) else 0
-        alike = (
-            each
-            and (np.diff(first) == each).all()
-            and (field.reshape(-1, each) == field[:each]).all()
-        )
-        return TaskBlock(
-            epoch,
-            ids,
-            draws,
-            firsts,
-            keys,
-            self._with_keys,
-            first,
-            of - np.repeat(firsts[:-1], np.diff(first[firsts])),
-            field,
-            within,
-            table.member_size[member],
-            member,
-            table,
-            tuple(field[:each].tolist()) if alike else (),
-        )
+        """Return the tasks of several batches; their samples need not be read yet.
 
-    def again(
-        self, decoder: Decoder, failed: Result, task: Task, offset: Ints, *, seeded: bool
-    ) -> Result:
-        """The result of a task after the samples whose checksums differ were read once more. offset: of its samples, int64[b]"""
-        damaged = [one.row for one in failed.bad if one.reason == MISMATCH]
-        for row in damaged:
-            number, at = int(task.ids[row]), int(offset[row])
-            with suppress(WdstrainError):  # then it stays as bad as it is
-                self._read(number, decoder.arena.view[at : at + self._size(number)])
-        with _generators_kept():
-            result = decoder(task, self._desk, own_process=seeded)
-        twice = MISMATCH.replace("(crc32)", "(crc32), also when they are read again")
-        return result._replace(
-            bad=[
-                one._replace(reason=twice) if one.reason == MISMATCH else one for one in result.bad
-            ]
-        )
-
-    def substitute_batch(
-        self, decoder: Decoder, failed: Result, epoch: int, ids: Ints, *, seeded: bool
-    ) -> Result:
-        """The next good sample after a batch of bad ones, in every row of its slot; if 100 are bad too, what failed.
-
-        seeded: global random generators are seeded per sample, as in worker processes, and put back after it.
+        ids, draws: int64[n]. firsts: where each batch begins in them and the last ends.
         """
-        bad = set(ids.tolist())
-        for number in range(
-            int(ids[0]) + 1, int(ids[0]) + min(_TRIED + len(bad), len(self._index))
-        ):
-            number %= len(self._index)
-            if number in bad:
-                continue
-            memory = Memory(self._size(number))
-            try:
-                self._read(number, memory.view)
-            except (ShardError, StorageError):
-                continue
-            rows = np.full(len(ids), number)
-            task = self.make(
-                failed.batch_number, epoch, failed.slot, rows, rows, np.zeros_like(rows), {}
-            )
-            with _generators_kept():
-                result = decoder.with_arena(memory)(task, self._desk, own_process=seeded)
-            landing = self._landing
-            lands = landing is None or not any(
-                landing.reread(number, row, failed.slot) for row in range(len(ids))
-            )
-            if not result.bad and lands:
-                return result._replace(bad=[one._replace(substitute=number) for one in failed.bad])
-        return failed
+        keys, members = self._index.keys(ids), self._members(ids, firsts)
+        return TaskBlock(epoch, ids, draws, firsts, keys, self._with_keys, members)
 
-    def _size(self, number: int) -> int:
-        whole = int(self._index.offsets.stop[number] - self._index.offsets.start[number])
-        return whole - (self._landing.bytes if self._landing is not None else 0)
-
-    def _read(self, number: int, into: memoryview) -> None:
-        """Read what of a sample is in the arena."""
-        shard = self._index.shards[int(self._index.shard_of(np.array([number]))[0])]
-        with open_source(shard.path, shard.bytes, self._index.expected_state(shard)) as source:
-            pieces = [into] if self._landing is None else self._landing.arena_pieces(number, into)
-            source.read_into(pieces, int(self._index.offsets.start[number]))
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+    def _members(self, ids: Ints, firsts: list[int]) -> BlockMembers:
+        """Return the needed members of samples in batches."""
+        table, common = self._index.offsets, tuple[int, ...]()
+        if not self._is_needed.any():
+            first, no_field = np.zeros(len(ids) + 1, np.int64), np.zeros(0, np.uint16)
+            return BlockMembers(first, _NONE, _NONE, _NONE, no_field, _NO_CRC, common)
+        sample, member = table.members_of(ids)
+        if not self._is_needed.all():
+            kept = self._is_needed[table.member_field[member]]
+            sample, member = sample[kept], member[kept]
+        first = np.append(0, np.bincount(sample, minlength=len(ids)).cumsum())
+        start = table.member_offset[member] - table.start[ids][sample]
+        if self._direct.bytes:
+            start -= self._direct.bytes_before(member - table.member_first[ids][sample])
+        field, each = table.member_field[member], int(first[1]) if len(ids) else 0
+        if each and (np.diff(first) == each).all():
+            by_sample = field.reshape(-1, each)
+            common = tuple(field[:each].tolist()) if (by_sample == by_sample[0]).all() else ()
+        return BlockMembers(
+            first=first,
+            row=sample - np.repeat(firsts[:-1], np.diff(first[firsts])),
+            start=start,
+            size=table.member_size[member],
+            field=field,
+            checksum=table.member_crc[member] if len(table.member_crc) else _NO_CRC,
+            common_fields=common,
+        )

@@ -21,7 +21,8 @@ from webdataset import cache, compat, filters, handlers, shardlists
 from webdataset.pipeline import DataPipeline
 
 from wdstrain.errors import UsageError, WdstrainError
-from wdstrain.loader.loader import open_shards, rank_of
+from wdstrain.loader.options import rank_of
+from wdstrain.loader.planning import open_shards
 from wdstrain.loader.shard_samples import (
     RESERVED,
     Handler,
@@ -201,8 +202,8 @@ class _Options:
             shuffle=self.shuffle,
             shuffle_buffer=1,  # shards are permuted, samples keep their order in a shard
             seed=self.seed,
-            on_bad="raise" if self.raises else "mark",
-            max_bad=1.0,
+            on_error="raise" if self.raises else "mark",
+            max_errors=1.0,
             **self.cache,
         )
         return [samples]

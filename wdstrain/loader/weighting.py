@@ -21,14 +21,14 @@ from wdstrain.shards.selection import group_codes
 
 @dataclass(frozen=True, eq=False)
 class Weighting:
-    """Weights of all samples of an index, float64[n], and their strata, int64[n]; see `WeightedPlan`."""
+    """Weights of the samples of an index, and their strata; see `WeightedPlan`."""
 
     weights: npt.NDArray[np.float64]
     strata: Ints
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short hash of the weights, on which the order of an epoch depends."""
+        """Short hash of all values, which the order of an epoch depends on."""
         digest = blake2b(self.weights.astype("<f8").tobytes(), digest_size=8)
         digest.update(self.strata.astype("<i8").tobytes())
         return digest.hexdigest()
@@ -37,33 +37,35 @@ class Weighting:
 def choose(
     index: Index, where: str | None, weights: Any, balance: str | None
 ) -> tuple[Index, Weighting | None]:
-    """Return the samples that the options of a loader choose, with their weights if they have any.
+    """Return the samples that the options of a loader choose, and their weights if there are any.
 
-    weights: for each sample of `index`. Raises UsageError for options that do not fit the index.
+    The options are those of `Loader`; at most one of weights and balance is given. Raises
+    UsageError for options that do not fit the index.
     """
-    if weights is not None and balance is not None:
-        raise UsageError("weights and balance were both given. Give one of them.")
     selection = index if where is None else index.where(where)
     if balance is not None:
         return selection, _balanced(selection, balance)
-    if weights is None or isinstance(weights, Weighting):  # a copy of a loader has its weighting
+    if weights is None or isinstance(weights, Weighting):  # a copy of a loader passes its own
         return selection, weights
     if isinstance(weights, str):
         values = _column(selection, weights)
     else:
         values = _array(index, weights)
         values = values if where is None else values[matching(index, where)]
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if len(wrong):
+    invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(invalid):
         raise UsageError(
-            f"the weight of sample {selection.key(int(wrong[0]))!r} is {values[wrong[0]]} "
-            f"({len(wrong)} such weights). A weight is a number >= 0; 0 leaves a sample out."
+            f"weights: {values[invalid[0]]} for sample {selection.key(int(invalid[0]))!r} "
+            f"({len(invalid)} such weights). Must be >= 0; 0 leaves a sample out."
         )
     return selection, Weighting(values, np.unique(values, return_inverse=True)[1].reshape(-1))
 
 
 def _balanced(index: Index, column: str) -> Weighting:
-    """Return weights that give each value of a column the same total, together all samples."""
+    """Return weights that give each value of a column the same total.
+
+    Together they add up to the number of samples.
+    """
     missing = column_values(index, column).null_count
     if missing:
         raise UsageError(
@@ -76,11 +78,12 @@ def _balanced(index: Index, column: str) -> Weighting:
 
 
 def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
+    """Return the weights in a column."""
     values = column_values(index, name)
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise UsageError(
-            f"weights={name!r}: this column holds no numbers. Name a column of numbers."
+            f"weights={name!r}: must be a column of numbers; this one holds other values."
         )
     if values.null_count:
         raise UsageError(
@@ -91,13 +94,12 @@ def _column(index: Index, name: str) -> npt.NDArray[np.float64]:
 
 
 def _array(index: Index, weights: Any) -> npt.NDArray[np.float64]:
+    """Return the weights in an array or list."""
+    rule = f"must be {len(index)} numbers, one for each sample of the index"
     try:
         values = np.array(weights, np.float64)
     except (TypeError, ValueError):
-        values = np.zeros((0, 0))
+        raise UsageError(f"weights of type {type(weights).__name__}: {rule}.") from None
     if values.shape != (len(index),):
-        shape = " x ".join(map(str, values.shape))
-        raise UsageError(
-            f"weights: needs {len(index)} numbers, one for each sample of the index, not {shape}."
-        )
+        raise UsageError(f"weights of shape {list(values.shape)}: {rule}.")
     return values

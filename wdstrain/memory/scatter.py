@@ -28,8 +28,6 @@ from wdstrain.native.checksum import crc32
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-NO_CHECKSUMS = (None, 0, *[None] * 5, 0)  # C arguments of an empty checksum job
-
 _MAX_INT64 = (1 << 63) - 1
 _MAX_VIEWS = 1024  # buffers that one system call takes (IOV_MAX of Linux)
 _CACHED_BYTES = 256 << 10  # bytes that are still in the CPU cache when they are verified
@@ -102,25 +100,8 @@ def _by_run(values: list[int], memory_index: Ints) -> Any:
     return values[0] if len(values) == 1 else np.array(values, np.int64)[memory_index]
 
 
-class Verification(Protocol):
-    """Work that is done on the bytes of a scatter list as they arrive.
-
-    Byte counts are those of the list: its first byte is byte 0.
-    """
-
-    def update(self, before: int, now: int) -> None:
-        """Process what becomes complete between the first `before` and the first `now` bytes."""
-
-    def within(self, before: int, now: int) -> Verification:
-        """Return the work on bytes [before, now) alone. Its byte counts start at `before`."""
-
-    @property
-    def c_arguments(self) -> tuple[Any, ...]:
-        """Arguments of the C functions: a checksum job, and samples to verify."""
-
-
 class ChecksumJob(Runs):
-    """Runs whose crc32 is computed as bytes arrive.
+    """Runs whose crc32 is computed as the bytes of a scatter list arrive.
 
     checksums: crc32 of each run, uint32[n]; 0 until it is computed.
     """
@@ -132,16 +113,18 @@ class ChecksumJob(Runs):
         start: Ints,
         size: Ints,
         complete_at: Ints,
+        *,
+        first_byte: int = 0,
         joined: Bools | None = None,
     ) -> None:
         """memory_index, start, size: as in `Runs`.
 
-        complete_at: number of bytes of the scatter list that must be there for each run to be
-        complete, not decreasing. int64[n].
+        complete_at: offset in the shard at which each run ends, not decreasing. int64[n].
+        first_byte: offset in the shard at which the scatter list begins.
         joined: whether a run continues the checksum of the run before it. bool[n]; None: none does.
         """
         super().__init__(memories, memory_index, start, size)
-        self._complete_at, self._first_byte = np.ascontiguousarray(complete_at), 0
+        self._complete_at, self._first_byte = np.ascontiguousarray(complete_at), first_byte
         self._joined = joined
         self.checksums: npt.NDArray[np.uint32] = np.zeros(len(self), np.uint32)
 
@@ -150,52 +133,42 @@ class ChecksumJob(Runs):
 
         now: None stands for all bytes.
         """
-        now = _MAX_INT64 if now is None else now + self._first_byte
-        first, stop = np.searchsorted(
-            self._complete_at, (before + self._first_byte, now), side="right"
-        ).tolist()
+        now = _MAX_INT64 - self._first_byte if now is None else now
         if kernels.library is not None:
-            kernels.library.compute_checksums(*self._part(first, stop).c_arguments[:-3])
+            kernels.library.update_checksums(ctypes.byref(self.c_job), before, now)
             return
-        for i in range(first, stop):
-            joined = self._joined is not None and self._joined[i]
+        bounds = np.array([before, now]) + self._first_byte
+        for i in range(*np.searchsorted(self._complete_at, bounds, side="right").tolist()):
+            joined = i and self._joined is not None and self._joined[i]
             self.checksums[i] = crc32(self.run(i), int(self.checksums[i - 1]) if joined else 0)
 
     def within(self, before: int, now: int) -> ChecksumJob:
-        """Return the runs that lie entirely in bytes [before, now) of the scatter list."""
-        before, now = before + self._first_byte, now + self._first_byte
-        first = int(np.searchsorted(self._complete_at - self._size, before))
-        stop = int(np.searchsorted(self._complete_at, now, side="right"))
-        part = self._part(first, max(first, stop))
-        part._first_byte = before
-        return part
+        """Return the runs that lie entirely in bytes [before, now) of the scatter list.
 
-    def _part(self, first: int, stop: int) -> ChecksumJob:
-        """Return the runs [first, stop). They share `checksums` with this job."""
-        part = copy(self)
+        They share `checksums` with this job.
+        """
+        part, bounds = copy(self), np.array([before, now]) + self._first_byte
+        first = int(np.searchsorted(self._complete_at - self._size, bounds[0]))
+        stop = max(first, int(np.searchsorted(self._complete_at, bounds[1], side="right")))
         part._keep(first, stop)
-        part._complete_at, part.checksums = (
-            self._complete_at[first:stop],
-            self.checksums[first:stop],
-        )
+        part._first_byte = int(bounds[0])
+        part._complete_at = self._complete_at[first:stop]
         part._joined = None if self._joined is None else self._joined[first:stop]
+        part.checksums = self.checksums[first:stop]
         return part
 
     @property
-    def c_arguments(self) -> tuple[Any, ...]:
-        """Arguments of the C functions. The addresses are valid while this object exists."""
-        joined = None if self._joined is None else self._joined.ctypes.data
-        runs = self._address.ctypes.data, self._size.ctypes.data
-        checksums, complete_at = self.checksums.ctypes.data, self._complete_at.ctypes.data
-        return (
+    def c_job(self) -> kernels.ChecksumJob:
+        """The job as a C struct. Its addresses are valid while this object exists."""
+        return kernels.ChecksumJob(
             kernels.checksum,
             len(self),
-            *runs,
-            joined,
-            checksums,
-            complete_at,
+            self._address.ctypes.data,
+            self._size.ctypes.data,
+            None if self._joined is None else self._joined.ctypes.data,
+            self._complete_at.ctypes.data,
             self._first_byte,
-            None,
+            self.checksums.ctypes.data,
         )
 
 
@@ -208,13 +181,13 @@ class ScatterList(Runs):
         memory_index: Ints,
         start: Ints,
         size: Ints,
-        verification: Verification | None = None,
+        job: ChecksumJob | None = None,
     ) -> None:
-        """memory_index, start, size: as in `Runs`. verification: work on arriving bytes."""
+        """memory_index, start, size: as in `Runs`. job: checksums of arriving bytes."""
         super().__init__(memories, memory_index, start, size)
         self._ends = self._size.cumsum()  # byte at which each run ends
         self.left = self._total = int(self._ends[-1]) if len(size) else 0
-        self._verification, self._verified = verification, 0  # bytes that were verified
+        self._job, self._verified = job, 0  # bytes whose checksums are computed
 
     @classmethod
     def from_buffers(cls, buffers: Iterable[memoryview]) -> ScatterList:
@@ -284,19 +257,29 @@ class ScatterList(Runs):
             part._address[0] += begin - int(self._ends[first] - self._size[first])
             part._size = np.diff(part._ends, prepend=0)
         part.left, part._total, part._verified = count, count, 0
-        if self._verification is not None:
-            part._verification = self._verification.within(begin, begin + count)
+        if self._job is not None:
+            part._job = self._job.within(begin, begin + count)
         self.left -= count
         return part
 
-    @property
-    def c_arguments(self) -> tuple[Any, ...]:
-        """Arguments of C's `fill` from `filled` on. They are valid while this object exists."""
-        verification = (
-            (*NO_CHECKSUMS, None) if self._verification is None else self._verification.c_arguments
+    def fill_request(self, fd: int, offset: int, most: int) -> kernels.FillRequest:
+        """Return the C struct of a read from `filled` on. It is valid while this object exists.
+
+        offset: in the file; -1 if `fd` is a socket. most: bytes to read, <= left.
+        """
+        request = kernels.FillRequest(
+            fd,
+            offset,
+            most,
+            self.filled,
+            self._verified,
+            len(self),
+            self._address.ctypes.data,
+            self._size.ctypes.data,
         )
-        runs = len(self), self._address.ctypes.data, self._size.ctypes.data
-        return self.filled, self._verified, *runs, *verification
+        if self._job is not None:
+            request.checksums = self._job.c_job
+        return request
 
     def _next_views(self, count: int) -> Iterator[memoryview]:
         """Yield views of the next `count` bytes."""
@@ -310,7 +293,7 @@ class ScatterList(Runs):
 
     def _fill(self, fd: int, offset: int, most: int) -> int:
         """Fill at most `most` bytes in C, from a file, or from a socket if offset is -1."""
-        count = int(kernels.library.fill(fd, offset, most, *self.c_arguments))
+        count = int(kernels.library.fill(ctypes.byref(self.fill_request(fd, offset, most))))
         if count < 0:
             raise OSError(-count, os.strerror(-count))
         self.advance_verified(count)
@@ -318,8 +301,8 @@ class ScatterList(Runs):
 
     def _verify(self) -> None:
         filled = self.filled
-        if self._verification is not None and filled > self._verified:
-            self._verification.update(self._verified, filled)
+        if self._job is not None and filled > self._verified:
+            self._job.update(self._verified, filled)
         self._verified = filled
 
 
@@ -335,7 +318,7 @@ def scatter_samples(
     size: Ints,
     starts: Ints,
     stops: Ints,
-    verification: Verification | None = None,
+    job: ChecksumJob | None = None,
 ) -> ScatterList:
     """Return the scatter list of n samples, in shard order, with w runs each.
 
@@ -348,7 +331,7 @@ def scatter_samples(
     runs: tuple[Ints, Ints, Ints] = memory_index.reshape(-1), start.reshape(-1), size.reshape(-1)
     gaps = starts[1:] - stops[:-1]
     if not gaps.any():
-        return ScatterList(memories[:-1], *runs, verification=verification)
+        return ScatterList(memories[:-1], *runs, job)
     count, width = start.shape
     scratch = memories[-1].size
     gap_runs = np.append(0, -(-gaps // scratch))  # runs of scratch memory before each sample
@@ -359,4 +342,4 @@ def scatter_samples(
     with_gaps = [
         np.insert(column, insert_at, value) for column, value in zip(runs, gap_values, strict=True)
     ]
-    return ScatterList(memories, with_gaps[0], with_gaps[1], with_gaps[2], verification)
+    return ScatterList(memories, with_gaps[0], with_gaps[1], with_gaps[2], job)

@@ -30,113 +30,49 @@ static void clear_wide_registers(void) {
 
 /* --- checksums --- */
 
-/* Set crc[i] to the crc32 of run i. It continues the crc32 of the run before where joined[i] is
- * set. joined[0] must not be set. joined may be NULL. */
-void compute_checksums(crc_function crc32, int64_t count, const uint64_t *address,
-                       const int64_t *size, const uint8_t *joined, uint32_t *crc) {
-    for (int64_t i = 0; i < count; i++)
-        crc[i] = crc32(joined && joined[i] ? crc[i - 1] : 0,
-                       (const unsigned char *)(uintptr_t)address[i], (uint64_t)size[i]);
-    if (count > 0)
-        clear_wide_registers();
-}
-
-/* --- verification of samples by the checksums of the index, while they arrive --- */
-
-/* The columns of an index, and the memory that samples are read into. */
+/* Runs of memory whose crc32 is computed as the bytes of a read arrive. */
 typedef struct {
     crc_function crc32;
-    const int64_t *start, *stop;  /* byte range of each sample in its shard */
-    const int64_t *member_first;  /* first member of each sample; length: samples + 1 */
-    const int64_t *member_offset; /* first byte of each member in its shard */
-    const int64_t *member_size;   /* in bytes */
-    const uint32_t *member_crc;   /* 0: unknown */
-    const uint16_t *member_field; /* number of the member's field */
-    const uint8_t *checked;       /* by field: whether its checksums are compared */
-    int64_t field_count;
-    int64_t memory, memory_size; /* address and bytes */
-} packed_index;
+    int64_t count;           /* of the runs */
+    const uint64_t *address; /* of each run */
+    const int64_t *size;
+    const uint8_t *joined;      /* where set, a run continues the crc32 of the run before; may be NULL */
+    const int64_t *complete_at; /* offset in the file at which each run ends, not decreasing */
+    int64_t first_byte;         /* offset in the file at which the read begins */
+    uint32_t *crc;              /* gets the result of each run */
+} checksum_job;
 
-/* The samples of one lane, by place modulo `size`. */
-typedef struct {
-    const packed_index *index;
-    const int64_t *offset; /* of each sample in the memory */
-    uint8_t *sound;        /* set to 1 when a sample was verified */
-    int64_t size;
-} sample_ring;
-
-/* Consecutive samples of one read. */
-typedef struct {
-    const sample_ring *ring;
-    int64_t place, id, count; /* place and id of the first sample; number of samples */
-    int64_t first_byte;       /* offset in the shard at which the read starts */
-} sample_run;
-
-/* Return whether all checked members of a sample have the checksum of the index. `offset` is the
- * sample's place in the memory. An index may be hostile: a member beyond its sample, or a sample
- * beyond the memory, must not be read. It is not sound. */
-static int is_sound(const packed_index *index, int64_t id, int64_t offset) {
-    int64_t start = index->start[id], extent = index->stop[id] - start;
-    if (offset < 0 || extent < 0 || offset > index->memory_size - extent)
-        return 0;
-    for (int64_t m = index->member_first[id]; m < index->member_first[id + 1]; m++) {
-        int64_t within = index->member_offset[m] - start, size = index->member_size[m];
-        if (index->member_field[m] >= index->field_count || within < 0 || size < 0 ||
-            within > extent - size)
-            return 0;
-        const unsigned char *data =
-            (const unsigned char *)(uintptr_t)(index->memory + offset + within);
-        if (index->member_crc[m] && index->checked[index->member_field[m]] &&
-            index->crc32(0, data, (uint64_t)size) != index->member_crc[m])
-            return 0;
-    }
-    return 1;
-}
-
-/* Verify the samples that are complete with the first `now` bytes of the read and were not with
- * the first `before`. A sample that starts before the read is not verified. */
-void verify_samples(const sample_run *run, int64_t before, int64_t now) {
-    const sample_ring *ring = run->ring;
-    const packed_index *index = ring->index;
-    const int64_t *start = index->start + run->id, *stop = index->stop + run->id;
-    int64_t i = 0, end = run->count;
-    while (i < end) { /* binary search: the first sample that ends after `before` */
+/* Compute the checksums of the runs that are complete with the first `now` bytes of the read and
+ * were not with the first `before`. */
+void update_checksums(const checksum_job *job, int64_t before, int64_t now) {
+    int64_t i = 0, end = job->count;
+    while (i < end) { /* binary search: the first run that ends after `before` */
         int64_t middle = i + (end - i) / 2;
-        if (stop[middle] - run->first_byte > before)
+        if (job->complete_at[middle] - job->first_byte > before)
             end = middle;
         else
             i = middle + 1;
     }
-    for (; i < run->count && stop[i] - run->first_byte <= now; i++)
-        if (start[i] >= run->first_byte) {
-            int64_t place = (run->place + i) % ring->size;
-            ring->sound[place] = (uint8_t)is_sound(index, run->id + i, ring->offset[place]);
-        }
+    for (; i < job->count && job->complete_at[i] - job->first_byte <= now; i++)
+        job->crc[i] = job->crc32(i && job->joined && job->joined[i] ? job->crc[i - 1] : 0,
+                                 (const unsigned char *)(uintptr_t)job->address[i],
+                                 (uint64_t)job->size[i]);
     clear_wide_registers();
 }
 
 /* --- scatter reads --- */
 
-/* Bytes to read, the runs of memory that they fill one after another, and the work on them as they
- * arrive. */
+/* Bytes to read, the runs of memory that they fill one after another, and their checksums. */
 typedef struct {
-    int fd;
+    int64_t fd;
     int64_t offset;          /* in the file; below 0: `fd` is a socket */
     int64_t most;            /* bytes to read */
     int64_t filled;          /* bytes of the runs that are filled already */
-    int64_t verified;        /* bytes for which the work below is done already */
+    int64_t verified;        /* bytes whose checksums are computed already */
     int64_t count;           /* of the runs to fill */
     const uint64_t *address; /* of each run to fill */
     const int64_t *size;
-    crc_function crc32;
-    int64_t checksum_count; /* of the runs to checksum */
-    const uint64_t *checksum_address;
-    const int64_t *checksum_size;
-    const uint8_t *joined; /* as in compute_checksums */
-    uint32_t *crc;
-    const int64_t *complete_at; /* run j is complete at complete_at[j] - first_byte filled bytes */
-    int64_t first_byte;
-    const sample_run *samples; /* to verify; NULL: none */
+    checksum_job checksums;
 } fill_request;
 
 /* Describe the next bytes to read: from `done` bytes behind the beginning of run i on, at most
@@ -162,22 +98,19 @@ static int64_t next_buffers(const fill_request *request, int64_t i, int64_t done
  * byte. */
 static int64_t fill_until(const int *closed, const fill_request *request) {
     struct iovec buffers[MAX_BUFFERS];
-    int64_t i = 0, j = 0, bytes_read = 0, done = request->filled, verified = request->verified;
+    int fd = (int)request->fd;
+    int64_t i = 0, bytes_read = 0, done = request->filled, verified = request->verified;
     /* afterwards `done` bytes of run i are filled */
     for (; i < request->count && done >= request->size[i]; i++)
         done -= request->size[i];
-    while (j < request->checksum_count &&
-           request->complete_at[j] - request->first_byte <= request->verified)
-        j++;
     while (i < request->count && bytes_read < request->most &&
            !__atomic_load_n(closed, __ATOMIC_RELAXED)) {
         int buffer_count;
-        int64_t wanted = next_buffers(request, i, done, request->most - bytes_read, buffers,
-                                      &buffer_count),
-                first = j;
+        int64_t wanted =
+            next_buffers(request, i, done, request->most - bytes_read, buffers, &buffer_count);
         struct msghdr message = {.msg_iov = buffers, .msg_iovlen = (size_t)buffer_count};
-        ssize_t count = request->offset < 0 ? recvmsg(request->fd, &message, MSG_WAITALL)
-                                            : preadv(request->fd, buffers, buffer_count,
+        ssize_t count = request->offset < 0 ? recvmsg(fd, &message, MSG_WAITALL)
+                                            : preadv(fd, buffers, buffer_count,
                                                      request->offset + bytes_read);
         if (count < 0 && errno == EINTR)
             continue;
@@ -189,14 +122,7 @@ static int64_t fill_until(const int *closed, const fill_request *request) {
         for (done += count; i < request->count && done >= request->size[i]; i++)
             done -= request->size[i];
         int64_t filled = request->filled + bytes_read;
-        while (j < request->checksum_count &&
-               request->complete_at[j] - request->first_byte <= filled)
-            j++;
-        compute_checksums(request->crc32, j - first, request->checksum_address + first,
-                          request->checksum_size + first,
-                          request->joined ? request->joined + first : NULL, request->crc + first);
-        if (request->samples)
-            verify_samples(request->samples, verified, filled);
+        update_checksums(&request->checksums, verified, filled);
         verified = filled;
         if (request->offset < 0 && count < wanted) /* the socket timed out, or the stream ended */
             return bytes_read;
@@ -204,19 +130,10 @@ static int64_t fill_until(const int *closed, const fill_request *request) {
     return bytes_read;
 }
 
-/* Fill runs in the calling thread. The arguments are the members of `fill_request`; the result is
- * that of `fill_until`. */
-int64_t fill(int fd, int64_t offset, int64_t most, int64_t filled, int64_t verified, int64_t count,
-             const uint64_t *address, const int64_t *size, crc_function crc32,
-             int64_t checksum_count, const uint64_t *checksum_address, const int64_t *checksum_size,
-             const uint8_t *joined, uint32_t *crc, const int64_t *complete_at, int64_t first_byte,
-             const sample_run *samples) {
+/* Fill runs in the calling thread. The result is that of `fill_until`. */
+int64_t fill(const fill_request *request) {
     const int never = 0;
-    const fill_request request = {
-        fd,      offset, most,        filled,         verified,         count,
-        address, size,   crc32,       checksum_count, checksum_address, checksum_size,
-        joined,  crc,    complete_at, first_byte,     samples};
-    return fill_until(&never, &request);
+    return fill_until(&never, request);
 }
 
 /* --- the queue of the I/O thread pool, whose threads do not hold the GIL --- */
@@ -263,22 +180,13 @@ void queue_init(queue *queue) {
     queue->done.end = &queue->done.first;
 }
 
-/* Add a job. The arguments after `number` are those of `fill`; arrays must live until the job is
- * done. Returns 0, or -1 if there is no memory or the queue is closed; the job is then not done. */
-int queue_put(queue *queue, int64_t number, int fd, int64_t offset, int64_t most, int64_t filled,
-              int64_t verified, int64_t count, const uint64_t *address, const int64_t *size,
-              crc_function crc32, int64_t checksum_count, const uint64_t *checksum_address,
-              const int64_t *checksum_size, const uint8_t *joined, uint32_t *crc,
-              const int64_t *complete_at, int64_t first_byte, const sample_run *samples) {
+/* Add a job with a copy of the request, whose arrays must live until the job is done. Returns 0, or
+ * -1 if there is no memory or the queue is closed; the job is then not done. */
+int queue_put(queue *queue, int64_t number, const fill_request *request) {
     job *new_job = malloc(sizeof(job));
     if (!new_job)
         return -1;
-    *new_job =
-        (job){NULL,
-              number,
-              0,
-              {fd, offset, most, filled, verified, count, address, size, crc32, checksum_count,
-               checksum_address, checksum_size, joined, crc, complete_at, first_byte, samples}};
+    *new_job = (job){NULL, number, 0, *request};
     pthread_mutex_lock(&queue->lock);
     int closed = queue->closed;
     if (!closed) {

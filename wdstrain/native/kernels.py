@@ -20,45 +20,26 @@ SOURCE, PATH = (
 _CRC32_CHECK = b"123456789", 0xCBF43926  # the check value of crc32
 
 
-class PackedIndex(ctypes.Structure):
-    """`packed_index` of `kernels.c`: addresses of an index's arrays, and the memory for samples."""
+class ChecksumJob(ctypes.Structure):
+    """`checksum_job` of `kernels.c`: runs of memory whose crc32 is computed as bytes arrive."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "crc32",
-                "start",
-                "stop",
-                "member_first",
-                "member_offset",
-                "member_size",
-                "member_crc",
-                "member_field",
-                "checked",
-            )
-        ),
-        *((name, ctypes.c_int64) for name in ("field_count", "memory", "memory_size")),
+        ("crc32", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("address", "size", "joined", "complete_at")),
+        ("first_byte", ctypes.c_int64),
+        ("crc", ctypes.c_void_p),
     ]
 
 
-class SampleRing(ctypes.Structure):
-    """`sample_ring` of `kernels.c`: where the samples of a lane lie, and which are verified."""
+class FillRequest(ctypes.Structure):
+    """`fill_request` of `kernels.c`: a read, the runs of memory that it fills, and checksums."""
 
     _fields_ = [
-        ("index", ctypes.c_void_p),
-        ("offset", ctypes.c_void_p),
-        ("sound", ctypes.c_void_p),
-        ("size", ctypes.c_int64),
-    ]
-
-
-class SampleRun(ctypes.Structure):
-    """`sample_run` of `kernels.c`: consecutive samples of one read."""
-
-    _fields_ = [
-        ("ring", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("place", "id", "count", "first_byte")),
+        *((name, ctypes.c_int64) for name in ("fd", "offset", "most", "filled", "verified")),
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("address", "size")),
+        ("checksums", ChecksumJob),
     ]
 
 
@@ -100,16 +81,13 @@ def _declare(library: Any, keeping_gil: Any) -> None:
     functions, where releasing the GIL and waiting for it takes longer than the call.
     """
     array, integer, c_int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    checksum_job = array, integer, *[array] * 4
-    fill_job = c_int, *[integer] * 5, array, array, *checksum_job, array, integer, array
     library.queue_put, library.orientation = keeping_gil.queue_put, keeping_gil.orientation
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "compute_checksums": (None, checksum_job),
-        "verify_samples": (None, (array, integer, integer)),
-        "fill": (integer, fill_job),
+        "update_checksums": (None, (array, integer, integer)),
+        "fill": (integer, (array,)),
         "queue_size": (integer, ()),
         "queue_init": (None, (array,)),
-        "queue_put": (c_int, (array, integer, *fill_job)),
+        "queue_put": (c_int, (array, integer, array)),
         "queue_work": (None, (array,)),
         "queue_next": (integer, (array, array)),
         "queue_close": (None, (array,)),

@@ -41,6 +41,7 @@ Ints = npt.NDArray[np.int64]
 Tail = Literal["drop", "pad", "keep"]
 
 _BLOCK = 4096  # least number of positions computed at a time; smaller blocks sort too often
+_KEPT_BLOCKS = 3  # blocks before and after the newest one that are kept
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
@@ -132,26 +133,9 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("seed", "epoch", "batch_size", "world_size", "window"):
             object.__setattr__(self, name, integer(name, getattr(self, name)))
-        for name in ("batch_size", "world_size", "window"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}: must be >= 1.")
-        if self.tail not in get_args(Tail):
-            raise PlanError(f"tail={self.tail!r}: must be one of {', '.join(get_args(Tail))}.")
         if self.lanes is not None:
             object.__setattr__(self, "lanes", integer("lanes", self.lanes))
-        if self.lanes is not None and (self.lanes < 1 or self.lanes % self.world_size):
-            divisors = [size for size in range(1, max(1, self.lanes) + 1) if self.lanes % size == 0]
-            raise PlanError(
-                f"{self.lanes} lanes cannot be shared by {self.world_size} ranks: "
-                f"every rank needs the same number. Use a world size that divides lanes: {divisors}."
-            )
-        if self.global_batch % self.lane_count:
-            raise PlanError(
-                f"a global batch of {self.batch_size} x {self.world_size} = {self.global_batch} "
-                f"cannot be taken equally from {self.lane_count} lanes. Make batch_size * world_size a multiple of lanes."
-            )
-        if self.limit is not None and self.tail != "drop":
-            raise PlanError(f'limit={self.limit}: needs tail="drop", not tail="{self.tail}".')
+        _check_options(self)
         if self.samples < 1:
             raise PlanError("these shards hold no samples. Check the address.")
         if self.steps < 1:
@@ -211,7 +195,7 @@ class Plan:
     def lane_places(self, lane: int) -> int:
         """Places that a lane reads: `lane_samples`, or 1 if an empty lane delivers padding."""
         count = self.lane_samples(lane)
-        return 1 if count == 0 and (self.tail == "pad" or self._repeats(lane)) else count
+        return 1 if count == 0 and (self.tail == "pad" or _repeats(self, lane)) else count
 
     def span(self, lane: int, step: int) -> tuple[int, int]:
         """Delivery positions [start, stop) of a lane that a step takes.
@@ -225,9 +209,9 @@ class Plan:
             (step + 1) * self.samples_per_step_per_lane,
         )
         if self.tail == "keep" and step == self.steps - 1:
-            return start - self._lent(lane), self.lane_samples(lane) + self._repeats(lane)
+            return start - _lent(self, lane), self.lane_samples(lane) + _repeats(self, lane)
         if self.tail == "keep" and step == self.steps - 2:
-            return start, stop - self._lent(lane)
+            return start, stop - _lent(self, lane)
         return start, stop
 
     # --- order ------------------------------------------------------------------------------------
@@ -261,7 +245,7 @@ class Plan:
         position = self.positions(lane, start, stop)
         step = position // self.samples_per_step_per_lane
         # with padding, the last step may need the sample that is delivered last
-        if self.tail == "pad" or self._lent(lane) or self._repeats(lane):
+        if self.tail == "pad" or _lent(self, lane) or _repeats(self, lane):
             step[position == count - 1] = self.steps - 1
         return step
 
@@ -353,51 +337,110 @@ class Plan:
         """Places that a lane delivers at positions [block * _block, (block + 1) * _block)."""
         delivered = self._blocks.get((lane, block))
         if delivered is None:
-            count = self.lane_samples(lane)
-            start, stop = block * self._block, min((block + 1) * self._block, count)
-            # Places before low are delivered before start, and places from high on at stop or
-            # later. The rank of a key among those of [low, high), plus low, is its position.
-            low, high = max(0, start - self.window + 1), min(count, stop + self.window - 1)
-            places = np.arange(low, high)
-            reach = np.where(
-                places < self.samples_per_step_per_lane, max(1, self.window // 10), self.window
-            )
-            keys = places + below(reach, places, "jitter", self.seed, self.epoch, lane)
-            delivered = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
-            for distant in [
-                k for k in list(self._blocks) if k[0] == lane and abs(k[1] - block) > 3
-            ]:
-                self._blocks.pop(distant, None)
+            start = block * self._block
+            stop = min(start + self._block, self.lane_samples(lane))
+            delivered = _places_delivered(self, lane, start, stop)
+            for kept_lane, kept_block in list(self._blocks):
+                if kept_lane == lane and abs(kept_block - block) > _KEPT_BLOCKS:
+                    self._blocks.pop((kept_lane, kept_block), None)
             self._blocks[lane, block] = delivered
         return delivered
 
-    def _lent(self, lane: int) -> int:
-        """With tail="keep": 1 if a lane moves a sample from its step before the last into its last.
 
-        It does so if it has no other sample for the last step. 0 otherwise.
-        """
-        return int(
-            self.tail == "keep"
-            and self._ends_early(lane)
-            and self.samples_per_step_per_lane > 1
-            and self.steps > 1
+def has_padding(plan: Plan) -> bool:
+    """Return whether the last step of any rank has positions of padding."""
+    if plan.tail == "pad":
+        return plan.samples % plan.global_batch > 0
+    return any(_repeats(plan, lane) for lane in range(plan.lane_count))
+
+
+def rows_in_batch(plan: Plan, rank: int, lane: int, start: int, stop: int) -> Ints:
+    """Return the rows of the places [start, stop) of a lane in their batches. int64[stop - start].
+
+    Only for plans without padding.
+    """
+    position, share = plan.positions(lane, start, stop), plan.samples_per_step_per_lane
+    lanes = plan.lanes_of(rank)
+    rows = position % share + lanes.index(lane) * share
+    short = range(max(0, plan.steps - 2), plan.steps) if plan.tail == "keep" else range(0)
+    for step in short:  # lanes may give these steps different numbers of samples
+        first, end = plan.span(lane, step)
+        inside = (position >= first) & (position < end)
+        if inside.any():
+            spans = [plan.span(other, step) for other in lanes[: lanes.index(lane)]]
+            rows[inside] = position[inside] - first + sum(end - begin for begin, end in spans)
+    return rows
+
+
+def _lent(plan: Plan, lane: int) -> int:
+    """With tail="keep": 1 if a lane moves a sample from its step before the last into its last.
+
+    It does so if it has no other sample for the last step. 0 otherwise.
+    """
+    return int(
+        plan.tail == "keep"
+        and _ends_early(plan, lane)
+        and plan.samples_per_step_per_lane > 1
+        and plan.steps > 1
+    )
+
+
+def _repeats(plan: Plan, lane: int) -> int:
+    """With tail="keep": 1 if a lane adds a position of padding to its last step.
+
+    The first lane of a rank does so if no lane of the rank has a sample for that step.
+    0 otherwise.
+    """
+    share = plan.lane_count // plan.world_size
+    if (
+        plan.tail != "keep"
+        or lane % share
+        or (plan.samples_per_step_per_lane > 1 and plan.steps > 1)
+    ):
+        return 0
+    return int(all(_ends_early(plan, rank_lane) for rank_lane in range(lane, lane + share)))
+
+
+def _ends_early(plan: Plan, lane: int) -> bool:
+    """Return whether a lane has no sample for the last step."""
+    return plan.lane_samples(lane) == (plan.steps - 1) * plan.samples_per_step_per_lane
+
+
+def _places_delivered(plan: Plan, lane: int, start: int, stop: int) -> Ints:
+    """Return the places that a lane delivers at the positions [start, stop). int64[stop - start].
+
+    Places before `low` are delivered before `start`, and places from `high` on at `stop` or later.
+    The rank of a key among those of [low, high), plus low, is its position.
+    """
+    low = max(0, start - plan.window + 1)
+    high = min(plan.lane_samples(lane), stop + plan.window - 1)
+    places = np.arange(low, high)
+    first_step = places < plan.samples_per_step_per_lane
+    reach = np.where(first_step, max(1, plan.window // 10), plan.window)
+    keys = places + below(reach, places, "jitter", plan.seed, plan.epoch, lane)
+    delivered: Ints = places[np.argsort(keys, kind="stable")[start - low : stop - low]]
+    return delivered
+
+
+def _check_options(plan: Plan) -> None:
+    """Raise PlanError for options that do not fit together."""
+    for name in ("batch_size", "world_size", "window"):
+        if getattr(plan, name) < 1:
+            raise PlanError(f"{name}={getattr(plan, name)}: must be >= 1.")
+    if plan.tail not in get_args(Tail):
+        raise PlanError(f"tail={plan.tail!r}: must be one of {', '.join(get_args(Tail))}.")
+    lanes = plan.lanes
+    if lanes is not None and (lanes < 1 or lanes % plan.world_size):
+        divisors = [size for size in range(1, max(1, lanes) + 1) if lanes % size == 0]
+        raise PlanError(
+            f"{lanes} lanes cannot be shared by {plan.world_size} ranks: every rank needs the same "
+            f"number. Use a world size that divides lanes: {divisors}."
         )
-
-    def _repeats(self, lane: int) -> int:
-        """With tail="keep": 1 if a lane adds a position of padding to its last step.
-
-        The first lane of a rank does so if no lane of the rank has a sample for that step.
-        0 otherwise.
-        """
-        share = self.lane_count // self.world_size
-        if (
-            self.tail != "keep"
-            or lane % share
-            or (self.samples_per_step_per_lane > 1 and self.steps > 1)
-        ):
-            return 0
-        return int(all(self._ends_early(rank_lane) for rank_lane in range(lane, lane + share)))
-
-    def _ends_early(self, lane: int) -> bool:
-        """Return whether a lane has no sample for the last step."""
-        return self.lane_samples(lane) == (self.steps - 1) * self.samples_per_step_per_lane
+    if plan.global_batch % plan.lane_count:
+        raise PlanError(
+            f"a global batch of {plan.batch_size} x {plan.world_size} = {plan.global_batch} cannot "
+            f"be taken equally from {plan.lane_count} lanes. Make batch_size * world_size a "
+            f"multiple of lanes."
+        )
+    if plan.limit is not None and plan.tail != "drop":
+        raise PlanError(f'limit={plan.limit}: needs tail="drop", not tail="{plan.tail}".')

@@ -49,7 +49,7 @@ class WeightedPlan(Plan):
                 f"the weights add up to {total:g} samples in an epoch; {_MOST} is the limit. "
                 f"Divide them by a number."
             )
-        count = int((self._fixed_weights.sum() + _ONE // 2) // _ONE)
+        count = int((self._fixed_weights().sum() + _ONE // 2) // _ONE)
         if not count:
             raise PlanError(
                 f"the weights add up to {total:g}, which gives no sample in an epoch. "
@@ -65,16 +65,15 @@ class WeightedPlan(Plan):
         """Numbers of the random bits at these places: another one for each occurrence of a sample."""
         return ids + self._line[1][self._line_places(lane, places)] * len(self.weights)
 
-    @cached_property
     def _fixed_weights(self) -> Ints:
         return np.round(self.weights * _ONE).astype(np.int64)
 
-    @cached_property
     def _occurrences(self) -> Ints:
-        """How often each sample occurs in this epoch. int64[n]"""
-        whole, rest = np.divmod(self._fixed_weights, _ONE)
-        random = bits(np.arange(len(rest)), "occurrences", self.seed, self.epoch)
-        order = np.lexsort((random, self.strata))
+        """Return how often each sample occurs in this epoch. int64[n]"""
+        whole, rest = np.divmod(self._fixed_weights(), _ONE)
+        fractional = np.flatnonzero(rest)
+        random = bits(fractional, "occurrences", self.seed, self.epoch)
+        order = fractional[np.lexsort((random, self.strata[fractional]))]
         steps = (np.cumsum(rest[order]) + _ONE // 2) // _ONE
         whole[order] += np.diff(steps, prepend=0)
         return whole
@@ -82,15 +81,17 @@ class WeightedPlan(Plan):
     @cached_property
     def _line(self) -> tuple[Ints, Ints]:
         """(ids, occurrences) along the line. int64[samples] each; occurrences count from 0."""
-        shards = len(self.counts)
-        shard = np.repeat(np.arange(shards), self.counts)
-        rank = np.empty(shards, np.int64)
-        rank[self.shard_order] = np.arange(shards)
-        first = np.flatnonzero(self._occurrences > 0)
-        first = first[np.argsort(rank[shard[first]], kind="stable")]
-        further = np.maximum(self._occurrences - 1, 0)
+        shards, occurrences = len(self.counts), self._occurrences()
+        edges = np.concatenate([[0], np.cumsum(self.counts)])
+        by_shard = [
+            edges[number] + np.flatnonzero(occurrences[edges[number] : edges[number + 1]])
+            for number in self.shard_order.tolist()
+        ]
+        first = np.concatenate(by_shard)
+        further = np.maximum(occurrences - 1, 0)
         if not further.any():
             return first, np.zeros_like(first)
+        shard = np.repeat(np.arange(shards), self.counts)
         ids = np.repeat(np.arange(len(further)), further)
         number = np.arange(len(ids)) - np.repeat(np.cumsum(further) - further, further)
         # The epoch has so many rounds; a sample occurs in evenly spaced ones, once in each.

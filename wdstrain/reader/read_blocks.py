@@ -11,15 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.order.plan import Order
-from wdstrain.reader.slot_scatter import SlotScatter
-from wdstrain.reader.slot_sink import SlotSink
+from wdstrain.order.plan import Order, Plan, rows_in_batch
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
 GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded
+READ_TOGETHER = 32 << 20  # most bytes of one read of arrays that go straight into batches
 _LOCAL, _REMOTE = 16 << 20, 4 << 20  # most bytes of one read; several remote reads are in flight
 
 
@@ -41,58 +40,71 @@ class ReadBlock(NamedTuple):
     """The n places of a lane from `start` on.
 
     due: step that delivers each place; for a place that several steps need, the last of them.
-    ids: sample ids. starts, stops: extent of each sample in its shard. All int64[n].
-    end: number of places of the lane. breaks: ascending places after which a new read must begin;
-    the last place of the block is one. scatter: destinations of the samples' bytes, if arrays are
-    read straight into batches.
+    ids: sample ids. shards: numbers of their shards. starts, stops: extent of each sample in its
+    shard. All int64[n]. end: number of places of the lane. breaks: ascending places after which a
+    new read must begin; the last place of the block is one.
+    batch_rows: row of each sample in its batch, int64[n]; None if arrays are not read straight into
+    batches.
     """
 
     start: int
     end: int
     due: Ints
     ids: Ints
+    shards: Ints
     starts: Ints
     stops: Ints
     breaks: Ints
-    scatter: SlotScatter | None
+    batch_rows: Ints | None
 
     @classmethod
     def of(
-        cls,
-        index: Index,
-        plan: Order,
-        rank: int,
-        lane: int,
-        start: int,
-        sink: SlotSink | None,
+        cls, index: Index, plan: Order, rank: int, lane: int, start: int, *, with_rows: bool
     ) -> ReadBlock:
-        """Return the block from place `start` on.
+        """Return the block from place `start` on. with_rows: for reads straight into batches.
 
         It has more places than one read takes, or all the rest of the lane.
         """
         end = plan.lane_places(lane)
         stop = min(start + max(plan.window, 4 * READ_SAMPLES), end)
         ids = plan.ids(lane, np.arange(start, stop))
-        starts, stops = index.offsets.start[ids], index.offsets.stop[ids]
-        is_break = read_breaks(index, ids)
-        due = plan.due(lane, start, stop)
-        breaks = start + np.append(np.flatnonzero(is_break), stop - start - 1)
-        scatter = None if sink is None else sink.scatter(plan, rank, lane, start, ids)
-        return cls(start, end, due, ids, starts, stops, breaks, scatter)
+        batch_rows = None
+        if with_rows:
+            assert isinstance(plan, Plan)
+            batch_rows = rows_in_batch(plan, rank, lane, start, stop)
+        return cls(
+            start,
+            end,
+            due=plan.due(lane, start, stop),
+            ids=ids,
+            shards=index.shard_of(ids),
+            starts=index.offsets.start[ids],
+            stops=index.offsets.stop[ids],
+            breaks=start + np.append(np.flatnonzero(read_breaks(index, ids)), stop - start - 1),
+            batch_rows=batch_rows,
+        )
 
     def covers_read(self, place: int) -> bool:
         """Return whether the block has all places of a read from `place` on, and the next one."""
         return min(place + READ_SAMPLES + 1, self.end) <= self.start + len(self.ids)
 
-    def read_rows(self, place: int) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return (due, ids, starts, stops) of the places that one read from `place` on may take."""
-        rows = slice(place - self.start, place - self.start + READ_SAMPLES)
-        return self.due[rows], self.ids[rows], self.starts[rows], self.stops[rows]
+    def due_from(self, place: int) -> Ints:
+        """Return `due` of the places that one read from `place` on may cover."""
+        return self.due[place - self.start : place - self.start + READ_SAMPLES]
 
-    def id(self, place: int) -> int:
-        """Return the sample id of a place."""
-        return int(self.ids[place - self.start])
+    def places_of_read(self, place: int, skipped: int, most_bytes: int) -> int:
+        """Return how many places the read from `place` on covers.
 
-    def next_break(self, place: int) -> int:
-        """Return the first place >= `place` after which a new read must begin."""
-        return int(self.breaks[np.searchsorted(self.breaks, place)])
+        skipped: places without a sample that is needed, at its beginning.
+        """
+        first = place - self.start + skipped
+        last = place - self.start + READ_SAMPLES
+        after_break = int(self.breaks[np.searchsorted(self.breaks, place + skipped)]) + 1
+        stop = min(last, after_break - self.start)
+        limit = self.starts[first] + most_bytes
+        return skipped + max(1, int(np.searchsorted(self.stops[first:stop], limit, side="right")))
+
+    def leaves_shard(self, place: int) -> bool:
+        """Return whether `place` is the end of the lane, or in another shard than the one before."""
+        row = place - self.start
+        return place == self.end or bool(self.shards[row] != self.shards[row - 1])

@@ -36,11 +36,19 @@ class Line(NamedTuple):
     dots: bool = False
 
 
-def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool = False) -> str:
+def lines(
+    series: Sequence[Line],
+    *,
+    across: str,
+    share: bool = False,
+    log: bool = False,
+    x_text: Callable[[float], str] | None = None,
+) -> str:
     """Return a line chart. Values that are not finite are left out, and values <= 0 if `log`.
 
     across: label of the x axis. share: show y in percent. log: use a logarithmic y axis if the
-    values span more than a factor of 20. Lines beyond the sixth have no color and are not drawn.
+    values span more than a factor of 20. x_text: text of an x value, such as of an exponent.
+    Lines beyond the sixth have no color and are not drawn.
     """
     series = [_thinned(line, log) for line in series]
     points = [(x, y) for line in series for x, y in zip(line.xs, line.ys, strict=True)]
@@ -61,7 +69,8 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool
         y_at = _Scale(min(low, marks[0]), max(high, marks[-1]), _HEIGHT - _BOTTOM, _TOP)
     x_marks = ticks(min(x for x, _ in points), max(x for x, _ in points))
     x_at = _Scale(min(x for x, _ in points), max(x for x, _ in points), _LEFT, _WIDTH - _RIGHT)
-    parts = [_frame(marks, y_at, x_marks, x_at, across, share)]
+    x_text = x_text or (lambda x: _number(x, False))
+    parts = [_frame(marks, y_at, x_marks, x_at, across, share, x_text)]
     for color, line in zip(COLORS, series, strict=False):
         path = " ".join(
             f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in zip(line.xs, line.ys, strict=True)
@@ -71,7 +80,7 @@ def lines(series: Sequence[Line], *, across: str, share: bool = False, log: bool
         )
         if line.dots or len(line.xs) == 1:
             for x, y in zip(line.xs, line.ys, strict=True):
-                hint = f"{line.name}: {_number(float(f'{y:.4g}'), share)} at {across} {_number(x, False)}"
+                hint = f"{line.name}: {_number(float(f'{y:.4g}'), share)} at {across} {x_text(x)}"
                 parts.append(
                     f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3" fill="{color}"><title>{escape(hint)}</title></circle>'
                 )
@@ -235,6 +244,7 @@ def _frame(
     x_at: _Scale,
     across: str,
     share: bool,
+    x_text: Callable[[float], str] | None = None,
 ) -> str:
     """Return grid lines and the labels of both axes. share: label the y axis in percent."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -252,7 +262,7 @@ def _frame(
         x = x_at(mark)
         if _LEFT - 1 <= x <= right + 1:
             elements.append(
-                f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{_number(mark, False)}</text>'
+                f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{x_text(mark) if x_text else _number(mark, False)}</text>'
             )
     elements.append(
         f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(across)}</text>'

@@ -26,6 +26,7 @@ from wdstrain.report.printing import printable
 
 _PLAIN_SECONDS = 5.0  # between plain lines
 _REDRAW_SECONDS = 0.1  # between drawings of a terminal line
+_quiet = False  # with --quiet, nothing but results and errors is printed
 _NOTEBOOK_SECONDS = 0.5  # between outputs in a notebook; each is a message to the browser
 
 
@@ -71,6 +72,8 @@ class ProgressReporter:
         if now - self._report_time < self._interval:
             return
         self._report_time = now
+        if _quiet:
+            return
         figures = self._figures(done, total, text, unit, now - self._start_time)
         if self._console.is_jupyter:
             self._show_in_notebook(f"{title}: {figures}")
@@ -144,8 +147,25 @@ class ProgressReporter:
         self.close()
 
 
+@contextmanager
+def quiet(enabled: bool = True) -> Iterator[None]:
+    """Print no progress and no messages meanwhile; results and errors are printed."""
+    global _quiet
+    before, _quiet = _quiet, enabled
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
 def print_message(text: str) -> None:
     """Print lines to stderr: messages for people. Results go to stdout."""
+    if not _quiet:
+        print_error(text)
+
+
+def print_error(text: str) -> None:
+    """Print lines to stderr, also where only results and errors are wanted."""
     sys.stderr.write(f"{_printable_lines(text)}\n")
     sys.stderr.flush()
 
@@ -193,15 +213,20 @@ def print_table(rows: Iterable[tuple[str, str]], title: str = "") -> None:
         _TextConsole().print(table)
 
 
-def print_grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_grid(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> None:
     """Print a table with a header row to stdout. Raises StorageError if it cannot be written.
 
-    All columns but the first are right-aligned, for figures.
+    left: left-aligned columns, of which the last may wrap; the others are figures.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for number, name in enumerate(head):
         table.add_column(
-            name, overflow="fold", justify="right" if number else "left", no_wrap=number > 0
+            name,
+            overflow="fold",
+            justify="left" if number in left else "right",
+            no_wrap=number not in (0, left[-1]),
         )
     for row in rows:
         table.add_row(*map(_printable_lines, row))

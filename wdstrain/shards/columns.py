@@ -196,7 +196,8 @@ def _joined(columns: Sequence[Column | None], counts: Sequence[int]) -> Column |
     if NOT_A_COLUMN in kinds:
         return replace(first, kind=NOT_A_COLUMN, values=pa.nulls(sum(counts)))
     if kinds == {"class"}:
-        return _joined_classes(first, columns, counts)
+        classes = [c if c is not None and c.kind == "class" else None for c in columns]
+        return _joined_classes(first, classes, counts)  # the other columns have no values
     if "class" in kinds or ("multi" in kinds and len(kinds) > 1):
         return None
     kind = next(iter(kinds)) if len(kinds) == 1 else "text"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from keyword import iskeyword
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
+from wdstrain.report.printing import printable
 from wdstrain.shards.columns import NOT_A_COLUMN, Column
 from wdstrain.shards.expressions import parse
 from wdstrain.shards.index_table import key_array, named_columns, utf8_text
@@ -75,9 +77,27 @@ class Samples(Protocol):
     @property
     def counts(self) -> Ints: ...
     def shard_of(self, ids: Ints) -> Ints: ...
+    def unjoined(self, name: str) -> str: ...
 
 
-def matching(index: Samples, text: str) -> Bools:
+@dataclass(frozen=True)
+class TableRows:
+    """Rows of a table that is not packed yet: they have columns, and no fields and shards.
+
+    names: all columns of the table, for error messages.
+    """
+
+    columns: tuple[Column, ...]
+    count: int
+    names: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+    shards: tuple[_Shard, ...] = ()
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def matching(index: Samples | TableRows, text: str) -> Bools:
     """Return which samples a condition holds for. bool[len(index)]
 
     Raises UsageError for a condition that is not valid or that does not fit the columns.
@@ -115,7 +135,7 @@ def column_values(index: Samples, name: str) -> pa.Array:
 class _Evaluation:
     """Evaluates one condition for all samples of an index."""
 
-    def __init__(self, index: Samples, text: str) -> None:
+    def __init__(self, index: Samples | TableRows, text: str) -> None:
         self._index, self._text = index, text
 
     def truth(self, node: ast.expr) -> _Operand:
@@ -159,12 +179,12 @@ class _Evaluation:
                 return self._called(node)
             case ast.Name() | ast.Attribute() | ast.Subscript():
                 return self.named(".".join(self._path(node)))
-        raise self._error(f"{ast.unparse(node)} is no value of a column")
+        raise self._error(f"{ast.unparse(node)} is not a value of a column")
 
     def _constant(self, node: ast.expr) -> Any:
         value = self._value(node)
         if not isinstance(value, pa.Scalar):
-            raise self._error(f"{ast.unparse(node)} is no constant. A list holds constants only")
+            raise self._error(f"{ast.unparse(node)} is not a constant. A list holds constants only")
         return value.as_py()
 
     # --- names ------------------------------------------------------------------------------------
@@ -172,8 +192,12 @@ class _Evaluation:
     def _path(self, node: ast.expr) -> tuple[str, ...]:
         """Return the parts of a name: a.b, a["b"] or `a.b`."""
         match node:
+            case ast.Subscript(value=ast.Name(id=marker), slice=ast.Constant(value=str(name))) if (
+                marker == _COLUMNS
+            ):
+                return (name,)
             case ast.Name():
-                return () if node.id == _COLUMNS else (node.id,)
+                return (node.id,)
             case ast.Attribute():
                 return (*self._path(node.value), node.attr)
             case ast.Subscript(slice=ast.Constant(value=str(part))):
@@ -188,6 +212,8 @@ class _Evaluation:
             return column.values
         if base == "has" and rest:
             return self._has(rest)
+        if isinstance(index, TableRows):
+            raise self._unknown(name)
         if base == "size" and rest in index.fields:
             return self._field_size(rest)
         if name == "size":
@@ -209,6 +235,7 @@ class _Evaluation:
 
     def _field_size(self, field: str) -> pa.Array:
         """Return the bytes of a field in each sample; null if the sample lacks it."""
+        assert not isinstance(self._index, TableRows)  # which has no fields
         offsets, number = self._index.offsets, self._index.fields.index(field)
         members = np.flatnonzero(offsets.member_field == number)
         rows = np.searchsorted(offsets.member_first, members, side="right") - 1
@@ -246,12 +273,12 @@ class _Evaluation:
             result = self._contained(a, b, shown)
             return pc.invert(result) if operator is ast.NotIn else result
         if operator in (ast.Eq, ast.NotEq):
-            for one, other in ((a, b), (b, a)):
-                self._check_class_name(one, other)
-        a, b = self._alike(a, b, shown)
+            self._check_class_name(a, b)
+            self._check_class_name(b, a)
+        a, b = self._as_one_kind(a, b, shown)
         return _COMPARISONS[operator](a, b)
 
-    def _alike(self, a: _Operand, b: _Operand, shown: str) -> tuple[_Operand, _Operand]:
+    def _as_one_kind(self, a: _Operand, b: _Operand, shown: str) -> tuple[_Operand, _Operand]:
         """Return two operands as they are compared: both as numbers, or both as texts."""
         kinds = (_kind(a), _kind(b))
         if "null" in kinds:
@@ -266,7 +293,7 @@ class _Evaluation:
     def _contained(self, a: _Operand, b: _Operand, shown: str) -> _Operand:
         """Return a in b: in a list of constants, in the lists of a column, or in a text."""
         if isinstance(b, list):
-            return self._among(a, b, shown)
+            return self._is_in_list(a, b, shown)
         if _kind(b) == "multi" and _kind(a) == "text" and isinstance(a, pa.Scalar):
             rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
             holds = np.zeros(len(b), np.bool_)
@@ -278,10 +305,11 @@ class _Evaluation:
             f"in looks for a value in a list, or for a constant text in a column of texts or lists, not {shown}"
         )
 
-    def _among(self, a: _Operand, constants: list[Any], shown: str) -> _Operand:
+    def _is_in_list(self, a: _Operand, constants: list[Any], shown: str) -> _Operand:
+        """Return whether a equals one of the constants."""
         if not constants:
             raise self._error(f"the list is empty: {shown}")
-        equal = [self._comparison(ast.Eq, a, pa.scalar(one), shown) for one in constants]
+        equal = [self._comparison(ast.Eq, a, pa.scalar(constant), shown) for constant in constants]
         return reduce(pc.or_kleene, equal)
 
     def _check_class_name(self, classes: _Operand, name: _Operand) -> None:
@@ -334,7 +362,7 @@ class _Evaluation:
         if node.func.attr == "lower":
             if arguments:
                 raise self._error("lower() takes no argument")
-            return pc.utf8_lower(_as_text(text))
+            return _in_lower_case(_as_text(text))
         if len(arguments) != 1 or not isinstance(arguments[0], str):
             raise self._error(f"{node.func.attr}() takes one text")
         check = pc.starts_with if node.func.attr == "startswith" else pc.ends_with
@@ -347,6 +375,19 @@ class _Evaluation:
 
     def _unknown(self, name: str) -> UsageError:
         index = self._index
+        if isinstance(index, TableRows):
+            if name in index.names:
+                return self._error(
+                    f"the column {name!r} cannot be used: its values are long or of several types, "
+                    f"or its name is taken. Of the latter, write json.{name}"
+                )
+            columns = _listed(list(index.names))
+            return self._error(f"there is no column {name!r}. Columns: {columns}")
+        if reason := index.unjoined(name):
+            return self._error(
+                f"there is no column {name!r}: {reason}. Name the "
+                f"classes of each set alike: wdstrain index SET --label NAME --classes A,B"
+            )
         names = [column.name for column in index.columns if column.kind != NOT_A_COLUMN]
         columns = _listed(names) if names else "none"
         hint = ""
@@ -397,6 +438,15 @@ def _as_text(value: _Operand) -> _Operand:
     return pc.cast(value, pa.large_string())
 
 
+def _in_lower_case(texts: _Operand) -> _Operand:
+    """Return texts in lower case. Arrow's own function differs from Python's for some letters."""
+    if isinstance(texts, pa.Scalar):
+        return pa.scalar(texts.as_py().lower(), pa.large_string())
+    coded = texts.dictionary_encode()
+    lower = [text.lower() for text in coded.dictionary.to_pylist()]
+    return pa.array(lower, pa.large_string()).take(coded.indices)
+
+
 def _as_utf8(keys: pa.Array) -> pa.Array:
     """Return keys as text: bytes that are not UTF-8 as escapes."""
     if pa.types.is_large_string(keys.type):
@@ -423,4 +473,4 @@ def _spelled_place(column: Column) -> str:
 
 def _listed(names: list[str]) -> str:
     more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return printable(", ".join(names[:_SHOWN])) + more

@@ -30,7 +30,7 @@ from wdstrain.shards.labels import read_columns
 from wdstrain.storage.files import read_whole
 
 KINDS = ("class", "number", "multi")
-_MOST_CLASSES = 1 << 20  # of numbers that nobody named
+_MOST_CLASSES = 1 << 20  # of a label without names
 
 
 def with_columns(index: Index, names: Sequence[str]) -> Index:
@@ -68,9 +68,9 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     label = Label(title, kind, *place, tuple(known))
     typed = as_label(column, title, kind, known)
     _check_values(index, column, typed, label)
-    others = [one for one in index.labels if one.place != place and one.name != title]
-    kept = [one for one in index.columns if one.place != place]
-    return replace(index, labels=(*others, label), columns=(*kept, typed))
+    labels = [other for other in index.labels if other.place != place and other.name != title]
+    columns = [other for other in index.columns if other.place != place]
+    return replace(index, labels=(*labels, label), columns=(*columns, typed))
 
 
 def read_classes(text: str) -> list[str]:

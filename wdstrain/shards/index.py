@@ -124,8 +124,7 @@ class Index:
         return np.array([names is None or name in names for name in self.fields], bool)
 
     def __repr__(self) -> str:
-        size = sum(shard.bytes for shard in self.shards)
-        return f"Index({len(self)} samples, {len(self.shards)} shards, {size / 1e6:.1f} MB, fields {', '.join(self.fields)})"
+        return f"Index({len(self)} samples, {len(self.shards)} shards, {self._megabytes:.1f} MB, fields {', '.join(self.fields)})"
 
     def _repr_html_(self) -> str:
         splits = {
@@ -135,7 +134,7 @@ class Index:
         rows = {
             "samples": len(self),
             "shards": len(self.shards),
-            "MB": f"{sum(shard.bytes for shard in self.shards) / 1e6:.1f}",
+            "MB": f"{self._megabytes:.1f}",
             "splits": ", ".join(
                 f"{name or 'without a name'} {count}" for name, count in splits.items()
             ),
@@ -143,6 +142,13 @@ class Index:
             "labels": ", ".join(label.name for label in self.labels) or "none are known",
         }
         return charts.fragment("Index", charts.table(rows))
+
+    @property
+    def _megabytes(self) -> float:
+        """Size of the shards; of a selection, of its samples only."""
+        if self.is_selection:
+            return float((self.offsets.stop - self.offsets.start).sum()) / 1e6
+        return sum(shard.bytes for shard in self.shards) / 1e6
 
     def expected_state(self, shard: ShardFile) -> str:
         """Return the state that a shard must still have when it is read.
@@ -213,6 +219,17 @@ class Index:
         parts = "; ".join(f"{numbering} ({shown})" for numbering, shown in first_shards.items())
         place = field if column is None else f"{field}, column {column!r},"
         return f"the label in {place} differs between these sets: {parts}"
+
+    def unjoined(self, name: str) -> str:
+        """Return why joined sets have no label column of this name; "" if there is another reason.
+
+        name: of a label, or where it is stored (`cls`, `json.kind`).
+        """
+        for label in dict.fromkeys(label for labels in self.shard_labels for label in labels):
+            stored = label.field if label.column is None else f"{label.field}.{label.column}"
+            if name in (label.name, stored):
+                return self.disagreement(*label.place)
+        return ""
 
     @property
     def splits(self) -> tuple[str, ...]:

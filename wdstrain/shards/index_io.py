@@ -33,7 +33,7 @@ from wdstrain.shards.index_table import from_batch
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import Walk, samples
 from wdstrain.storage.addresses import INDEX_NAME, beside
-from wdstrain.storage.files import read_whole, regular, write_whole
+from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
 from wdstrain.storage.local import open_source, state_of
 from wdstrain.storage.remote import is_remote, redacted
 
@@ -79,6 +79,17 @@ def save_index(index: Index, folder: str) -> None:
     _keep_former(folder)
     write_whole(os.path.join(folder, TABLE_NAME), _arrow_file(table, identity.encode()))
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
+    with suppress(OSError):
+        os.unlink(os.path.join(folder, _FORMER))
+
+
+def move_index(source: str, folder: str) -> None:
+    """Move index.arrow and index.json from the folder `source`. May be repeated after a kill."""
+    _keep_former(folder)
+    for name in (TABLE_NAME, INDEX_NAME):
+        with suppress(FileNotFoundError):  # moved by an interrupted call
+            os.replace(os.path.join(source, name), os.path.join(folder, name))
+            sync_folder(folder)
     with suppress(OSError):
         os.unlink(os.path.join(folder, _FORMER))
 
@@ -214,7 +225,7 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
             if failed is None:
                 raise
             failed.append(error)
-    info = {"made": "walked over headers", **({"ignored": walk.ignored} if walk.ignored else {})}
+    info = {"made": "scanned from headers", **({"ignored": walk.ignored} if walk.ignored else {})}
     return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
 
 
@@ -282,16 +293,18 @@ def info_of(document: dict[str, Any]) -> dict[str, Any]:
     return dict(document["wdstrain"]["info"])
 
 
-def check_sizes(index: Index, *, cut: bool = False) -> Index:
+def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
     """Return the index with the current state of every local shard as its `tag`.
 
-    cut: accept shards that are smaller than in the index. Raises ShardError for a missing shard and
+    may_be_short: accept shards that are smaller than in the index. Raises ShardError for a missing shard and
     for one of another size.
     """
-    return replace(index, shards=tuple(check_size(shard, cut=cut) for shard in index.shards))
+    return replace(
+        index, shards=tuple(check_size(shard, may_be_short=may_be_short) for shard in index.shards)
+    )
 
 
-def check_size(shard: Shard, *, cut: bool = False) -> Shard:
+def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
     """Return one shard with its current state; see `check_sizes`.
 
     A remote shard is returned as it is: its size is checked with its first response.
@@ -305,7 +318,7 @@ def check_size(shard: Shard, *, cut: bool = False) -> Shard:
             f"{shard.path} is in the index but cannot be found: {error.strerror}. Copy it again."
         ) from error
     size = status.st_size
-    if size != shard.bytes and not (cut and size < shard.bytes):
+    if size != shard.bytes and not (may_be_short and size < shard.bytes):
         folder = os.path.dirname(shard.path) or "."
         raise ShardError(
             f"{shard.path} has {size} bytes, its index says {shard.bytes}: it was cut or changed. "
@@ -326,12 +339,12 @@ def _no_index(path: str, error: Exception) -> ShardError:
     """Return the error for a file that is not an index of this package."""
     if is_remote(path):
         return ShardError(
-            f"{redacted(path)} is no index of this package ({type(error).__name__}: "
+            f"{redacted(path)} is not an index of this package ({type(error).__name__}: "
             f"{_first_line(error)}). Check the address."
         )
     folder = os.path.dirname(path) or "."
     return ShardError(
-        f"{path} is no index of this package ({type(error).__name__}: {_first_line(error)}). "
+        f"{path} is not an index of this package ({type(error).__name__}: {_first_line(error)}). "
         f"Remove it and make a new index: wdstrain index {folder}"
     )
 

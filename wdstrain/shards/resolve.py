@@ -46,6 +46,7 @@ from wdstrain.storage.addresses import (
     Urls,
     beside,
     check_finished,
+    check_no_change,
     expand,
     folder_of,
     is_json,
@@ -62,23 +63,27 @@ _log = logging.getLogger("wdstrain")
 Note = Callable[[str], None]  # receives a line for the log
 
 
-def open_index(urls: Urls, *, note: Note | None = None, cut: bool = False) -> Index:
+def open_index(urls: Urls, *, note: Note | None = None, may_be_short: bool = False) -> Index:
     """Return the index of the shards at `urls`.
 
-    note: receives a line about each scan of headers. cut: shards may be shorter than in their
-    index. Raises UsageError for addresses without shards, ShardError for shards that are cut,
+    note: receives a line about each scan of headers. may_be_short: shards may have fewer bytes than
+    their index says. Raises UsageError for addresses without shards, ShardError for shards that are cut,
     damaged, unfinished or different from their index.
     """
-    return gather(urls, partial(_checked, note=note, cut=cut), partial(walked, note=note))
+    return gather(
+        urls,
+        partial(_checked, note=note, may_be_short=may_be_short),
+        partial(recall_or_scan, note=note),
+    )
 
 
 def gather(
-    urls: Urls, check: Callable[[Index], Index], walk: Callable[[list[str]], Index]
+    urls: Urls, check: Callable[[Index], Index], scan_shards: Callable[[list[str]], Index]
 ) -> Index:
     """Return the index of the shards at `urls`, with the caller's way of checking and scanning.
 
     check: takes the index of shards that an index file lists, returns the index to use.
-    walk: takes paths of shards of one folder that no index file lists, returns their index.
+    scan_shards: takes paths of shards of one folder that no index file lists, returns their index.
     Raises UsageError for addresses without shards and for a shard that is named twice.
     """
     parts: list[Index] = []
@@ -100,7 +105,9 @@ def gather(
             paths = iter(tars_of(folder))
         for is_indexed, group in groupby(paths, key=lambda path: _number(path, known) is not None):
             run = list(group)
-            parts.append(check(_picked(run, known)) if is_indexed else walk(run))
+            if not is_indexed and known[beside(run[0], "")] is not None:
+                check_no_change(run[0])
+            parts.append(check(_picked(run, known)) if is_indexed else scan_shards(run))
     index = join(parts)
     named: dict[str, Shard] = {}  # by real path
     folders: dict[str, str] = {}
@@ -169,7 +176,7 @@ def make_index(
     changed = [shard.name for shard in index.shards if not _is_unchanged(shard)]
     if changed:
         raise ShardError(
-            f"{changed[0]} was written to while it was walked over. Run this again when it is complete."
+            f"{changed[0]} was written to while it was scanned. Run this again when it is complete."
         )
     if os.path.exists(index_path) and is_wdstrain_index(index_path):
         index = _with_former(index, index_path)
@@ -264,19 +271,21 @@ def _real(path: str, folders: dict[str, str]) -> str:
     return os.path.join(folders[folder], name)
 
 
-def _checked(index: Index, *, note: Note | None, cut: bool) -> Index:
+def _checked(index: Index, *, note: Note | None, may_be_short: bool) -> Index:
     """Return an index with the current states of its shards.
 
-    Raises ShardError for a shard that differs from its index. cut: shards may be shorter.
+    Raises ShardError for a shard that differs from its index. may_be_short: see `open_index`.
     """
-    return _checked_headers(check_sizes(index, cut=cut), note, cut=cut)
+    return _checked_headers(
+        check_sizes(index, may_be_short=may_be_short), note, may_be_short=may_be_short
+    )
 
 
-def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
+def _checked_headers(index: Index, note: Note | None, *, may_be_short: bool) -> Index:
     """Return `index` after scanning its shards that are newer than it and have no checksums.
 
     Raises ShardError for a shard with other samples than in its index. The result of a scan is
-    stored, so a shard is scanned once. cut: shards that are cut or damaged are not compared.
+    stored, so a shard is scanned once. may_be_short: shards that are cut or damaged are not compared.
     """
     newer = [
         n
@@ -285,13 +294,13 @@ def _checked_headers(index: Index, note: Note | None, *, cut: bool) -> Index:
     ]
     if not newer:
         return index
-    failed: list[WdstrainError] | None = [] if cut else None
+    failed: list[WdstrainError] | None = [] if may_be_short else None
     complete = [
         index.shards[n].path
         for n in newer
-        if not cut or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
+        if not may_be_short or os.path.getsize(index.shards[n].path) == index.shards[n].bytes
     ]
-    scanned = walked(complete, note, failed) if complete else index.pick([])
+    scanned = recall_or_scan(complete, note, failed) if complete else index.pick([])
     for n in newer:
         shard = index.shards[n]
         number = scanned.shard_numbers.get(shard.name)
@@ -347,7 +356,7 @@ def _with_former(index: Index, index_path: str) -> Index:
         parts.append(replace(part, shards=(shard,)))
     merged = replace(join(parts), labels=labels, info=info)
     if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
-        merged.info["samples"] = _class_counts(merged)
+        merged.info["samples"] = class_counts(merged)
     for label in labels if new else ():
         if label.kind == "class" and label.column is None:
             _log.warning(
@@ -379,7 +388,7 @@ def _warn_of_losses(old: Index, new: Index) -> None:
         )
 
 
-def _class_counts(index: Index) -> dict[str, dict[str, int]]:
+def class_counts(index: Index) -> dict[str, dict[str, int]]:
     """Return the number of samples of each class, by split, from the labels in the shards.
 
     Samples without a readable label count as the class "".
@@ -413,7 +422,9 @@ def _same_samples(a: Index, b: Index) -> bool:
 # --- remembering ----------------------------------------------------------------------------------
 
 
-def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | None = None) -> Index:
+def recall_or_scan(
+    paths: list[str], note: Note | None, failed: list[WdstrainError] | None = None
+) -> Index:
     """Return the index of shards of one folder that no index lists: recalled or scanned.
 
     note: receives a line about the scan. failed: a list that receives the errors of bad shards,
@@ -435,7 +446,7 @@ def walked(paths: list[str], note: Note | None, failed: list[WdstrainError] | No
                 stored = f"remembered in {place}"
             rate = len(scanned) / max(seconds, 1e-9)
             note(
-                f"no index beside {scanned.shards[0].shown}: walked over the headers of "
+                f"no index beside {scanned.shards[0].shown}: scanned the headers of "
                 f"{len(scanned)} samples in {seconds:.2f} s ({rate:.0f}/s); "
                 f"{stored}{_skipped(scanned)}"
             )

@@ -21,6 +21,8 @@ from wdstrain.shards.index_table import key_array
 
 Ints = npt.NDArray[np.int64]
 
+_MIDDLE = 0.5 - 1e-6  # fractions from here on are rounded up; 1/2 itself would follow float errors
+
 
 def number_of(index: Samples, key: str | int) -> int:
     """Return the number of the sample with a key, or of the sample at a position.
@@ -37,16 +39,16 @@ def number_of(index: Samples, key: str | int) -> int:
     keys = key_array(index.offsets)
     wanted = key.encode("utf-8", "surrogateescape")
     scalar = pa.scalar(wanted, pa.large_binary())
-    found = np.flatnonzero(pc.equal(keys.cast(pa.large_binary()), scalar))
-    if not len(found):
+    numbers = np.flatnonzero(pc.equal(keys.cast(pa.large_binary()), scalar))
+    if not len(numbers):
         raise KeyError(f"no sample has the key {key!r}.")
-    if len(found) > 1:
-        shards = [index.shards[i].name for i in index.shard_of(found[:2]).tolist()]
+    if len(numbers) > 1:
+        shards = [index.shards[i].name for i in index.shard_of(numbers[:2]).tolist()]
         raise UsageError(
-            f"{len(found)} samples have the key {key!r}, such as those in {shards[0]} and {shards[1]}. "
+            f"{len(numbers)} samples have the key {key!r}, such as those in {shards[0]} and {shards[1]}. "
             f"Take one by its number, or choose a shard first: index.where('shard == ...')[{key!r}]"
         )
-    return int(found[0])
+    return int(numbers[0])
 
 
 def sample_ids(count: int, amount: float, seed: int) -> Ints:
@@ -63,7 +65,7 @@ def sample_ids(count: int, amount: float, seed: int) -> Ints:
         wanted = round(float(amount) * count)
         if not wanted:
             raise UsageError(
-                f"sample({amount}): this share of {count} samples is no sample. Take a larger one."
+                f"sample({amount}): this share of {count} samples rounds to 0. Give a larger share."
             )
     else:
         wanted = integer("sample", amount, 1)
@@ -144,7 +146,7 @@ def _dealt(n: int, shares: list[float]) -> Ints:
     """Return a split for each of n places, so that any run of places gets nearly its shares."""
     part, rest, left = np.full(n, len(shares) - 1), np.arange(n), 1.0
     for number, share in enumerate(shares[:-1]):
-        steps = np.floor(np.arange(len(rest) + 1) * (share / left) + 0.5)
+        steps = np.floor(np.arange(len(rest) + 1) * (share / left) + _MIDDLE)
         chosen = np.diff(steps) > 0
         part[rest[chosen]] = number
         rest, left = rest[~chosen], left - share

@@ -36,7 +36,7 @@ def npy_array(data: memoryview) -> Array:
     Raises ValueError for other data, for arrays of Python objects and for a wrong size.
     """
     if bytes(data[:6]) != b"\x93NUMPY":
-        raise ValueError(f"it is no .npy array: it begins with {bytes(data[:8])!r}")
+        raise ValueError(f"it is not a .npy array: it begins with {bytes(data[:8])!r}")
     length_size = 2 if bytes(data[6:7]) == b"\x01" else 4  # bytes of the header's length
     length = int.from_bytes(data[8 : 8 + length_size], "little") + 8 + length_size
     dtype, fortran, shape = npy_head(bytes(data[:length]))

@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from braceexpand import braceexpand
 
 from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.storage.hub import is_hub, list_hub_files
 from wdstrain.storage.object_store import is_object, list_folder_of
 from wdstrain.storage.remote import check_address, is_remote, name_of, redacted
 
@@ -54,6 +55,19 @@ def check_finished(folder: str) -> None:
         raise _unfinished(folder)
 
 
+def check_no_change(path: str) -> None:
+    """Raise ShardError for a shard that its index does not list, while the set is changed.
+
+    It is new and not listed yet, or was replaced and is about to be deleted.
+    """
+    folder = os.path.dirname(path)
+    if not is_remote(path) and os.path.exists(os.path.join(folder, UNFINISHED)):
+        raise ShardError(
+            f"{path} is not in the index of its folder, and a command that changes this set is "
+            f"running or was killed. Wait for it, or run it again, or name the folder instead."
+        )
+
+
 def beside(path: str, name: str) -> str:
     """Return the address of another file in the folder of a file, with the same query."""
     if not is_remote(path):
@@ -78,6 +92,8 @@ def _expand(address: str) -> list[str]:
     scheme = _SCHEME.match(address)
     prefix = scheme.group(0) if scheme else ""
     rest = address[len(prefix) :]
+    if is_hub(prefix):
+        return _expand_hub(address)
     if prefix.lower() == "file://":
         return _expand_local(rest)
     if is_remote(prefix.lower()):
@@ -125,7 +141,7 @@ def _braces(address: str) -> Iterable[str]:
 
 def _expand_glob(pattern: str) -> list[str]:
     """Return the paths that match a glob, sorted. Raises UsageError if there are none."""
-    paths = _matching(pattern)
+    paths = matching_paths(pattern)
     if not paths:
         raise UsageError(
             f"{pattern}: no file matches this pattern. Check the folder and the quotes around it."
@@ -133,13 +149,13 @@ def _expand_glob(pattern: str) -> list[str]:
     return paths
 
 
-def _matching(pattern: str) -> list[str]:
+def matching_paths(pattern: str) -> list[str]:
     """Return the paths that match a glob, sorted.
 
     Raises OSError for a folder that cannot be read. `glob` skips such a folder.
     """
     parent = os.path.dirname(pattern)
-    for folder in _matching(parent) if glob.has_magic(parent) else [parent or os.curdir]:
+    for folder in matching_paths(parent) if glob.has_magic(parent) else [parent or os.curdir]:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.scandir(folder).close()
             # Needs the permission to look names up; a list of names does not.
@@ -168,7 +184,7 @@ def _expand_folder(path: Path) -> list[str]:
 
 def _unfinished(folder: str) -> ShardError:
     return ShardError(
-        f"{folder}: a conversion into this folder was not finished. Run it again with --resume."
+        f"{folder}: a conversion into this folder was not finished. Run it again with resume=True (--resume)."
     )
 
 
@@ -192,6 +208,24 @@ def _expand_remote(address: str) -> list[str]:
     # Also in a bucket: shards without an index may be a set that is still being uploaded.
     folder = f"{path.rstrip('/')}/"
     return [beside(folder if is_object(address) else _with_path(address, folder), INDEX_NAME)]
+
+
+def _expand_hub(address: str) -> list[str]:
+    """Return the shards of a data set on the Hub: its index, or else its tars."""
+    if "{" in address:
+        return [path for part in _braces(address) for path in _expand_hub(part)]
+    files = list_hub_files(address)
+    tars = [path for path in files.paths if path.endswith(".tar")]
+    index = [path for path in files.paths if path.rpartition("/")[2] == INDEX_NAME]
+    if not tars and not index:
+        raise UsageError(
+            f"{address}: these files of the data set hold no .tar. Tables are packed first: "
+            f"wdstrain convert table {address} OUT --image COL"
+        )
+    folders = {path.rpartition("/")[0] for path in tars}
+    if len(index) == 1 and folders <= {index[0].rpartition("/")[0]}:
+        return [files.address(index[0])]
+    return list(map(files.address, tars or index))
 
 
 def _matching_objects(address: str) -> list[str]:

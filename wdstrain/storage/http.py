@@ -8,6 +8,7 @@ time limit without a byte (`retries`).
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -38,6 +39,8 @@ _CHUNK = 256 << 10  # most bytes that are read at a time if they are not kept in
 _LONGEST_GAP = 4 << 20  # bytes; a longer gap is skipped by a new request
 _HEAD_PATIENCE = 1.0  # seconds for the first byte of a body whose head is wrong
 _RETRIED = (HTTPError, HTTPException, OSError)  # errors that a retry may fix
+_MISSING = (403, 404, 410)  # status codes of an object that does not exist
+_NEXT_PAGE = re.compile(r'<([^<>]*)>;\s*rel="?next"?')
 _HEAD_ENDED = "the connection ended within the head of the response"
 
 
@@ -252,17 +255,30 @@ def read_small(address: str) -> bytes | None:
     Raises StorageError for an object that would fill a quarter of the memory, also when it is
     decompressed.
     """
+    return _read_retried(address, _MISSING)[0]
+
+
+def read_listing(address: str) -> tuple[bytes | None, str | None]:
+    """Return (page of a list, address of the next page); both None if it does not exist.
+
+    The next page is that of the header `Link: <...>; rel="next"`. A server that hides objects from
+    users without access answers 401.
+    """
+    return _read_retried(address, (*_MISSING, 401))
+
+
+def _read_retried(address: str, missing: tuple[int, ...]) -> tuple[bytes | None, str | None]:
     with Retries(address, redacted(address)) as retries:
         while True:
             try:
-                data = _read_once(address)
+                page = _read_once(address, missing)
                 retries.progress()
-                return data
+                return page
             except _RETRIED as error:
                 wait_for_server(address, error, "byte 0", retries)
 
 
-def _read_once(address: str) -> bytes | None:
+def _read_once(address: str, missing: tuple[int, ...]) -> tuple[bytes | None, str | None]:
     with closing(get(address)) as response:
         check_status(response)
         if response.status == 200 and not HttpResponse(response, silence_limit()).body_begins():
@@ -270,14 +286,15 @@ def _read_once(address: str) -> bytes | None:
         data = _read_all(response, address)
     is_page = response.headers.get("Content-Type", "").startswith("text/html")
     # Some servers send a page with status 200 for a missing object.
-    if response.status in (403, 404, 410) or (is_page and urlsplit(address).path.endswith(".json")):
-        return None
+    if response.status in missing or (is_page and urlsplit(address).path.endswith(".json")):
+        return None, None
     if response.status != 200:
         raise StorageError(
             f"{redacted(address)}: the server answered {response.status} {response.reason or ''}. "
             f"Check the address."
         )
-    return data
+    following = _NEXT_PAGE.search(response.headers.get("Link", ""))
+    return data, following[1] if following else None
 
 
 def _read_all(response: urllib3.BaseHTTPResponse, address: str) -> bytes:

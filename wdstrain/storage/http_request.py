@@ -1,7 +1,7 @@
 """GET requests through urllib3: connections, proxies, redirects and headers.
 
 The environment variable WDSTRAIN_HTTP_HEADERS holds headers of every request, as lines
-"Name: value".
+"Name: value". HF_TOKEN is sent to the Hugging Face Hub, or to the server that HF_ENDPOINT names.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def raw_response(response: urllib3.BaseHTTPResponse) -> RawResponse:
 
 
 def request_headers(address: str) -> dict[str, str]:
-    """Return the headers from the environment, and user and password of the address as a header.
+    """Return the headers from the environment, and a token or user and password as a header.
 
     Raises UsageError for a header that cannot be sent.
     """
@@ -144,10 +144,20 @@ def request_headers(address: str) -> dict[str, str]:
             headers[name.strip()] = value.strip()
     if not all(text.isascii() and text.isprintable() for pair in headers.items() for text in pair):
         raise UsageError(f"{_HEADERS}: headers must be printable ASCII. Correct it.")
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if token and address.startswith(f"{hub_endpoint()}/"):
+        if not (token.isascii() and token.isprintable()):
+            raise UsageError("HF_TOKEN: must be printable ASCII. Correct it.")
+        headers["Authorization"] = f"Bearer {token}"
     user = urlsplit(address).netloc.rpartition("@")[0]
     if user:
         headers["Authorization"] = "Basic " + base64.b64encode(unquote(user).encode()).decode()
     return headers
+
+
+def hub_endpoint() -> str:
+    """Return the address of the Hugging Face Hub."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def _drop_tracebacks(error: BaseException) -> None:

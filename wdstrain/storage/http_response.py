@@ -208,7 +208,7 @@ def check_status(response: urllib3.BaseHTTPResponse) -> None:
 
 
 def changed(shown: str) -> str:
-    """Return the error text for an object that is no longer the one it was."""
+    """Return the error text for an object that was replaced while it was read."""
     return (
         f"{shown} changed while it was read. Start again; if it has an index, make the index "
         f"again: wdstrain index"

@@ -122,8 +122,8 @@ class _NativeQueue:
         kernels.library.queue_init(self._queue)
 
     def put(self, number: int, read: _Read) -> bool:
-        arguments = read.fd, read.offset, read.target.left, *read.target.c_arguments
-        return int(kernels.library.queue_put(self._queue, number, *arguments)) == 0
+        request = read.target.fill_request(read.fd, read.offset, read.target.left)
+        return int(kernels.library.queue_put(self._queue, number, ctypes.byref(request))) == 0
 
     def run(self) -> None:
         kernels.library.queue_work(self._queue)

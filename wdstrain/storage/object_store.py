@@ -166,23 +166,56 @@ def put(path: str, file: str, sha256: str) -> bool:
     Returns False if an object with this checksum exists already. Raises StorageError.
     """
     store, key = _locate(path, for_writing=True)
-    obstore = _obstore()
-    try:
-        present = obstore.get(store, key, options={"head": True})
-        is_same_size = present.meta["size"] == os.path.getsize(file)
-        if is_same_size and present.attributes.get(_SHA256) == sha256:
-            return False
-    except FileNotFoundError:
-        pass
-    except Exception as error:
-        raise _as_storage_error(path, error, "its metadata") from None
+    if _is_stored(path, sha256, os.path.getsize(file)):
+        return False
     try:
         with open(file, "rb") as opened:
-            obstore.put(store, key, opened, attributes={_SHA256: sha256})
+            _obstore().put(store, key, opened, attributes={_SHA256: sha256})
     except Exception as error:
         raise StorageError(
-            f"{path} cannot be written: {_describe(error)}. Run the same command with --resume."
+            f"{path} cannot be written: {_describe(error)}. Run it again with resume=True (--resume)."
         ) from None
+    return True
+
+
+def _is_stored(path: str, sha256: str, size: int) -> bool:
+    """Return whether an object has this size, and this checksum in its metadata."""
+    store, key = _locate(path, for_writing=True)
+    try:
+        present = _obstore().get(store, key, options={"head": True})
+        is_same: bool = present.meta["size"] == size and present.attributes.get(_SHA256) == sha256
+        return is_same
+    except FileNotFoundError:
+        return False
+    except Exception as error:
+        raise _as_storage_error(path, error, "its metadata") from None
+
+
+def copy(source: str, path: str, sha256: str, size: int) -> bool:
+    """Copy an object inside its bucket, on the server.
+
+    Returns False if an object with this checksum exists already. Raises StorageError, also if the
+    server makes another object than the source, as one does that does not know the request.
+    """
+    store, key = _locate(path, for_writing=True)
+    obstore = _obstore()
+    if _is_stored(path, sha256, size):
+        return False
+    try:
+        obstore.copy(store, _locate(source)[1], key)
+        copied = obstore.head(store, key)["size"]
+    except FileNotFoundError:
+        raise StorageError(
+            f"{source} is gone. It is part of an unfinished upload. Run it again with "
+            f"overwrite=True instead of resume=True."
+        ) from None
+    except Exception as error:
+        raise StorageError(
+            f"{path} cannot be written: {_describe(error)}. Run it again with resume=True (--resume)."
+        ) from None
+    if copied != size:
+        remove(path)
+        raise StorageError(f"{path}: the server cannot copy {source}.")
     return True
 
 

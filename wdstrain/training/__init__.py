@@ -1,15 +1,15 @@
-"""Training torchvision models, or the user's own, on shards.
+"""Train models of torchvision, or the user's own, on shards.
 
-configuration.py  every choice, from flags, files or Python      task.py      what is learnt, from the labels of the index
-models.py         a model by name; weights, the last layer       metrics.py   how good outputs are
-recipe.py         optimisers, learning rate, averages            counting.py  samples of each class
-loop.py           epochs of training and validation              tally.py     what is summed over one
-scoring.py        how good a model is on a pass                  stages.py    where the seconds of a step go
-world.py          the processes of a run                         interruption.py  being asked to stop
-run.py            the folder of a run                            checkpoints.py   whole or not at all
-keeping.py        what a run leaves behind                       board.py     TensorBoard's events
-gallery.py        a few predictions as pictures                  report.py    the page
-doors.py          train and evaluate                             opened.py    a trained model, from its checkpoint
-predicting.py     predictions to a table                         exporting.py for other programs
-telling.py        who is told how it goes on
+api.py            train, evaluate                            config.py        every option: flags, files, Python
+tasks.py          what is learned, from the index's labels   label_counts.py  samples per class, mean of numbers
+models.py         a model by name; weights, the last layer   optim.py         optimizers, learning rate, EMA
+trainer.py        epochs of training and validation          evaluation.py    one pass without learning
+epoch_sums.py     sums over one epoch of training            metrics.py       metrics of a pass
+timing.py         seconds of each stage of a step            distributed.py   the processes of a run
+stop_signals.py   Ctrl-C and the signals of schedulers       run_dir.py       the folder of a run
+checkpoint.py     atomic checkpoints                         run_logger.py    writes all files of a run
+previews.py       some predictions with their images         tensorboard_logger.py
+report.py         report.html                                loaded_checkpoint.py  a trained model
+inference.py      predictions as a table                     export.py        models for other programs
+progress.py       progress for the terminal or a notebook
 """

@@ -1,196 +1,371 @@
-"""How good outputs are: torchmetrics for each head of a task, over one pass, of all processes together.
+"""Metrics of one pass over samples, per head, for all processes together.
 
-Every state is a sum (counts of a confusion matrix, squared errors), so memory does not grow with the samples, a process
-for which no sample was left adds nothing, and processes add up to what one of them would have counted. AUROC is taken from
-counts of log-odds in narrow bins for the same reason.
+Every state is a sum (counts of a confusion matrix, squared errors). So memory does not grow with
+the samples, a process without samples adds nothing, and processes add up to what a single one
+counts. AUROC, average precision and calibration come from counts in narrow bins for that reason.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torchmetrics
 from torch import Tensor
-from torchmetrics import classification, regression
 
-from wdstrain.training.task import Head, Task
+from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
+from wdstrain.training.tasks import Task
 
-_BINS, _FEWEST_BINS, _ALL_BINS = (
-    1 << 14,
-    1 << 10,
-    1 << 21,
-)  # of AUROC: for a class, at least, for all classes together
-_FURTHEST = 1e4  # log-odds; those of a model that is far too certain rank its samples too
-_NEAR = 0.01  # log-odds up to which bins are equally wide, 0.00002; beyond that two thousandths of the log-odds
-_CURVES = 100  # classes, of which AUROC is taken at most
-_MATRIX = 2000  # classes, of which a confusion matrix is at most
-_WORST = ("loss", "mse", "mae")  # less is better
+_MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21  # per class; of all classes
+_FARTHEST = 1e4  # log-odds: samples of a model that is far too certain are ranked too
+_LINEAR = 0.01  # log-odds up to which bins have equal widths; beyond it widths grow with them
+_MOST_CURVES = 100  # classes with AUROC and average precision of each
+_MOST_MATRIX = 2000  # classes with a confusion matrix
+_CALIBRATION_BINS = 15
 
-FIRST = {
-    "class": "accuracy",
-    "binary": "accuracy",
-    "multi": "accuracy",
-    "number": "mse",
-}  # the metric that counts
+MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
+
+Reduce = Callable[[Tensor], Tensor]  # a tensor -> its sum over all processes
 
 
-class Scores:
-    """Metrics of one pass. Metrics of the only head have plain names, those of several `<head>/<metric>`."""
+class HeadMetrics(ABC):
+    """Sums for the metrics of one head. float64 on the device; `sums` lists them."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, head: Head, device: torch.device) -> None:
+        self.head, self._device = head, device
+        self.sums: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        """Add a batch. outputs: [b, columns of the head]."""
+
+    @abstractmethod
+    def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
+        """Return metrics by name. sums: of all processes. Undefined metrics are left out."""
+
+    def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return what the report shows beside single numbers."""
+        return {}
+
+    @abstractmethod
+    def text(self, metrics: Mapping[str, float]) -> str:
+        """Return metrics in a few words. metrics: of this head, with plain names."""
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.float64, device=self._device)
+
+
+class _Classes(HeadMetrics):
+    """Metrics of one class per sample, of two classes or more."""
+
+    def __init__(self, head: Head, device: torch.device) -> None:
+        super().__init__(head, device)
+        count = len(head.classes)
+        self.sums["right"] = self._zeros(1)
+        self.sums["calibration"] = self._zeros(3, _CALIBRATION_BINS)
+        if count <= _MOST_MATRIX:
+            self.sums["confusion"] = self._zeros(count, count)
+        if count <= _MOST_CURVES:
+            self.sums["ranks"] = self._zeros(head.outputs, 2, bins_of(head.outputs))
+        if count > 5:
+            self.sums["top5"] = self._zeros(1)
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        head, sums = self.head, self.sums
+        shares = head.probabilities(outputs.double())
+        best, predicted = shares.max(1)
+        sums["right"] += (predicted == target).double().sum()
+        add_calibration(sums["calibration"], best, predicted == target)
+        if "confusion" in sums:
+            add_counts(sums["confusion"], target * len(head.classes) + predicted)
+        if "top5" in sums:
+            sums["top5"] += (shares.topk(5).indices == target[:, None]).double().sum()
+        if "ranks" in sums:
+            odds = outputs.double() if head.outputs == 1 else log_odds(outputs.double())
+            add_ranks(sums["ranks"], odds, one_hot(target, head.outputs))
+
+    def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
+        found = {"accuracy": float(sums["right"]) / max(1, samples)}
+        if "top5" in sums:
+            found["top5"] = float(sums["top5"]) / max(1, samples)
+        if "confusion" in sums:
+            found |= _matrix_metrics(sums["confusion"], binary=len(self.head.classes) == 2)
+        if "ranks" in sums:
+            found |= _rank_metrics(sums["ranks"], ("auroc",))
+        found["ece"] = calibration_error(sums["calibration"])
+        return found
+
+    def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        if "confusion" not in sums:
+            return {}
+        matrix = sums["confusion"]
+        rows = zip(self.head.classes, matrix.diagonal().tolist(), matrix.sum(1), strict=True)
+        recalls = {name: right / float(count) for name, right, count in rows if count}
+        return {"confusion": matrix.tolist(), "classes": recalls}
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        if isinstance(self.head, BinaryHead):
+            area = f", AUROC {metrics['auroc']:.4f}" if "auroc" in metrics else ""
+            return f"accuracy {metrics['accuracy']:.2%}{area}, F1 {metrics['f1']:.4f}"
+        top5 = f", top-5 {metrics['top5']:.2%}" if "top5" in metrics else ""
+        return f"accuracy {metrics['accuracy']:.2%}{top5}"
+
+
+class _MultiLabel(HeadMetrics):
+    """Metrics of several classes per sample."""
+
+    def __init__(self, head: Head, device: torch.device) -> None:
+        super().__init__(head, device)
+        count = len(head.classes)
+        self.sums["exact"] = self._zeros(1)
+        self.sums["counts"] = self._zeros(count, 4)  # true and false positives, negatives
+        self.sums["ranks"] = self._zeros(count, 2, bins_of(count))
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        predicted, true = outputs.double().sigmoid() > 0.5, target > 0
+        kinds = (predicted & true, predicted & ~true, ~predicted & ~true, ~predicted & true)
+        self.sums["exact"] += (predicted == true).all(1).double().sum()
+        self.sums["counts"] += torch.stack([kind.double().sum(0) for kind in kinds], 1)
+        add_ranks(self.sums["ranks"], outputs.double(), true.long())
+
+    def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
+        hits, false, rest, missed = sums["counts"].unbind(1)
+        total = (hits + false + rest + missed).sum().clamp(min=1)
+        found = {"accuracy": float((hits + rest).sum() / total)}
+        found["exact"] = float(sums["exact"]) / max(1, samples)
+        present = hits + missed > 0
+        if present.any():
+            f1 = 2 * hits / (2 * hits + false + missed).clamp(min=1)
+            found["f1"] = float(f1[present].mean())
+        found |= _rank_metrics(sums["ranks"], ("auroc", "mAP"))
+        found["classes_without_positives"] = float((~present).sum())
+        return found
+
+    def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        hits, false, _, missed = sums["counts"].unbind(1)
+        precision = average_precision(sums["ranks"])
+        table = {}
+        for i, name in enumerate(self.head.classes):
+            positives = float(hits[i] + missed[i])
+            predicted = float(hits[i] + false[i])
+            table[name] = {
+                "positives": positives,
+                "precision": float(hits[i]) / predicted if predicted else None,
+                "recall": float(hits[i]) / positives if positives else None,
+                "average precision": float(precision[i]) if positives else None,
+            }
+        return {"per_class": table}
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        parts = [f"mAP {metrics['mAP']:.4f}"] if "mAP" in metrics else []
+        parts += [f"F1 {metrics['f1']:.4f}"] if "f1" in metrics else []
+        parts += [f"AUROC {metrics['auroc']:.4f}"] if "auroc" in metrics else []
+        without = int(metrics["classes_without_positives"])
+        if without:
+            parts.append(f"{without} classes without positives left out of means")
+        return ", ".join([*parts, f"accuracy {metrics['accuracy']:.2%}"])
+
+
+class _Number(HeadMetrics):
+    """Metrics of numbers: squared and absolute error, and the variance of the labels."""
+
+    def __init__(self, head: Head, device: torch.device) -> None:
+        super().__init__(head, device)
+        for name in ("squares", "absolutes", "offsets", "offset_squares"):
+            self.sums[name] = self._zeros(1)
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        assert isinstance(self.head, NumberHead)
+        target = target.double()
+        error = self.head.values(outputs.double()) - target
+        # squares of times or coordinates themselves would drown their variance
+        offset = target - self.head.mean
+        self.sums["squares"] += (error**2).sum()
+        self.sums["absolutes"] += error.abs().sum()
+        self.sums["offsets"] += offset.sum()
+        self.sums["offset_squares"] += (offset**2).sum()
+
+    def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
+        count = max(1, samples)
+        mean_offset = float(sums["offsets"]) / count
+        found = {"mse": float(sums["squares"]) / count, "mae": float(sums["absolutes"]) / count}
+        found["mean"] = self.head.mean + mean_offset
+        found["variance"] = max(0.0, float(sums["offset_squares"]) / count - mean_offset**2)
+        if found["variance"] > 0 and samples > 1:
+            found["r2"] = 1 - found["mse"] / found["variance"]
+        return found
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        baseline = ""
+        if "mse_of_mean" in metrics:
+            baseline = f" (predicting the mean gives {metrics['mse_of_mean']:.4f})"
+        r2 = f", R2 {metrics['r2']:.3f}" if "r2" in metrics else ""
+        return f"mse {metrics['mse']:.4f}{baseline}, mae {metrics['mae']:.4f}{r2}"
+
+
+_BY_HEAD: dict[type[Head], type[HeadMetrics]] = {
+    ClassHead: _Classes,
+    BinaryHead: _Classes,
+    MultiLabelHead: _MultiLabel,
+    NumberHead: _Number,
+}
+
+
+class EvalMetrics:
+    """Metrics of one pass over samples.
+
+    user_metrics: torchmetrics by name, updated with (predictions, target): probabilities of classes
+    or numbers. With several heads, by HEAD/NAME.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, user_metrics: Mapping[str, Any] | None = None
+    ) -> None:
         self._task, self._device = task, device
-        self._parts = [
-            torchmetrics.MetricCollection(_metrics(head)).to(device).set_dtype(torch.float64)
-            for head in task.heads
-        ]
-        self._areas = [
-            one.to(device).set_dtype(torch.float64) if (one := _areas(head)) else None
-            for head in task.heads
-        ]
-        self._sums = torch.zeros(
-            1 + 2 * len(task.heads), dtype=torch.float64, device=device
-        )  # losses; targets less their mean, its squares
-        self.samples = 0
+        self._parts = [_BY_HEAD[type(head)](head, device) for head in task.heads]
+        self._loss = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, samples
+        self._user = {name: metric.to(device) for name, metric in (user_metrics or {}).items()}
+        for metric in self._user.values():
+            metric.reset()
 
     @torch.no_grad()
     def update(self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor) -> None:
-        """Count a batch. losses: [b], of the samples."""
+        """Add a batch. losses: [b]."""
         if not len(outputs):
             return
-        self.samples += len(outputs)
-        self._sums[0] += losses.double().sum()
-        for i, (head, own, target, part, areas) in enumerate(
-            zip(
-                self._task.heads,
-                self._task.split(outputs),
-                targets,
-                self._parts,
-                self._areas,
-                strict=True,
+        self._loss[0] += losses.double().sum()
+        self._loss[1] += len(outputs)
+        columns = self._task.split(outputs)
+        for part, own, target in zip(self._parts, columns, targets, strict=True):
+            part.update(own, target)
+        for name, metric in self._user.items():
+            position = self._head_of(name)
+            metric.update(
+                *_user_values(self._task.heads[position], columns[position], targets[position])
             )
-        ):
-            if head.kind == "number":
-                apart = (
-                    target.double() - head.mean
-                )  # squares of times or coordinates would drown their variance
-                self._sums[1 + 2 * i] += apart.sum()
-                self._sums[2 + 2 * i] += (apart**2).sum()
-            with _in_any_order():
-                part.update(*_seen(head, own, target))
-                if areas is not None:
-                    areas.update(
-                        _log_odds(own.double()) if head.kind == "class" else own.double(), target
-                    )
 
-    def compute(
-        self, reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[dict[str, float], dict[str, Any]]:
-        """(metrics, details) of all processes. reduce: Tensor -> its sum over them. details: of a head, what is no one number."""
-        sums = reduce(self._sums)
-        samples = int(reduce(torch.tensor([self.samples], device=self._device)).item())
-        found: dict[str, float] = {
-            "samples": float(samples),
-            "loss": float(sums[0]) / max(1, samples),
-        }
+    def compute(self, reduce: Reduce) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return (metrics, details of each head) of all processes."""
+        loss, samples = reduce(self._loss).tolist()
+        found: dict[str, float] = {"samples": samples, "loss": loss / max(1.0, samples)}
         details: dict[str, Any] = {}
-        for i, (head, part, areas) in enumerate(
-            zip(self._task.heads, self._parts, self._areas, strict=True)
-        ):
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message=".*before the.*update.*"
-                )  # of a process that got no sample
-                warnings.filterwarnings("ignore", message=".*No (positive|negative) samples.*")
-                own = part.compute()
-                area = None if areas is None else areas.compute()
-            matrix, counts = (own.pop(name, None) for name in ("confusion", "counts"))
-            numbers = {name: float(value) for name, value in own.items() if value.ndim == 0}
-            if counts is not None:
-                numbers |= _of_counts(counts[1:]) | {"exact": float(counts[0, 0]) / max(1, samples)}
-                counts = counts[1:]
-            if area is not None:
-                numbers |= _mean_area(
-                    area, matrix.sum(1) if matrix is not None else counts[:, 4], samples
-                )
-            if matrix is not None:
-                numbers |= _of_matrix(head, matrix)
-                details[head.name] = {
-                    "confusion": matrix.tolist(),
-                    "classes": _right_of_each(head, matrix),
-                }
-            if head.kind == "number":
-                apart = float(sums[1 + 2 * i]) / max(1, samples)
-                numbers["mean"] = head.mean + apart
-                numbers["variance"] = max(0.0, float(sums[2 + 2 * i]) / max(1, samples) - apart**2)
-                if numbers["variance"] > 0 and samples > 1:
-                    numbers["r2"] = 1 - numbers["mse"] / numbers["variance"]
-            if len(self._task.heads) > 1:
-                numbers = {f"{head.name}/{name}": value for name, value in numbers.items()}
-            found |= numbers
+        for part in self._parts:
+            sums = {name: reduce(value) for name, value in part.sums.items()}
+            metrics = part.compute(sums, int(samples))
+            found |= {self._task.metric_name(part.head, name): v for name, v in metrics.items()}
+            if more := part.details(sums):
+                details[part.head.name] = more
+        for name, metric in self._user.items():
+            found[name] = float(metric.compute())
         return found, details
 
-
-class _Areas(torchmetrics.Metric):
-    """AUROC of each class against the others, from counts by bin of its log-odds. Samples of one bin count as equal."""
-
-    full_state_update = False
-    counts: Tensor  # [classes, 2, bins]: samples without the class, and with it
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self._bins = min(_BINS, max(_FEWEST_BINS, _ALL_BINS // classes))
-        self.add_state("counts", torch.zeros(classes, 2, self._bins), dist_reduce_fx="sum")
-
-    def update(self, odds: Tensor, target: Tensor) -> None:
-        """odds: log-odds [b, classes]; target: 0 or 1 of each class [b, classes], or the class [b]; of one of two, 0 or 1."""
-        if target.ndim == 1 and odds.shape[1] > 1:
-            target = torch.nn.functional.one_hot(target, odds.shape[1])
-        there = target.reshape(odds.shape).long()
-        near = odds.nan_to_num(-_FURTHEST).clamp(-_FURTHEST, _FURTHEST) / _NEAR
-        place = (
-            ((near.asinh() / math.asinh(_FURTHEST / _NEAR) + 1) / 2 * (self._bins - 1))
-            .round()
-            .long()
-        )
-        row = 2 * torch.arange(odds.shape[1], device=odds.device) + there
-        at = (row * self._bins + place).flatten()
-        self.counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=self.counts.dtype))
-
-    def compute(self) -> Tensor:
-        """float64[classes]; NaN of a class that all samples have, or none."""
-        without, having = self.counts.double().unbind(1)
-        below = without.cumsum(1) - without / 2
-        return (having * below).sum(1) / (having.sum(1) * without.sum(1))
+    def _head_of(self, metric_name: str) -> int:
+        """Return the position of the head that a metric of the user's is for."""
+        names = [head.name for head in self._task.heads]
+        head = metric_name.partition("/")[0]
+        return names.index(head) if self._task.has_several and head in names else 0
 
 
-class _Tags(torchmetrics.Metric):
-    """Counts of several classes at once. torchmetrics' own know no label of one class."""
-
-    full_state_update = False
-    counts: Tensor  # [1 + classes, 5]: first the samples of which all is right; then as `_of_counts` takes them
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.add_state("counts", torch.zeros(1 + classes, 5), dist_reduce_fx="sum")
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
-        """preds: probabilities [b, classes]; target: 0 or 1 of each."""
-        said, true = preds > 0.5, target > 0
-        kinds = [said & true, said & ~true, ~said & ~true, ~said & true, true]
-        self.counts[0, 0] += (said == true).all(1).sum()
-        self.counts[1:] += torch.stack([kind.sum(0) for kind in kinds], 1)
-
-    def compute(self) -> Tensor:
-        return self.counts
+def _user_values(head: Head, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return predictions and targets as torchmetrics expects them."""
+    if isinstance(head, NumberHead):
+        return head.values(outputs.double()), target.double()
+    if isinstance(head, BinaryHead):
+        return outputs[:, 0].sigmoid(), target
+    return head.probabilities(outputs), target.long()
 
 
-def _log_odds(outputs: Tensor) -> Tensor:
-    """Of each class against the mean of the others, 0 where all are equal. [b, classes], also where a class is nearly certain."""
+# --- choosing the best ----------------------------------------------------------------------------
+
+
+def default_monitor(task: Task) -> str:
+    """Return the metric that chooses the best checkpoint: of the only head, else the loss."""
+    return "loss" if task.has_several else task.heads[0].main_metric
+
+
+def is_maximized(name: str) -> bool:
+    """Return whether more of a metric is better."""
+    return name.rpartition("/")[2] not in MINIMIZED
+
+
+def is_better(value: float, best: float | None, *, maximize: bool, min_delta: float = 0.0) -> bool:
+    """Return whether a value improves on the best by more than min_delta. NaN never does."""
+    if value != value:
+        return False
+    if best is None or best != best:
+        return True
+    return value > best + min_delta if maximize else value < best - min_delta
+
+
+def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a pass in a few words."""
+    cpu, parts = torch.device("cpu"), []
+    for head in task.heads:
+        prefix = f"{head.name}/" if task.has_several else ""
+        own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
+        text = _BY_HEAD[type(head)](head, cpu).text(own)
+        parts.append(f"{head.name}: {text}" if task.has_several else text)
+    if not task.has_several and not isinstance(task.heads[0], NumberHead):
+        parts.append(f"loss {metrics['loss']:.4f}")
+    return ", ".join(parts)
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return one metric in words: shares in percent, errors as numbers."""
+    plain = name.rpartition("/")[2]
+    is_share = plain in ("accuracy", "balanced_accuracy", "top5", "exact")
+    return f"{name} {value:.2%}" if is_share else f"{name} {value:.4f}"
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def add_counts(counts: Tensor, positions: Tensor) -> None:
+    """Add 1 at each flat position of a tensor.
+
+    Whole numbers add up to the same in any order, so this is deterministic where torch's bincount
+    is refused by deterministic algorithms.
+    """
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        ones = torch.ones(len(positions), dtype=counts.dtype, device=counts.device)
+        counts.view(-1).index_add_(0, positions, ones)
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def one_hot(target: Tensor, outputs: int) -> Tensor:
+    """Return int64[b, outputs], 0 or 1; of one of two classes [b, 1]."""
+    if outputs == 1:
+        return target[:, None].long()
+    return torch.nn.functional.one_hot(target, outputs)
+
+
+def bins_of(classes: int) -> int:
+    """Return how many bins of log-odds each class gets."""
+    return min(_MOST_BINS, max(_FEWEST_BINS, _BINS_OF_ALL // classes))
+
+
+def add_ranks(ranks: Tensor, odds: Tensor, present: Tensor) -> None:
+    """Count samples by bin of their log-odds.
+
+    ranks: [classes, 2, bins], without and with the class. odds, present: [b, classes].
+    """
+    bins = ranks.shape[2]
+    near = odds.nan_to_num(-_FARTHEST).clamp(-_FARTHEST, _FARTHEST) / _LINEAR
+    place = ((near.asinh() / math.asinh(_FARTHEST / _LINEAR) + 1) / 2 * (bins - 1)).round().long()
+    row = 2 * torch.arange(odds.shape[1], device=odds.device) + present
+    add_counts(ranks, (row * bins + place).flatten())
+
+
+def log_odds(outputs: Tensor) -> Tensor:
+    """Return log-odds of each class [b, classes], 0 where all classes are equally likely.
+
+    They are exact also where a class is nearly certain.
+    """
     best = outputs.argmax(1, keepdim=True)
     share = outputs.log_softmax(1)
     others = outputs.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True)
@@ -198,148 +373,51 @@ def _log_odds(outputs: Tensor) -> Tensor:
     return odds + math.log(max(1, outputs.shape[1] - 1))
 
 
-def _metrics(head: Head) -> dict[str, torchmetrics.Metric | torchmetrics.MetricCollection]:
-    classes = len(head.classes)
-    if head.kind == "number":
-        return {"mse": regression.MeanSquaredError(), "mae": regression.MeanAbsoluteError()}
-    if head.kind == "binary":
-        return {
-            "confusion": classification.BinaryConfusionMatrix(),
-        }
-    if head.kind == "multi":
-        return {
-            "counts": _Tags(classes),
-        }
-    found: dict[str, torchmetrics.Metric | torchmetrics.MetricCollection] = {}
-    if classes <= _MATRIX:
-        found["confusion"] = classification.MulticlassConfusionMatrix(classes)
-    else:
-        found["accuracy"] = classification.MulticlassAccuracy(classes, average="micro")
-    if classes > 5:
-        found["top5"] = classification.MulticlassAccuracy(classes, top_k=5, average="micro")
-    return found
+def auroc(ranks: Tensor) -> Tensor:
+    """Return the area under the ROC curve of each class; NaN if all samples have it or none."""
+    without, having = ranks.unbind(1)
+    below = without.cumsum(1) - without / 2
+    return (having * below).sum(1) / (having.sum(1) * without.sum(1))
 
 
-def _areas(head: Head) -> _Areas | None:
-    if head.kind == "number" or (head.kind == "class" and len(head.classes) > _CURVES):
-        return None
-    return _Areas(head.outputs)
+def average_precision(ranks: Tensor) -> Tensor:
+    """Return the average precision of each class; NaN if no sample has it."""
+    without, having = ranks.flip(2).unbind(1)  # the most certain first
+    found = having.cumsum(1)
+    precision = found / (found + without.cumsum(1)).clamp(min=1)
+    return (having * precision).sum(1) / having.sum(1)
 
 
-def _seen(head: Head, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """What torchmetrics is shown of a batch."""
-    if head.kind == "number":
-        return head.values(outputs.double()), target.double()
-    if head.kind == "binary":
-        return outputs[:, 0].double().sigmoid(), target
-    if head.kind == "multi":
-        return outputs.double().sigmoid(), target.long()
-    return outputs, target
+def add_calibration(sums: Tensor, confidence: Tensor, right: Tensor) -> None:
+    """Add a batch to [samples, confidences, right answers] by bin of the confidence."""
+    bins = (confidence * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
+    picked = torch.nn.functional.one_hot(bins, _CALIBRATION_BINS).double()
+    sums += torch.stack([picked.sum(0), confidence @ picked, right.double() @ picked])
 
 
-def _of_matrix(head: Head, matrix: Tensor) -> dict[str, float]:
-    """Accuracy, of all samples and as a mean over the classes there are; for one of two also precision and recall of the second."""
-    counts = matrix.double()
-    right, true, said = counts.diagonal(), counts.sum(1), counts.sum(0)
-    there = true > 0
-    found = {"accuracy": float(right.sum() / counts.sum().clamp(min=1))}
-    found["per_class"] = float((right[there] / true[there]).mean()) if there.any() else 0.0
-    if head.kind == "binary":
-        precision, recall = right[1] / said[1].clamp(min=1), right[1] / true[1].clamp(min=1)
-        found |= {"precision": float(precision), "recall": float(recall)}
-        found["f1"] = float(2 * precision * recall / (precision + recall).clamp(min=1e-12))
-    return found
+def calibration_error(sums: Tensor) -> float:
+    """Return the expected calibration error: mean difference of confidence and accuracy."""
+    count, confidence, right = sums
+    return float((confidence - right).abs().sum() / count.sum().clamp(min=1))
 
 
-def _of_counts(counts: Tensor) -> dict[str, float]:
-    """Accuracy of all yes and no, and F1 as a mean over the classes that some sample has.
-
-    counts: [classes, 5], true and false positives, true and false negatives, and samples that have the class.
-    """
-    hits, false, rest, missed, true = counts.double().unbind(1)
-    found = {
-        "accuracy": float((hits + rest).sum() / (hits + false + rest + missed).sum().clamp(min=1))
-    }
-    if (there := true > 0).any():
-        found["f1"] = float((2 * hits / (2 * hits + false + missed).clamp(min=1))[there].mean())
-    return found
-
-
-def _mean_area(areas: Tensor, true: Tensor, samples: int) -> dict[str, float]:
-    """AUROC as a mean over the classes that some samples have and others have not; nothing where there is none.
-
-    areas: of each class, or one for two classes; true: int[classes], the samples of each.
-    """
-    defined = (true > 0) & (true < samples)
-    return {"auroc": float(areas.expand(len(true))[defined].mean())} if defined.any() else {}
+def _matrix_metrics(matrix: Tensor, *, binary: bool) -> dict[str, float]:
+    """Return metrics of a confusion matrix: means over the classes that some sample has."""
+    right, true, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
+    present = true > 0
+    if not present.any():
+        return {}
+    recall = right / true.clamp(min=1)
+    f1 = 2 * right / (true + predicted).clamp(min=1)
+    found = {"balanced_accuracy": float(recall[present].mean())}
+    if not binary:
+        return found | {"f1": float(f1[present].mean())}
+    precision = float(right[1] / predicted[1].clamp(min=1))
+    return found | {"precision": precision, "recall": float(recall[1]), "f1": float(f1[1])}
 
 
-def _right_of_each(head: Head, matrix: Tensor) -> dict[str, float]:
-    """The share of each class's samples that is said to be of it; of classes without samples nothing."""
-    rows = zip(head.classes, matrix.diagonal().tolist(), matrix.sum(1).tolist(), strict=True)
-    return {name: right / whole for name, right, whole in rows if whole}
-
-
-@contextmanager
-def _in_any_order() -> Iterator[None]:
-    """Counts are whole numbers and come to the same in any order; torchmetrics counts with a table of all pairs, gigabytes of it,
-    where torch is asked to be deterministic."""
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was)
-
-
-def better(task: Task, metrics: Mapping[str, float], best: Mapping[str, float] | None) -> bool:
-    """Whether these metrics are better than the best so far: by the metric that counts, by the loss where there are several heads."""
-    if best is None:
-        return True
-    name = "loss" if len(task.heads) > 1 else FIRST[task.heads[0].kind]
-    if metrics[name] != metrics[name] or best[name] != best[name]:
-        return metrics[name] == metrics[name]
-    return metrics[name] < best[name] if name in _WORST else metrics[name] > best[name]
-
-
-def text(task: Task, metrics: Mapping[str, float]) -> str:
-    """The metrics in a few words."""
-    if len(task.heads) > 1:
-        return ", ".join(
-            f"{head.name}: {_of_head(head, metrics, f'{head.name}/')}" for head in task.heads
-        )
-    head = task.heads[0]
-    loss = "" if head.kind == "number" else f", loss {metrics['loss']:.4f}"
-    return _of_head(head, metrics, "") + loss
-
-
-def short(task: Task, metrics: Mapping[str, float]) -> str:
-    """The metric that counts, in a word."""
-    if len(task.heads) > 1:
-        return f"loss {metrics['loss']:.4f}"
-    name = FIRST[task.heads[0].kind]
-    return f"{name} {metrics[name]:.4f}" if name in _WORST else f"{name} {metrics[name]:.2%}"
-
-
-def _of_head(head: Head, metrics: Mapping[str, float], prefix: str) -> str:
-    def one(name: str) -> float:
-        return metrics[prefix + name]
-
-    if head.kind == "number":
-        baseline = (
-            f" (predicting the mean gives {one('mse_of_mean'):.4f})"
-            if f"{prefix}mse_of_mean" in metrics
-            else ""
-        )
-        explained = f", R2 {one('r2'):.3f}" if f"{prefix}r2" in metrics else ""
-        return f"mse {one('mse'):.4f}{baseline}, mae {one('mae'):.4f}{explained}"
-    area = (
-        f", AUROC {one('auroc'):.4f}" if f"{prefix}auroc" in metrics else ""
-    )  # not where only one class was there
-    if head.kind == "binary":
-        return f"accuracy {one('accuracy'):.2%}{area}, F1 {one('f1'):.4f}"
-    if head.kind == "multi":
-        f1 = f", F1 {one('f1'):.4f}" if f"{prefix}f1" in metrics else ""
-        return f"accuracy {one('accuracy'):.2%}{f1}{area}"
-    top5 = f", top-5 {one('top5'):.2%}" if f"{prefix}top5" in metrics else ""
-    return f"accuracy {one('accuracy'):.2%}{top5}"
+def _rank_metrics(ranks: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return means of AUROC and average precision over the classes for which they are defined."""
+    curves = {"auroc": auroc, "mAP": average_precision}
+    means = {name: curves[name](ranks).nanmean() for name in names}
+    return {name: float(value) for name, value in means.items() if not value.isnan()}

@@ -1,16 +1,15 @@
-"""A model by name: "small", any classification model of torchvision, or a function of the user's.
+"""Models by name: "small", torchvision's, timm's, or a function of the user's.
 
-"small" is four stages of two 3x3 convolutions with a shortcut (He et al., 2016): 0.7 million weights, made for pictures of
-8 to 96 pixels and for learning something within minutes on a CPU.
+"small" is four stages of two 3x3 convolutions with a shortcut (He et al., 2016). It has 0.7 million
+parameters, for images of 8 to 96 pixels and for training within minutes on a CPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any, cast
@@ -20,200 +19,157 @@ from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
 
-Maker = Callable[[int], nn.Module]
+ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
 
-_AUXILIARY = (
-    "aux1.",
-    "aux2.",
-    "AuxLogits.",
-)  # heads of torchvision's Inception models that are of use in training from nothing
+TIMM = "timm:"  # prefix of the names of timm's models
 
 
-def build(name: str, outputs: int, image_size: int) -> nn.Module:
-    """A model with `outputs` outputs for square pictures of `image_size` pixels, with weights as its maker gives them.
+def build(name: str, outputs: int, image_size: int, *, pretrained: bool = False) -> nn.Module:
+    """Return a model with `outputs` outputs for square images of `image_size` pixels.
 
-    name: small, a torchvision model, or module:function, which is called with the number of outputs.
+    name: small, a torchvision model, timm:NAME, or module:function, which is called with the
+    number of outputs. pretrained: with the weights that timm has for NAME; see also `weights.load`.
+    Raises UsageError for an unknown name and for images that the model cannot take.
     """
     if name == "small":
         return Small(outputs, image_size)
+    if name.startswith(TIMM):
+        return _timm_model(name.removeprefix(TIMM), outputs, image_size, pretrained)
     if ":" in name:
-        return made_by(_function(name), name, outputs)
-    import torchvision  # which brings torch's compiler with it: 2 seconds that "small" should not wait for
+        return call_factory(import_function(name), name, outputs)
+    return _torchvision_model(name, outputs, image_size)
+
+
+def _torchvision_model(name: str, outputs: int, image_size: int) -> nn.Module:
+    # torchvision imports torch's compiler, which takes 2 seconds. "small" does not need it.
+    import torchvision
 
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
-        near = (
-            [one for one in known if one.startswith(name[:6])]
-            or get_close_matches(name, known, 8, 0.4)
-            or known[:8]
-        )
+        near = [model for model in known if model.startswith(name[:6])]
+        near = near or get_close_matches(name, known, 8, 0.4) or known[:8]
         raise UsageError(
-            f"there is no model {name!r}. Use small, one of torchvision's, such as {', '.join(near[:8])}, or module:function."
+            f"model={name!r}: unknown. Use small, a model of torchvision such as "
+            f"{', '.join(near[:8])}, timm:NAME, or module:function."
         )
     options: dict[str, Any] = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     options |= {"image_size": image_size} if name.startswith("vit_") else {}
     try:
-        return cast(
-            nn.Module,
-            torchvision.models.get_model(name, weights=None, num_classes=outputs, **options),
-        )
+        model = torchvision.models.get_model(name, weights=None, num_classes=outputs, **options)
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"the model {name} cannot be made for pictures of {image_size} pixels ({error}). Use --image-size 224."
+            f"model={name} cannot be built for images of {image_size} pixels ({error}). "
+            f"Use image_size=224."
         ) from error
+    return cast(nn.Module, model)
 
 
-def made_by(maker: Maker | nn.Module, name: str, outputs: int) -> nn.Module:
-    """What a function of the user's makes, or a copy of a model. Raises UsageError if it is none."""
-    if isinstance(maker, nn.Module):
-        return deepcopy(maker)
+def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
     try:
-        model = maker(outputs)
+        import timm
+    except ImportError:
+        raise UsageError(
+            f"model={TIMM}{name} needs timm. Install it: pip install 'wdstrain[timm]'"
+        ) from None
+    plain = name.partition(".")[0]
+    if not timm.is_model(plain):
+        near = get_close_matches(plain, timm.list_models(), 6, 0.4)
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise UsageError(f"model={TIMM}{name}: timm has no such model.{hint}")
+    options = {"pretrained": pretrained, "num_classes": outputs}
+    try:
+        try:
+            model = timm.create_model(name, img_size=image_size, **options)
+        except TypeError:  # models that take images of any size have no such option
+            model = timm.create_model(name, **options)
+    except UsageError:
+        raise
+    except Exception as error:  # timm and its hub client raise errors of many types
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        hint = (
+            " Without a network, give a file: weights=FILE."
+            if pretrained
+            else " Try another image_size."
+        )
+        raise UsageError(f"model={TIMM}{name} cannot be created: {cause}.{hint}") from error
+    return cast(nn.Module, model)
+
+
+def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:
+    """Return the model that a user's function makes, or a copy of a user's model."""
+    if isinstance(factory, nn.Module):
+        return deepcopy(factory)
+    try:
+        model = factory(outputs)
     except TypeError as error:
         raise UsageError(
             f"model={name}: it is called with the number of outputs, and that failed ({error})."
         ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model={name} made {type(model).__name__}, which is no torch.nn.Module.")
+        raise UsageError(
+            f"model={name} returned {type(model).__name__}: must be a torch.nn.Module."
+        )
     return model
 
 
-def try_out(model: nn.Module, name: str, picture: tuple[int, ...], outputs: int) -> nn.Module:
-    """The model, after it was seen to take such pictures and to give a row of outputs for each. Raises UsageError."""
-    trained = model.training
+def check_shapes(model: nn.Module, name: str, image: tuple[int, ...], outputs: int) -> nn.Module:
+    """Return the model after a trial run with two images of this shape.
+
+    Raises UsageError if the model does not take them, or does not return [2, outputs].
+    """
+    was_training = model.training
     try:
         with torch.no_grad():
-            shape = tuple(model.eval()(torch.zeros(2, *picture)).shape)
-    except Exception as error:  # what a model says of pictures that are too small is its own affair
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            shape = tuple(model.eval()(torch.zeros(2, *image)).shape)
+    except Exception as error:  # a model may raise anything for images that are too small
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"the model {name} does not take pictures of {picture[-1]} pixels ({what}). Use --image-size 224."
+            f"the model {name} does not take images of {image[-1]} pixels ({cause}). "
+            f"Use image_size=224."
         ) from error
     if shape != (2, outputs):
         raise UsageError(
-            f"the model {name} gives outputs of shape {list(shape)} for two pictures, and {[2, outputs]} is wanted. "
-            f"Use a classification model, with as many outputs as it is asked for."
+            f"the model {name} returns {list(shape)} for two images: must be {[2, outputs]}. "
+            f"Use a classification model that takes the number of outputs."
         )
-    return model.train(trained)
+    return model.train(was_training)
 
 
-def head_of(model: nn.Module) -> tuple[str, nn.Module]:
-    """The name of the last layer that has weights of its own and gives outputs, and the layer."""
+def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return (name, module) of the last linear or convolution layer."""
     layers = [
-        (name, part)
-        for name, part in model.named_modules()
-        if isinstance(part, (nn.Linear, nn.Conv2d))
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d))
     ]
     if not layers:
-        raise UsageError(
-            "the model has no linear layer and no convolution, so none that could be its last one."
-        )
+        raise UsageError("the model has neither a linear layer nor a convolution: no last layer.")
     return layers[-1]
 
 
-def begin_with(model: nn.Module, path: str) -> list[str]:
-    """Take weights from a file, but for a last layer of another shape; returns the names of those that stay as they were.
-
-    Raises UsageError for weights of another model, naming what differs.
-    """
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UsageError(f"weights={path} cannot be read: {error.strerror or error}.") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise UsageError(
-            f"weights={path} is no file of weights that torch.load reads with weights_only=True."
-        ) from error
-    for name in ("model", "state_dict"):  # a checkpoint of ours, or of many another
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not all(
-        isinstance(value, Tensor) for value in found.values()
-    ):
-        raise UsageError(f"weights={path} holds no state dict: names and tensors.")
-    mine, last = model.state_dict(), head_of(model)[0]
-    theirs = {name.removeprefix("module."): value for name, value in found.items()}
-    theirs = {
-        name: value
-        for name, value in theirs.items()
-        if name in mine or not name.startswith(_AUXILIARY)
-    }
-    fresh = [
-        name
-        for name in mine
-        if name.startswith(f"{last}.")
-        and (name not in theirs or theirs[name].shape != mine[name].shape)
-    ]
-    differing = [f"{name} is missing" for name in mine if name not in theirs and name not in fresh]
-    differing += [
-        f"{name} is unknown"
-        for name in theirs
-        if name not in mine and not name.startswith(f"{last}.")
-    ]
-    differing += [
-        f"{name} is {list(theirs[name].shape)}, not {list(value.shape)}"
-        for name, value in mine.items()
-        if name in theirs and name not in fresh and theirs[name].shape != value.shape
-    ]
-    if differing:
-        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise UsageError(
-            f"weights={path} are of another model: {'; '.join(differing[:3])}{more}. Name the model they are of."
-        )
-    model.load_state_dict(
-        {
-            **mine,
-            **{name: value for name, value in theirs.items() if name in mine and name not in fresh},
-        }
-    )
-    return fresh
-
-
-def freeze(model: nn.Module) -> None:
-    """Let the last layer alone learn. What is frozen is to stay in eval mode, for its batch norms: see `train_mode`."""
-    last = head_of(model)[1]
-    for weight in model.parameters():
-        weight.requires_grad_(False)
-    for weight in last.parameters():
-        weight.requires_grad_(True)
-
-
-def train_mode(model: nn.Module) -> None:
-    """Training mode for all that learns; frozen parts stay as they are, with the means and variances of their batch norms."""
-    model.train()
-    if all(weight.requires_grad for weight in model.parameters()):
-        return
-    for part in model.modules():
-        own, kept = list(part.parameters(recurse=False)), list(part.buffers(recurse=False))
-        if (own or kept) and not any(weight.requires_grad for weight in own):
-            part.eval()
-
-
-def _function(name: str) -> Maker:
+def import_function(name: str) -> Callable[..., Any]:
+    """Return the function that module:function names."""
     module, _, function = name.partition(":")
     if not function or not all(part.isidentifier() for part in module.split(".")):
-        raise UsageError(
-            f"model={name}: a function of your own is named as module:function. Write for example models:make_net."
-        )
+        raise UsageError(f"{name}: must be module:function, for example models:make_net.")
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(
-            0, here
-        )  # as `python -m` has it, and for good: a model may import its neighbours when it is made or run
+        # as `python -m` does, and for good: a model may import its neighbors when it runs
+        sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), function, None)
+        value = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
         raise UsageError(
-            f"model={name}: {error}. The module is looked for in {here} and where Python looks."
+            f"{name}: {error}. The module is searched in {here} and on Python's path."
         ) from error
     except Exception as error:  # the module is the user's
-        what = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"model={name}: importing {module} failed ({what}). Run: python -c 'import {module}'"
+            f"{name}: importing {module} failed ({cause}). Run: python -c 'import {module}'"
         ) from error
-    if not callable(found):
-        raise UsageError(f"model={name}: the module {module} has no function {function!r}.")
-    return cast(Maker, found)
+    if not callable(value):
+        raise UsageError(f"{name}: the module {module} has no function {function!r}.")
+    return cast(Callable[..., Any], value)
 
 
 class Small(nn.Module):

@@ -1,7 +1,6 @@
-"""report.html: what people look at after a run, and while it goes on. One file; nothing is fetched.
+"""report.html: curves, mistakes, predictions, time and data of a run, in one file.
 
-Curves, what was taken for what, the worst predictions and some at random as pictures, where the time went, what the data are, and
-how it was done. It is rewritten after every epoch.
+It is written anew after every epoch, and loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -15,229 +14,242 @@ from typing import Any
 from wdstrain.report import charts
 from wdstrain.report.charts import Line
 from wdstrain.shards.index import Index
+from wdstrain.shards.labels import recorded_counts
 from wdstrain.storage.files import write_whole
 from wdstrain.storage.remote import is_remote
-from wdstrain.training.configuration import Config
-from wdstrain.training.counting import class_counts, counts_said
-from wdstrain.training.gallery import Shown
-from wdstrain.training.metrics import FIRST, text
-from wdstrain.training.stages import STAGES
-from wdstrain.training.task import Head, Task
+from wdstrain.training.config import Config
+from wdstrain.training.data import class_counts
+from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.metrics import default_monitor, metric_text, metrics_text
+from wdstrain.training.previews import PreviewSample
+from wdstrain.training.tasks import Task
+from wdstrain.training.timing import STAGES
 
-_CLASSES = 30  # of a matrix that can be taken in; of more, the pairs that are mistaken most often are listed
-_PAIRS = 20
-_NAMES = {
+_MATRIX_CLASSES = 50  # classes of a matrix that can be read; of more, the worst pairs are listed
+_BARS = 30  # classes with bars
+_PAIRS = 20  # mistaken pairs of classes in a list
+_STAGE_NAMES = {
     "data": "waiting for data",
     "copy": "copy to the device",
     "compute": "forward and backward",
-    "optimiser": "optimiser",
+    "optimizer": "optimizer",
     "other": "other",
 }
+
+History = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Data:
-    """Shards that were trained on or validated on, and by head how many samples there are of each class, where that is known."""
+    """A set of shards, and samples by class for each head, where they are known."""
 
     index: Index
     counts: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, index: Index, task: Task) -> Data:
-        """Labels of shards on a server are not read for a picture of them."""
-        far = any(is_remote(shard.path) for shard in index.shards)
-        count = counts_said if far else class_counts
-        return cls(
-            index, {head.name: count(index, head) for head in task.heads if head.kind != "number"}
-        )
+        """Count the classes. Labels of remote shards without columns are not read for it."""
+        is_far = any(is_remote(shard.path) for shard in index.shards)
+        counts = {
+            head.name: recorded_counts(index, head.target) if is_far else class_counts(index, head)
+            for head in task.heads
+            if not isinstance(head, NumberHead)
+        }
+        return cls(index, counts)
 
 
 def write_report(
     path: str,
     task: Task,
     config: Config,
-    history: Sequence[Mapping[str, Any]],
-    steps: Sequence[Mapping[str, Any]],
+    history: History,
+    steps: History,
     details: Mapping[str, Any],
     data: Mapping[str, Data],
 ) -> None:
-    """Write the page. history: metrics of each epoch; steps: the lines of steps.jsonl; details: of the last validation."""
+    """Write the page.
+
+    history: metrics of each epoch. steps: lines of steps.jsonl. details: of the last validation.
+    """
     title = os.path.basename(os.path.dirname(os.path.abspath(path)))
-    parts = [
-        _head(title, task, config, history),
-        '<div class="cards">',
-        *_curves(task, history, steps),
-        "</div>",
+    options = {name: value for name, value in vars(config).items() if value not in (None, "")}
+    sections = [
+        _header(title, task, config, history),
+        _cards(_curves(task, config, history, steps)),
     ]
     if details:
-        parts += [
-            '<div class="cards">',
-            *(_mistakes(head, details["heads"].get(head.name)) for head in task.heads),
-            "</div>",
-        ]
-        parts += [
+        heads = details["heads"]
+        sections += [
+            _cards(card for head in task.heads for card in _head_cards(head, heads.get(head.name))),
             _gallery("Worst predictions", details["gallery"]["worst"]),
-            _gallery("Predictions at random", details["gallery"]["random"]),
+            _gallery("Random predictions", details["gallery"]["random"]),
         ]
-    parts += [
-        '<div class="cards">',
-        *(_data(name, one, task) for name, one in data.items()),
-        "</div>",
+    sections += [
+        _cards(_data_card(name, part, task) for name, part in data.items()),
+        _card("Options", charts.table(options)),
     ]
-    parts.append(
-        _card(
-            "How",
-            charts.table(
-                {name: value for name, value in vars(config).items() if value not in (None, "")}
-            ),
-        )
-    )
-    write_whole(path, charts.page(f"{title} - wdstrain", "".join(parts)).encode("utf-8", "replace"))
+    page = charts.page(f"{title} - wdstrain", "".join(sections))
+    write_whole(path, page.encode("utf-8", "replace"))
 
 
-def _head(title: str, task: Task, config: Config, history: Sequence[Mapping[str, Any]]) -> str:
+# --- header and curves ----------------------------------------------------------------------------
+
+
+def _header(title: str, task: Task, config: Config, history: History) -> str:
     last = history[-1]
+    val = last.get("val", {})
+    seconds = sum(line["seconds"] for line in history)
     facts = {
         "epochs": f"{len(history)} of {config.epochs}",
+        "training time": _duration(seconds),
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
     }
-    if "val" in last:
-        several = len(task.heads) > 1
-        for head in task.heads:
-            name = FIRST[head.kind]
-            value = last["val"][f"{head.name}/{name}" if several else name]
-            facts[f"{head.name} {name}"] = (
-                f"{value:.4f}" if head.kind == "number" else f"{value:.2%}"
-            )
+    for head in task.heads:
+        for name in (head.main_metric, "balanced_accuracy"):
+            full = task.metric_name(head, name)
+            if full in val:
+                label, _, value = metric_text(full, val[full]).rpartition(" ")
+                facts[label.replace("_", " ")] = value
     if last["bad"]:
         facts["bad samples"] = str(last["bad"])
-    shown = "".join(
-        f"<div><b>{escape(value)}</b>{escape(name)}</div>" for name, value in facts.items()
-    )
-    said = f"<p>{escape(text(task, last['val']))}</p>" if "val" in last else ""
+    cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
+    text = f"<p>{escape(metrics_text(task, val))}</p>" if val else ""
+    verdict = last["verdict"][:1].upper() + last["verdict"][1:]
     return (
-        f"<h1>{escape(title)}</h1><p class=soft>{escape(config.model)} learns {escape(str(task))}</p>"
-        f'<div class="facts">{shown}</div>{said}<p>{escape(last["verdict"][:1].upper() + last["verdict"][1:])}.</p>'
+        f"<h1>{escape(title)}</h1>"
+        f"<p class=soft>model {escape(config.model)}, task {escape(str(task))}</p>"
+        f'<div class="facts">{cells}</div>{text}<p>{escape(verdict)}.</p>'
     )
 
 
-def _curves(
-    task: Task, history: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
-) -> list[str]:
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _curves(task: Task, config: Config, history: History, steps: History) -> list[str]:
+    """Return the cards of curves over the epochs."""
     longest = max((line["step"] for line in steps), default=1)
     at = [line["epoch"] + line["step"] / longest for line in steps]
     epochs = [line["epoch"] + 1.0 for line in history]
-    val = [line.get("val", {}) for line in history]
 
-    def of_val(name: str) -> Line:
-        return Line("validation", epochs, [one.get(name, float("nan")) for one in val], dots=True)
+    def over_steps(title: str, name: str) -> str:
+        line = Line("training", at, [step[name] for step in steps])
+        return _card(title, charts.lines([line], across="epoch"))
 
     loss = [Line("training", at, [line["loss"] for line in steps])]
-    found = [
-        _card(
-            "Loss",
-            charts.lines(
-                [*loss, *([of_val("loss")] if any(val) else [])], across="epoch", log=True
-            ),
-        )
-    ]
-    several = len(task.heads) > 1
-    for head in task.heads:
-        name = FIRST[head.kind]
-        full = f"{head.name}/{name}" if several else name
-        own = (
-            [Line("training", epochs, [line[full] for line in history], dots=True)]
-            if full in history[-1]
-            else []
-        )
-        own += [of_val(full)] if any(val) else []
-        if head.kind == "number" and any(val):
-            own.append(
-                of_val(full.replace("mse", "mse_of_mean"))._replace(
-                    name="predicting the mean", dots=False
-                )
-            )
-        if own:
-            found.append(
-                _card(
-                    f"{head.name}: {name}",
-                    charts.lines(own, across="epoch", share=head.kind != "number"),
-                )
-            )
-    spent = {_NAMES[stage]: [line[f"{stage}_seconds"] for line in steps] for stage in STAGES}
-    found.append(_card("Where the time of training went", charts.shares(at, spent, across="epoch")))
-    found.append(
-        _card(
-            "Samples per second",
-            charts.lines(
-                [Line("training", at, [line["samples_per_second"] for line in steps])],
-                across="epoch",
-            ),
-        )
-    )
-    found.append(
-        _card(
-            "Learning rate",
-            charts.lines(
-                [Line("learning rate", at, [line["lr"] for line in steps])], across="epoch"
-            ),
-        )
-    )
+    loss += _val_lines(history, epochs, "loss")
+    cards = [_card("Loss", charts.lines(loss, across="epoch", log=True))]
+    names = {task.metric_name(head, head.main_metric): head for head in task.heads}
+    monitor = config.monitor or default_monitor(task)
+    if monitor not in names and monitor != "loss":
+        names[monitor] = task.heads[0]
+    for name, head in names.items():
+        lines = _val_lines(history, epochs, name)
+        if name in history[-1]:
+            lines.insert(0, Line("training", epochs, [line[name] for line in history], dots=True))
+        if isinstance(head, NumberHead):
+            mean = _val_lines(history, epochs, name.replace("mse", "mse_of_mean"))
+            lines += [line._replace(name="predicting the mean", dots=False) for line in mean[:1]]
+        if lines:
+            share = not isinstance(head, NumberHead)
+            cards.append(_card(name, charts.lines(lines, across="epoch", share=share)))
+    spent = {_STAGE_NAMES[s]: [line[f"{s}_seconds"] for line in steps] for s in STAGES}
+    cards.append(_card("Training time by stage", charts.shares(at, spent, across="epoch")))
+    cards.append(over_steps("Samples per second", "samples_per_second"))
+    cards.append(over_steps("Learning rate", "lr"))
+    return cards
+
+
+def _val_lines(history: History, epochs: list[float], name: str) -> list[Line]:
+    """Return the curves of a metric of validation: with averaged weights, and without."""
+    found = []
+    for key, title in (("val", "validation"), ("val_raw", "validation without averaging")):
+        values = [line.get(key, {}).get(name, float("nan")) for line in history]
+        if any(value == value for value in values):
+            found.append(Line(title, epochs, values, dots=True))
     return found
 
 
-def _mistakes(head: Head, details: Mapping[str, Any] | None) -> str:
-    """What was taken for what, on the validation data."""
-    if details is None or "confusion" not in details:
-        return ""
-    counts = details["confusion"]
-    if len(head.classes) <= _CLASSES:
-        return _card(
-            f"{head.name}: confusion matrix (rows: true class, columns: prediction)",
-            charts.matrix(head.classes, counts),
-        )
-    worst = dict(sorted(details["classes"].items(), key=lambda one: one[1])[:_CLASSES])
-    weakest = _card(
-        f"{head.name}: classes that are known least",
-        charts.bars({name: round(part, 3) for name, part in worst.items()}),
-    )
+# --- predictions ----------------------------------------------------------------------------------
+
+
+def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
+    """Return the cards of one head's mistakes on the validation data."""
+    if details is None:
+        return []
+    if "per_class" in details:
+        return [_card(f"{head.name}: classes", _class_table(details["per_class"]))]
+    counts, recalls = details["confusion"], details["classes"]
+    rows = [sum(row) for row in counts]
+    share = max(rows) / max(1.0, sum(rows))
+    largest = head.classes[rows.index(max(rows))]
+    baseline = f"Predicting always {largest!r} would have accuracy {share:.2%}."
+    worst = dict(sorted(recalls.items(), key=lambda item: item[1])[:_BARS])
+    bars = charts.bars({name: round(value, 3) for name, value in worst.items()})
+    title = "recall by class" if len(recalls) <= _BARS else f"recall of the {_BARS} worst classes"
+    cards = [_card(f"{head.name}: {title}", f"<p>{escape(baseline)}</p>{bars}")]
+    if len(head.classes) <= _MATRIX_CLASSES:
+        legend = "<p class=soft>Rows are true classes, columns are predictions.</p>"
+        matrix = legend + charts.matrix(head.classes, counts)
+        return [_card(f"{head.name}: Confusion matrix", matrix), *cards]
     pairs = [
         (value, i, j)
         for i, row in enumerate(counts)
         for j, value in enumerate(row)
         if i != j and value
     ]
-    rows = {
-        f"{head.classes[i]} taken for {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
+    table = {
+        f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {rows[i]:g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
-    return weakest + _card(
-        f"{head.name}: most frequent mistakes", charts.table(rows) if rows else "<p>none</p>"
-    )
+    mistakes = charts.table(table) if table else "<p>none</p>"
+    return [*cards, _card(f"{head.name}: most frequent mistakes", mistakes)]
 
 
-def _gallery(title: str, samples: Sequence[Shown]) -> str:
+def _class_table(per_class: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table of the classes of a multi-label head, the rarest last."""
+    names = list(next(iter(per_class.values())))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("class", *names))
+    rows = []
+    for name, values in sorted(per_class.items(), key=lambda item: -item[1]["positives"]):
+        cells = "".join(f"<td>{_figure(values[key])}</td>" for key in names)
+        rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "undefined"
+    return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.3f}"
+
+
+def _gallery(title: str, samples: Sequence[PreviewSample]) -> str:
     figures = []
-    for one in samples:
-        picture = charts.picture(one.pixels) if one.pixels is not None else ""
-        words = []
-        for name, said in one.said.items():
-            prefix, kind = (
-                f"{name}: " if len(one.said) > 1 else "",
-                "wrong" if name in one.wrong else "soft",
-            )
-            differs = name in one.wrong or one.true[name] not in (said, said.rpartition(" ")[0])
-            true = f" <span class={kind}>({escape(one.true[name])})</span>" if differs else ""
-            words.append(f"{escape(prefix + said)}{true}")
-        figures.append(
-            f'<figure>{picture}<figcaption>{"<br>".join(words)}<div class="key">{escape(one.key)}</div></figcaption></figure>'
-        )
-    note = '<p class="soft">said, and (what is true) where that is something else</p>'
-    return _card(title, f'{note}<div class="shown">{"".join(figures)}</div>') if figures else ""
+    for sample in samples:
+        image = charts.picture(sample.pixels) if sample.pixels is not None else ""
+        lines = []
+        for name, prediction in sample.predictions.items():
+            target, is_wrong = sample.targets[name], name in sample.wrong
+            prefix = f"{name}: " if len(sample.predictions) > 1 else ""
+            differs = is_wrong or target not in (prediction, prediction.rpartition(" ")[0])
+            style = "wrong" if is_wrong else "soft"
+            true = f" <span class={style}>({escape(target)})</span>" if differs else ""
+            lines.append(f"{escape(prefix + prediction)}{true}")
+        caption = f'{"<br>".join(lines)}<div class="key">{escape(sample.key)}</div>'
+        figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
+    if not figures:
+        return ""
+    legend = '<p class="soft">prediction (true label if different)</p>'
+    return _card(title, f'{legend}<div class="shown">{"".join(figures)}</div>')
 
 
-def _data(name: str, data: Data, task: Task) -> str:
+# --- data -----------------------------------------------------------------------------------------
+
+
+def _data_card(name: str, data: Data, task: Task) -> str:
     index = data.index
     size = sum(shard.bytes for shard in index.shards)
     rows = {
@@ -246,17 +258,18 @@ def _data(name: str, data: Data, task: Task) -> str:
         "MB": f"{size / 1e6:.1f}",
         "fields": ", ".join(index.fields),
     }
-    shown = charts.table(rows)
+    body = charts.table(rows)
     for head in task.heads:
-        if head.kind != "number":
-            counts = data.counts.get(head.name, {})
-            most = (
-                dict(sorted(counts.items(), key=lambda one: -one[1])[:_CLASSES])
-                if len(counts) > _CLASSES
-                else counts
-            )
-            shown += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(most) if most else ""
-    return _card(f"Data: {name}", shown)
+        counts = data.counts.get(head.name, {})
+        if len(counts) > _BARS:
+            counts = dict(sorted(counts.items(), key=lambda item: -item[1])[:_BARS])
+        if counts:
+            body += f"<p class=soft>{escape(head.name)}</p>" + charts.bars(counts)
+    return _card(f"Data: {name}", body)
+
+
+def _cards(cards: Any) -> str:
+    return f'<div class="cards">{"".join(cards)}</div>'
 
 
 def _card(title: str, body: str) -> str:

@@ -20,7 +20,8 @@ from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import field_of
 from wdstrain.decode.settings import Transform
 from wdstrain.errors import UsageError
-from wdstrain.loader.loader import Loader, open_shards
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
@@ -64,7 +65,7 @@ def bench(
     index = urls if isinstance(urls, Index) else open_shards(urls)
     if not len(index):
         raise UsageError("there are no samples in these shards. Check the address.")
-    options = {"batch_size": batch_size, "on_bad": "replace", "max_bad": 1.0, **options}
+    options = {"batch_size": batch_size, "on_error": "replace", "max_errors": 1.0, **options}
     setup = Setup(fields, transform, num_workers, options, seconds)
     loader = Loader(index, fields, transform, num_workers=num_workers, **options)  # checks options
     with tempfile.TemporaryDirectory() as folder:

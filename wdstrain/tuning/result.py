@@ -75,8 +75,12 @@ class Bench:
             "decode": f"decoding in {self.decoders} {plural}",
             "transform": f"the transform in {self.decoders} {plural}",
             "hand-off": "the hand-off of batches to the training loop",
-            "GIL": "Python's lock (GIL), for which the decoder threads wait; use num_workers,",
         }
+        if self.bottleneck == "GIL":
+            return (
+                f"waiting for the GIL limits {self.decoders} {plural} to {self.achieved:.0f} "
+                f"samples/s. Use worker processes (num_workers)."
+            )
         return f"{causes[self.bottleneck]} limits loading to {self.achieved:.0f} samples/s."
 
     @property
@@ -108,7 +112,10 @@ class Bench:
                 ("tried", f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)")
             )
         if self.trials:
-            rows += [("use", words) for words in self.advice or ["the current settings"]]
+            flags = " ".join(words for words in self.advice if words.startswith("--"))
+            commands = [words for words in self.advice if not words.startswith("--")]
+            used = [*([flags] if flags else []), *commands] or ["the current settings"]
+            rows += [("use", words) for words in used]
         return [*rows, ("verdict", self.verdict)]
 
     def as_dict(self) -> dict[str, Any]:

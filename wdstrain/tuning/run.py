@@ -11,7 +11,8 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.settings import Transform
 from wdstrain.errors import UsageError
-from wdstrain.loader.loader import Loader, takes_rng
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.options import takes_rng
 from wdstrain.shards.index import Index
 from wdstrain.tuning import stages
 

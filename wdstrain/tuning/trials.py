@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.options import Options
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Image
 from wdstrain.errors import SampleError
-from wdstrain.packing.options import Options
-from wdstrain.packing.pictures import Recipe
 from wdstrain.runtime.machine import cores
 from wdstrain.shards.index import Index
 from wdstrain.storage.local import open_source

@@ -1,0 +1,653 @@
+"""How fast shards on a server are read, beside bare urllib3 and webdataset's pipe to curl.
+
+    .venv/bin/python scripts/benchmarks/bench_http.py            (some twenty minutes, half of them for `check`; --quick for a look, --case NAME for one case)
+
+Cases, each measured in turn with its rivals, several times over, medians and the spread; the ratios are what carries over:
+
+    raw      loopback, nginx, 512 MB in shards of 64 MB, samples of 100 KB: `urllib3` reads whole shards over one connection
+             into one buffer (readinto of 8 MB), `LaneStream` is what our reader reads with (pieces of 4 MB into reused memory),
+             `webdataset` goes through pipe:curl and gives undecoded samples, `Loader` gives shuffled batches of bytes of a
+             first epoch. Goals: Forward at 0.70 of urllib3 or more, and at twice webdataset
+    far      a link of 200 Mbit/s and 50 ms there and back, shared by all connections: the share of 25 MB/s that arrives in
+             the training process between asking for the first batch and having the last one; 150 MB. Goal: 0.90
+    check    what comparing checksums costs a loader of bytes, and one of pictures, in four epochs: the same index with its crc32
+             and without; and, for how much two measurements of one thing differ, without once more. Ratios of each turn: their mean
+             and its standard error
+    cache    the loader of `raw` without a cache, while it fills one (512 MB, flushed to the disk), from it, and from the set itself
+    serve    wdstrain's server beside nginx: ranges of 4 MB by http.client, over one connection and over six at once
+
+The far link is a process between us and the server, for want of netem in many kernels: each direction is 25 ms late, a new
+connection one round trip more (its handshake), answers of all connections leave one after another at 25 MB/s, of each
+connection 4 MB at most are under way, 15 KB at first and twice as many each round trip (slow start, SLOW_START = None ends
+it; it does not start anew after a pause). Before its line wait 50 ms of bytes at most; nothing is ever lost. Each measurement
+has new connections. Before anything is measured six plain connections must get 98 % of the link, or it is said.
+
+What was measured last; ratios carry over to other machines, MB/s do not.
+
+    2 cores (nginx on the same ones), no GPU, page cache warm, Python 3.11, urllib3 2.8, webdataset 0.2.111, 2026-11-20
+    raw      urllib3 2464 MB/s (2365 to 2885), Forward 2535 (2324 to 2700), webdataset 785 (519 to 872), Loader 908 (809 to 986)
+             Forward / urllib3 1.03 (0.92 to 1.05), and 0.96 (0.41 to 1.31) in another run. Forward / webdataset 3.2
+             Loader / webdataset 1.16 (1.10 to 1.69). On another machine (2026-11-23) urllib3 1785, Forward 1989, webdataset 545,
+             Loader 916: Forward / urllib3 1.11 (0.92 to 1.21), / webdataset 3.65, Loader / webdataset 1.68 (1.30 to 1.91)
+    far      Loader 0.96 of the link with shards of 4 MB and of 32 MB, webdataset 0.25 and 0.74; opening the index 0.27 s (2026-11-23)
+    check    with crc32 0.91 of the speed without at 8 KB (0.71 to 1.05; without again 1.01), 0.90 at 100 KB (0.76 to 1.09; 1.05),
+             0.98 of pictures (0.85 to 1.14; 0.98); in other runs, in an order that was not drawn, 0.98, 0.96 and 0.93, 0.92, 0.91
+             and 0.88 of bytes, 0.99 of pictures. 0.92 and 0.83 while
+             decoders compared, a batch at a time with Python's lock; 0.94 and 0.78 without it. In turns against that the
+             bytes come 1.16 and 1.25 times as fast (2026-11-22)
+             On another machine, planned for a window at once and four epochs a turn (2026-11-22), means of 15 turns: pictures 0.988
+             +- 0.015 (without again 1.007 +- 0.025), 100 KB 0.957 +- 0.030 (1.001 +- 0.036), 8 KB 0.945 +- 0.025 (1.004 +- 0.028),
+             the medians 0.97 (1.01), 0.99 (1.01) and 0.94 (0.99), in another run 0.99 (0.97), 0.90 (0.90) and 0.99 (1.06); 110
+             turns of one epoch of 8 KB 0.959 +- 0.011 (0.994 +- 0.012), 60 others 0.972 +- 0.013 (0.991 +- 0.010), and before the
+             last change 0.964 +- 0.010 (1.003 +- 0.010); received without MSG_WAITALL 0.951 +- 0.012 (0.975 +- 0.010)
+             Since a request takes less of Python (2026-11-23, a third machine), means of 15 turns: pictures 1.004 +- 0.018 (0.997 +-
+             0.021), 100 KB 0.958 +- 0.022 (1.024 +- 0.017), 8 KB 0.961 +- 0.023 (1.044 +- 0.025). All of these in an order that was
+             drawn from one seed: one of two equal rivals was the first in 8 of 15 turns and the other in 4
+             As it is now (2026-11-23), each as often first, 30 turns of four epochs, 15 of pictures, and again where other machines
+             had the processors: pictures 1.005 +- 0.025 (0.982 +- 0.019), 8 KB at 0.7 GB/s 0.968 +- 0.011 (0.997 +- 0.011), 100 KB
+             at 1.1 GB/s 0.954 +- 0.012 (0.982 +- 0.009)
+    cache    no cache 778 MB/s, filling 295 (250 to 401: the disk's), from the cache 2505, the set itself 2784
+    serve    one connection 2106 MB/s, nginx 2715: 0.78 (0.74 to 0.86); six 4039, nginx 3075: 1.31 (1.19 to 1.49)
+
+What was found. On the far link half of what is missing is slow start (0.98 without; webdataset 0.57 and 0.91). Ranges that six
+threads fetched into memory of their own, for the reader to copy, reached 0.71 of urllib3 (0.65 while the machine had other work)
+and took twice the CPU: bytes were copied three times, and a quarter of the time for which the interpreter's lock was held went
+into the last copy. Now the system receives them into the arena (recvmsg_into with MSG_WAITALL), outside of the lock.
+
+What comparing takes. For long it was 4 % of bytes of 8 KB, whatever was done to the sums: 0.6 us of 18 in the threads that fetch, in
+pieces of 64 KB or of 256, by narrower instructions, or planned for a window at once. Counted with the sums left out but all else done
+it was 0.992 +- 0.011 of the speed without, with them 0.949 +- 0.010; and yet the sums were 85 cycles a KB where they are taken, 0.3 us.
+The rest was paid by others: isal's crc32 leaves the upper halves of the wide registers in use, which the system then keeps and brings
+back with every change of threads (some sixty for a thousand samples), and which other code waits for. Cleared after each piece
+(vzeroupper), in turns within one process: 0.991 +- 0.017 of the speed without, not cleared 0.959 +- 0.017, isal's code for AVX2 and
+cleared 0.985 +- 0.017, its code for SSE 0.957 +- 0.014. Per sample 13.54 us of processor without, 13.78 cleared, 14.16 not cleared.
+A request that brings whole samples leaves none to be compared by the loop's own thread.
+
+What is left, some 3 % of bytes alone while two cores are busy with the server and us, is that each byte is looked at once more. Within
+one process and in turns, of the speed without: with the sums 0.976 +- 0.013, only looking at one byte of each 64 0.989 +- 0.010, doing
+all else 0.996 +- 0.011; per sample of 8 KB 16.68, 16.48, 16.23 and 16.16 us of processor. A sum takes 45 cycles a KB alone, 85 where
+three threads share two cores, and 38 is the least. What did not help: pieces of 128, 64 and 32 KB in place of 256 (8 KB: 0.989, 0.990,
+0.985 beside 0.967, each +- 0.013; 100 KB: 0.988, 0.978, 0.978 beside 0.987); a thread that compares only while nobody else has work
+(SCHED_IDLE; 0.966 +- 0.025, and 1.5 us more of processor, as the bytes are cold by then); comparing where the loop has them copied as
+Python's bytes, a piece at a time with the next one asked for (0.928 +- 0.011: there all wait for it).
+
+With bytes of 8 KB a range of 4 MB took 0.7 ms of Python's lock in each thread that fetches, for a view of each of its places, to
+look twice through all of the environment for a proxy, and to wake those who had nothing to fetch; and the loop waited for the reader's
+thread at each range. Without these 1.24 +- 0.04 as fast, 0.29 of the two cores still idle: who takes the lock waits for it. Read on
+for in quarters of what is read ahead is 1.04 +- 0.03 of that; threads that fetch with less priority than the loop's (nice 5) 0.93 +-
+0.03, or 0.98 +- 0.05 without the quarters.
+
+Ideas that failed, as speed of Forward by that of its day: readinto1 in place of read1 0.9 (whoever reads sooner gets smaller
+pieces: 120 KB and not 200), SO_RCVLOWAT 0.6, ranges of 1 MB 0.75, of 8 MB 0.9, pieces of 64 KB 0.8, copies by numpy 1.0.
+The next epoch begun while this one's last ranges come: 0.88 of the far link, as the loop waits for what shares it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import io
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import urllib3
+from PIL import Image
+from steal_time import undisturbed
+
+import wdstrain as wt
+from wdstrain.serve import Server
+from wdstrain.shards.index import Index
+from wdstrain.storage.local import LocalFile
+from wdstrain.storage.prefetch import FetchStats, LaneStream, PendingRead, RangePrefetcher
+
+PIECE = 4 << 20  # bytes of one read of our reader
+RATE = 25e6  # bytes per second of the far link: 200 Mbit/s, over all connections
+DELAY = 0.025  # seconds of each direction of the far link
+QUEUE = 2 * DELAY  # seconds of bytes that wait before the far link, at most
+WINDOW = 4 << 20  # bytes of one connection under way, at most
+SLOW_START = (
+    15_000  # of a new connection, twice as many each round trip; None: WINDOW from the start
+)
+_CHUNK = 16 << 10  # bytes that the far link takes at a time, at most
+
+Rates = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less data, fewer repeats")
+    parser.add_argument(
+        "--case", choices=list(CASES), action="append", help="only this case; may be given again"
+    )
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then as well
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.case or CASES:
+            CASES[name](Path(folder), arguments.quick)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def raw(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as url:
+        index = wt.Loader(f"{url}/{made.name}").index
+        urls = [shard.path for shard in index.shards]
+        rates = measured(
+            {
+                "urllib3": partial(bare, urls),
+                "Forward": partial(forward, index),
+                "webdataset": partial(piped, urls),
+                "Loader": partial(read, index),
+            },
+            repeats=3 if quick else 7,
+        )
+    table("raw", "MB/s", rates)
+    ratio("raw", rates, "Forward", "urllib3", goal=None if quick else 0.70)
+    ratio("raw", rates, "Forward", "webdataset", goal=None if quick else 2.0)
+    ratio("raw", rates, "Loader", "webdataset")
+
+
+def far(place: Path, quick: bool) -> None:
+    total, repeats = (40_000_000, 1) if quick else (150_000_000, 3)
+    opening: list[float] = []
+
+    def ours(doors: Iterator[str], made: Path) -> float:
+        begun = time.perf_counter()
+        loader = wt.Loader(
+            f"{next(doors)}/{made.name}", batch_size=64, shuffle_buffer=128, tail="keep"
+        )
+        opening.append(time.perf_counter() - begun)
+        return looped(loader)
+
+    def theirs(doors: Iterator[str], made: Path) -> float:
+        host = f"{next(doors)}/{made.name}"
+        return piped([f"{host}/{tar}" for tar in tars(made)])
+
+    with serving(place) as url, distant(url, doors=8 * (repeats + 1) + 1) as doors:
+        for shard in (4_000_000, 32_000_000):
+            made = packed(place, total=total, shard=shard)
+            if shard == 4_000_000:
+                validate(f"{next(doors)}/{made.name}", made)
+            name = f"{shard // 1_000_000} MB shards"
+            rates = measured({f"Loader, {name}": partial(ours, doors, made)}, repeats)
+            rates |= measured({f"webdataset, {name}": partial(theirs, doors, made)}, 1)
+            shares = {who: [rate * 1e6 / RATE for rate in found] for who, found in rates.items()}
+            table("far", "of the link", shares)
+            if not quick:
+                print(
+                    f"far      Loader, {name}{verdict(statistics.median(shares[f'Loader, {name}']), 0.90)}"
+                )
+    print(
+        f"far      opening the index: {statistics.median(opening):.2f} s ({min(opening):.2f} to {max(opening):.2f})"
+    )
+
+
+def check(place: Path, quick: bool) -> None:
+    total = 64_000_000 if quick else 256_000_000
+    sets = {
+        f"{size // 1000} KB": packed(place, total=total, shard=64_000_000, size=size)
+        for size in (8_000, 100_000)
+    }
+    sets["pictures"] = pictures(place, count=2000)
+    for what, made in sets.items():
+        reader = decoded if what == "pictures" else read
+        with serving(place) as url:
+            index = wt.Loader(f"{url}/{made.name}").index
+            blind = replace(
+                index, offsets=index.offsets.replaced(member_crc=np.zeros(0, np.uint32))
+            )
+            with_crc, without, again = (
+                f"{what}, {name}" for name in ("crc32", "none", "none again")
+            )
+            rivals = {
+                with_crc: partial(reader, index, epochs=4),
+                without: partial(reader, blind, epochs=4),
+                again: partial(reader, blind, epochs=4),
+            }
+            rates = measured(rivals, repeats=3 if quick else 15 if what == "pictures" else 30)
+        table("check", "MB/s" if reader is read else "pictures/s", rates)
+        ratio("check", rates, with_crc, without)
+        ratio("check", rates, again, without)
+
+
+def cache(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as url:
+        index = wt.Loader(f"{url}/{made.name}").index
+        cold = itertools.count()
+
+        def kept(name: str) -> float:
+            return looped(wt.Loader(index, batch_size=64, tail="keep", cache_dir=place / name))
+
+        kept("warm")
+        rates = measured(
+            {
+                "no cache": partial(read, index),
+                "filling": lambda: kept(f"cold-{next(cold)}"),
+                "from the cache": lambda: kept("warm"),
+                "local": lambda: read(wt.Loader(made).index),
+            },
+            repeats=2 if quick else 5,
+        )
+    table("cache", "MB/s", rates)
+    ratio("cache", rates, "filling", "no cache")
+    ratio("cache", rates, "from the cache", "local")
+
+
+def serve_(place: Path, quick: bool) -> None:
+    made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
+    with serving(place) as nginx, process(serve, str(place)) as ports:
+        doors = {"nginx": nginx, "serve": f"http://127.0.0.1:{ports[0]}"}
+        for connections in (1, 6):
+            rates = measured(
+                {
+                    f"{name}, {connections} at once": partial(
+                        ranges, f"{door}/{made.name}", made, connections
+                    )
+                    for name, door in doors.items()
+                },
+                repeats=3 if quick else 7,
+            )
+            table("serve", "MB/s", rates)
+            ratio("serve", rates, f"serve, {connections} at once", f"nginx, {connections} at once")
+
+
+CASES: dict[str, Callable[[Path, bool], None]] = {
+    "raw": raw,
+    "far": far,
+    "check": check,
+    "cache": cache,
+    "serve": serve_,
+}
+
+
+# --- who is measured: each returns MB/s, but for what decodes ------------------------------------------------------
+
+
+def bare(urls: list[str]) -> float:
+    """One connection, whole shards, into one buffer."""
+    pool, buffer, count = urllib3.PoolManager(), memoryview(bytearray(8 << 20)), 0
+    begun = time.perf_counter()
+    for url in urls:
+        response = pool.request("GET", url, preload_content=False)
+        while found := response.readinto(buffer):
+            count += found
+        response.release_conn()
+    return count / (time.perf_counter() - begun) / 1e6
+
+
+def forward(index: Index) -> float:
+    """What the reader of a loader does, without a loader."""
+    memory, count, done = memoryview(bytearray(8 * PIECE)), 0, threading.Condition()
+    on_the_way: deque[tuple[PendingRead, int]] = deque()
+
+    def told() -> None:
+        with done:
+            done.notify_all()
+
+    begun = time.perf_counter()
+    fetchers = RangePrefetcher(None, FetchStats(), told)
+    lane = LaneStream(lambda shard: LocalFile(shard.path), fetchers)
+    for shard in index.shards:
+        for number, offset in enumerate(range(0, shard.bytes, PIECE)):
+            if len(on_the_way) == 8:
+                count += settled(on_the_way, done)
+            place = memory[number % 8 * PIECE :][: min(PIECE, shard.bytes - offset)]
+            reading = lane.begin(shard, [place], offset, leaving=offset + PIECE >= shard.bytes)
+            on_the_way.append((reading, len(place)))
+    while on_the_way:
+        count += settled(on_the_way, done)
+    seconds = time.perf_counter() - begun
+    fetchers.stop()
+    return count / seconds / 1e6
+
+
+def settled(on_the_way: deque[tuple[PendingRead, int]], done: threading.Condition) -> int:
+    reading, size = on_the_way.popleft()
+    with done:
+        done.wait_for(lambda: not reading.missing)
+    assert reading.error is None
+    return size
+
+
+def ranges(url: str, made: Path, connections: int) -> float:
+    """Ranges of 4 MB of all shards, over so many connections, into one buffer each."""
+    todo = deque(
+        (tar, at) for tar in tars(made) for at in range(0, (made / tar).stat().st_size, PIECE)
+    )
+    host, port = url.removeprefix("http://").partition("/")[0].split(":")
+    path, counts = "/" + url.removeprefix("http://").partition("/")[2], [0] * connections
+
+    def fetch(number: int) -> None:
+        connection, buffer = (
+            http.client.HTTPConnection(host, int(port)),
+            memoryview(bytearray(PIECE)),
+        )
+        while todo:
+            with suppress(IndexError):  # another was faster
+                tar, at = todo.popleft()
+                connection.request(
+                    "GET", f"{path}/{tar}", headers={"Range": f"bytes={at}-{at + PIECE - 1}"}
+                )
+                response = connection.getresponse()
+                while found := response.readinto(buffer):
+                    counts[number] += found
+        connection.close()
+
+    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(connections)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begun) / 1e6
+
+
+def piped(urls: list[str]) -> float:
+    import webdataset
+
+    begun = time.perf_counter()
+    samples = webdataset.WebDataset([f"pipe:curl -s {url}" for url in urls], shardshuffle=False)
+    count = sum(len(sample["bin"]) for sample in samples)
+    return count / (time.perf_counter() - begun) / 1e6
+
+
+def read(index: Index, epochs: int = 1) -> float:
+    return looped(wt.Loader(index, batch_size=64, tail="keep"), epochs)
+
+
+def decoded(index: Index, epochs: int) -> float:
+    """Pictures per second."""
+    loader = wt.Loader(index, {"image": wt.image(size=128)}, batch_size=64, tail="keep")
+    begun = time.perf_counter()
+    count = sum(len(batch["image"]) for _ in range(epochs) for batch in loader)
+    seconds = time.perf_counter() - begun
+    loader.close()
+    return count / seconds
+
+
+def looped(loader: wt.Loader, epochs: int = 1) -> float:
+    """From asking for the first batch to having the last one; the index is open."""
+    begun = time.perf_counter()
+    count = sum(len(one) for _ in range(epochs) for batch in loader for one in batch["bin"])
+    seconds = time.perf_counter() - begun
+    loader.close()
+    return count / seconds / 1e6
+
+
+def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
+    """In turn, so that what the machine does besides hits all alike; each as often first, second and so on, after others that are drawn
+    anew, for what one leaves behind hits the next. What other machines disturbed is measured again."""
+    rates: Rates = {name: [] for name in rivals}
+    names = list(rivals)
+    for turn in range(repeats):
+        first = turn % len(names)
+        if first == 0:
+            random.shuffle(names)
+        for name in names[first:] + names[:first]:
+            rates[name].append(undisturbed(rivals[name])[0])
+    return rates
+
+
+def table(case: str, unit: str, rates: Rates) -> None:
+    for name, found in rates.items():
+        digits = 2 if unit.startswith("of") else 0
+        spread = f"({min(found):.{digits}f} to {max(found):.{digits}f}, {len(found)} times)"
+        print(
+            f"{case:8} {name:24} {statistics.median(found):6.{digits}f} {unit} {spread}", flush=True
+        )
+
+
+def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = None) -> None:
+    """Of the medians, and of the ratios of each turn the spread, and their mean with its standard error."""
+    found = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
+    middle = statistics.median(rates[one]) / statistics.median(rates[other])
+    spread = f"({min(found):.2f} to {max(found):.2f}"
+    if len(found) > 2:
+        spread += f", mean {statistics.mean(found):.3f} +- {statistics.stdev(found) / len(found) ** 0.5:.3f}"
+    spread += ")"
+    print(f"{case:8} {one} / {other} = {middle:.2f} {spread}{verdict(middle, goal)}", flush=True)
+
+
+def verdict(value: float, goal: float | None) -> str:
+    return "" if goal is None else f", goal {goal:.2f}: {'met' if value >= goal else 'MISSED'}"
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+def packed(place: Path, *, total: int, shard: int, size: int = 100_000) -> Path:
+    """A folder of shards of noise, made once."""
+    folder = place / f"{size}-{shard}-{total}"
+    if not folder.exists():
+        bits = np.random.default_rng(0)
+        samples = (
+            {"__key__": f"k{number:07d}", "bin": bits.bytes(size)}
+            for number in range(total // size)
+        )
+        wt.pack(samples, str(folder), max_shard_size=shard, shuffle=False)
+    return folder
+
+
+def pictures(place: Path, count: int) -> Path:
+    """A folder of shards of JPEGs, made once: colours that run into one another, 500 x 375, some 30 KB each."""
+    folder = place / f"pictures-{count}"
+    bits = np.random.default_rng(0)
+
+    def drawn(number: int) -> dict[str, object]:
+        coarse = Image.fromarray(bits.integers(0, 255, (40, 50, 3), np.uint8))
+        data = io.BytesIO()
+        coarse.resize((500, 375), Image.Resampling.BICUBIC).save(data, "JPEG", quality=90)
+        return {"__key__": f"k{number:07d}", "jpg": data.getvalue()}
+
+    if not folder.exists():
+        wt.pack(map(drawn, range(count)), str(folder), max_shard_size=16_000_000, shuffle=False)
+    return folder
+
+
+def tars(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.tar"))
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(root: Path) -> Iterator[str]:
+    """The address of a server of this folder: nginx, or our own where there is none."""
+    own = Path(__file__).resolve().parents[2] / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
+    program = str(own) if own.exists() else shutil.which("nginx")
+    if program is None:
+        print("nginx is not here (scripts/test.sh unpacks it): wdstrain's own server is read")
+        with process(serve, str(root)) as ports:
+            yield f"http://127.0.0.1:{ports[0]}"
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as own_place:
+        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        temps = " ".join(f"{kind}_temp_path {own_place}/{kind};" for kind in kinds)
+        config = Path(own_place) / "nginx.conf"
+        config.write_text(
+            f"{'user root;' if os.geteuid() == 0 else ''} daemon off; pid {own_place}/pid; events {{}}\n"
+            f"http {{ access_log off; sendfile on; tcp_nopush on; {temps}\n"
+            f"server {{ listen 127.0.0.1:{port}; root {root}; }} }}\n"
+        )
+        command = [program, "-e", f"{own_place}/error.log", "-c", str(config), "-p", own_place]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+            try:
+                while not connects(port):
+                    if server.poll() is not None:
+                        sys.exit(f"nginx ended at once with {server.returncode}.")
+                    time.sleep(0.02)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.terminate()
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def process(target: Callable[..., None], *words: object) -> Iterator[list[int]]:
+    """A process of its own that runs target(pipe, *words) and says over the pipe at which ports it listens."""
+    context = multiprocessing.get_context("spawn")
+    mine, other = context.Pipe()
+    started = context.Process(target=target, args=(other, *words), daemon=True)
+    started.start()
+    other.close()
+    try:
+        yield mine.recv()
+    finally:
+        started.terminate()
+        started.join()
+
+
+def serve(pipe: Connection, root: str) -> None:
+    with Server(root) as server:
+        pipe.send([int(server.url.rpartition(":")[2].strip("/"))])
+        server.wait()
+
+
+# --- the far link ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def distant(url: str, doors: int) -> Iterator[Iterator[str]]:
+    """Addresses of the same server behind one far link, each with new connections."""
+    with process(link, int(url.rpartition(":")[2]), doors) as ports:
+        yield iter([f"http://127.0.0.1:{port}" for port in ports])
+
+
+def validate(url: str, made: Path) -> None:
+    """Say what six plain connections get out of the link once they are up to speed."""
+    counts, end = [0] * 6, time.perf_counter() + 3.5
+
+    def read(number: int) -> None:
+        pool = urllib3.PoolManager()
+        for tar in itertools.cycle(tars(made)):
+            response = pool.request("GET", f"{url}/{tar}", preload_content=False)
+            while found := response.read1(64 << 10):
+                counts[number] += len(found)
+                if time.perf_counter() > end:
+                    response.close()
+                    return
+            response.release_conn()
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(counts))]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    begun, before = time.perf_counter(), sum(counts)
+    time.sleep(2.4)
+    share = (sum(counts) - before) / (time.perf_counter() - begun) / RATE
+    for thread in threads:
+        thread.join()
+    word = "" if share >= 0.98 else ": TOO LITTLE, the link is not what it should be"
+    print(f"far      six plain connections get {share:.3f} of the link{word}", flush=True)
+
+
+def link(pipe: Connection, port: int, doors: int) -> None:
+    """The link, as a process: what comes in at one of its ports leaves for the server, later, and so do the answers."""
+    asyncio.run(Link(port).carry(pipe, doors))
+
+
+@dataclass
+class Link:
+    port: int  # of the server
+    free: float = 0.0  # when all that waits for the link will have left
+
+    async def carry(self, pipe: Connection, doors: int) -> None:
+        servers = [
+            await asyncio.start_server(self._connected, "127.0.0.1", 0) for _ in range(doors)
+        ]
+        pipe.send([server.sockets[0].getsockname()[1] for server in servers])
+        await asyncio.Event().wait()
+
+    async def _connected(
+        self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter
+    ) -> None:
+        opened = time.monotonic() + 2 * DELAY  # a handshake takes a round trip
+        server, to_server = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def ask() -> None:
+            while data := await client.read(_CHUNK):
+                await _until(max(opened, time.monotonic()) + DELAY)
+                to_server.write(data)
+
+        parts = [asyncio.create_task(ask()), asyncio.create_task(self._answer(server, to_client))]
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            part.cancel()
+        await asyncio.gather(*parts, return_exceptions=True)
+        to_client.close()
+        to_server.close()
+
+    async def _answer(self, server: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        window, under_way, room = SLOW_START or WINDOW, 0, asyncio.Event()
+        line: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        def acknowledged(count: int) -> None:
+            nonlocal window, under_way
+            window, under_way = min(WINDOW, window + count), under_way - count
+            room.set()
+
+        async def arrive() -> None:
+            while True:
+                at, data = await line.get()
+                await _until(at)
+                to_client.write(data)
+                await to_client.drain()
+                asyncio.get_running_loop().call_later(DELAY, acknowledged, len(data))
+                line.task_done()
+
+        arriving = asyncio.create_task(arrive())
+        try:
+            while True:
+                while under_way >= window:
+                    room.clear()
+                    await room.wait()
+                await _until(self.free - QUEUE)
+                data = await server.read(min(_CHUNK, window - under_way))
+                if not data:
+                    break
+                self.free = max(time.monotonic(), self.free) + len(data) / RATE
+                under_way += len(data)
+                line.put_nowait((self.free + DELAY, data))
+            await line.join()
+        finally:
+            arriving.cancel()
+
+
+async def _until(moment: float) -> None:
+    if (seconds := moment - time.monotonic()) > 0:
+        await asyncio.sleep(seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What it costs to know what an epoch cost: the clocks behind `loader.report()` and the desks at which stuck decoders are found.
+
+    .venv/bin/python scripts/benchmarks/bench_report.py
+
+Two loaders that differ by a percent cannot be told apart on a machine whose turns differ by five. So what is added is timed by itself, a
+hundred thousand times over, in the lines of code that run: for each sample, the row that is written to the decoder's desk; for each
+batch, the desk, the watchdog's wait, and the readings of the clock. Their sum is set against what a sample takes the
+loader in the same minute, one core for all that decodes and one for the loop: so the share is of the time of processors, and an upper bound
+of what the speed loses. The log's line, once in an epoch, is not counted.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import wdstrain as wt
+from wdstrain.runtime.machine import cores
+from wdstrain.runtime.watchdog import ProgressBoard, ProgressCell, StallWatchdog
+
+GOAL = 0.01
+TIMES = 100_000
+
+
+def main() -> None:
+    desk, watchdog = ProgressBoard(1)[0], StallWatchdog.disabled()
+    row = _each(lambda: desk.set_row(7))
+    batch = (
+        _each(lambda: _of_a_desk(desk))
+        + _each(lambda: _of_a_wait(watchdog))
+        + 8 * _each(time.perf_counter)
+    )
+    print(f"of each sample {row * 1e9:.0f} ns, of each batch {batch * 1e6:.2f} us")
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as place:
+        shards = _shards(Path(place))
+        cases: dict[str, tuple[Any, int]] = {
+            "JPEG 128x128 + flip, batch 32": (
+                {"image": wt.image(size=128, augment="flip"), "label": wt.label()},
+                32,
+            ),
+            "label alone, batch 32": ({"label": wt.label()}, 32),
+            "bytes of 7 KB, batch 64": (None, 64),
+        }
+        for name, (fields, size) in cases.items():
+            rates = _rates(shards, fields, size)
+            spent = (min(cores(), 2) if fields else 1) / statistics.median(
+                rates
+            )  # seconds of processors for a sample
+            added = (row if fields else 0.0) + batch / size
+            word = "met" if added / spent <= GOAL else "MISSED"
+            print(
+                f"{name}: {statistics.median(rates):.0f} samples/s ({min(rates):.0f} to {max(rates):.0f}); added {added * 1e9:.0f} ns of "
+                f"{spent * 1e6:.1f} us: {added / spent:.2%}, goal <= {GOAL:.0%}: {word}"
+            )
+
+
+def _each(call: Callable[[], object]) -> float:
+    """Seconds of one call, the least of five rounds; what calling costs is part of it."""
+    found = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        for _ in range(TIMES):
+            call()
+        found.append((time.perf_counter() - begun) / TIMES)
+    return min(found)
+
+
+def _of_a_desk(desk: ProgressCell) -> None:
+    desk.begin(3)
+    desk.set_idle()
+
+
+def _of_a_wait(watchdog: StallWatchdog) -> None:
+    watchdog.start_wait()
+    watchdog.end_wait()
+
+
+def _shards(place: Path) -> str:
+    def samples() -> Any:
+        for number in range(4000):
+            pixels = np.random.Generator(np.random.PCG64(number % 64)).integers(
+                0, 255, (16, 16, 3), np.uint8
+            )
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).resize((128, 128), Image.Resampling.BICUBIC).save(
+                buffer, "JPEG", quality=95
+            )
+            yield {"__key__": f"k{number:05d}", "jpg": buffer.getvalue(), "cls": number % 10}
+
+    wt.pack(samples(), str(place / "shards"))
+    return str(place / "shards")
+
+
+def _rates(shards: str, fields: Any, size: int) -> list[float]:
+    """Samples a second of whole epochs, but for the first."""
+    loader, found = wt.Loader(shards, fields, batch_size=size), []
+    for _ in range(8):
+        begun, rows = time.perf_counter(), 0
+        for batch in loader:
+            rows += len(batch["__key__"])
+        found.append(rows / (time.perf_counter() - begun))
+    loader.close()
+    return found[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Keras 3 on torch, fed by our loader.
+
+    pip install keras
+    .venv/bin/python scripts/examples/keras_fit.py 'shards/photos/train-*.tar' 'shards/photos/val-*.tar'
+
+Keras takes a generator of (pictures, labels) and how many batches an epoch has, which the loader knows before the first byte is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from torch import Tensor
+
+import wdstrain as wt
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+
+
+def for_ever(loader: wt.Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of one epoch after another, pictures as Keras has them: [b, h, w, 3]."""
+    while True:
+        for batch in loader:
+            yield batch["image"].permute(0, 2, 3, 1).float() / 255, batch["label"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train with Keras from shards.")
+    parser.add_argument("train", help="shards to train on")
+    parser.add_argument("val", help="shards to validate on")
+    parser.add_argument("--epochs", type=int, default=2)
+    arguments = parser.parse_args()
+    fields = {"image": wt.image(size=32), "label": wt.label()}
+    loader = wt.Loader(arguments.train, fields, batch_size=16)
+    val_loader = wt.Loader(arguments.val, fields, batch_size=16, shuffle=False, tail="keep")
+    model = keras.Sequential(
+        [
+            keras.layers.Input((32, 32, 3)),
+            keras.layers.Conv2D(16, 3, strides=2, activation="relu"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(len(loader.index.labels[0].classes), activation="softmax"),
+        ]
+    )
+    model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    fitted = model.fit(
+        for_ever(loader),
+        steps_per_epoch=len(loader),
+        validation_data=for_ever(val_loader),
+        validation_steps=len(val_loader),
+        epochs=arguments.epochs,
+        verbose=0,
+    )
+    print(f"accuracy {fitted.history['val_accuracy'][-1]:.2%}; {loader.report()['verdict']}")
+    loader.close()
+    val_loader.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Compressed tars and zip archives as sources, and streams in their own order."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, UsageError
+from wdstrain.shards.tar import header
+
+KINDS = ["tar", "tar.gz", "tgz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4", "zip"]
+MEMBERS = {
+    f"dir/k{n:02d}.{field}": f"{field} {n}".encode() for n in range(9) for field in ("txt", "cls")
+}
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def compressed(data: bytes, kind: str) -> bytes:
+    if kind == "tar.zst":
+        zstd = pytest.importorskip(
+            "backports.zstd" if sys.version_info < (3, 14) else "compression.zstd"
+        )
+        return bytes(zstd.compress(data))
+    if kind == "tar.lz4":
+        return bytes(pytest.importorskip("lz4.frame").compress(data))
+    pack = {"tar.gz": gzip, "tgz": gzip, "tar.bz2": bz2, "tar.xz": lzma}.get(kind)
+    return data if pack is None else pack.compress(data)  # type: ignore[attr-defined]
+
+
+def write_archive(path: Path, kind: str, members: dict[str, bytes]) -> Path:
+    path = path.with_name(f"{path.name}.{kind}")
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("dir/", b"")
+            for name, content in members.items():
+                archive.writestr(name, content)
+    else:
+        path.write_bytes(compressed(tar_of(members), kind))
+    return path
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    index = wt.open(str(out))
+    found = {}
+    for number in range(len(index)):
+        sample = index[number]
+        found |= {f"{sample['__key__']}.{field}": sample[field] for field in index.fields}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_archive_of_any_kind_gives_its_samples(tmp_path: Path, kind: str, shuffle: bool) -> None:
+    path = write_archive(tmp_path / "train-0", kind, MEMBERS)
+    index = wt.convert_tars(str(path), str(tmp_path / "out"), shuffle=shuffle, max_shard_samples=4)
+    assert contents(tmp_path / "out") == MEMBERS
+    assert [shard.samples for shard in index.shards] == [4, 4, 1]
+    assert index.splits == ("train",)
+    assert wt.verify(str(tmp_path / "out")).ok
+
+
+def test_archives_of_a_folder_are_filtered_and_split(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_archive(tmp_path / "in" / "a", "tar.gz", MEMBERS)
+    other = {name.replace("k", "n"): data for name, data in MEMBERS.items()}
+    write_archive(tmp_path / "in" / "b", "zip", other)
+    words = ["--drop", "cls", "--rename", "txt=text", "--select", "'k0' in key", "--no-shuffle"]
+    assert main(["convert", "tars", str(tmp_path / "in"), str(tmp_path / "out"), *words]) == 0
+    assert contents(tmp_path / "out") == {
+        name.replace(".txt", ".text"): data for name, data in MEMBERS.items() if ".txt" in name
+    }
+    split = {"train": 0.5, "val": 0.5}
+    index = wt.convert_tars(f"{tmp_path}/in/*", str(tmp_path / "two"), split=split)
+    assert contents(tmp_path / "two") == MEMBERS | other
+    assert index.splits == ("train", "val")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_cut_archive_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+    path = write_archive(tmp_path / "a", kind, {"k.bin": bytes(range(256)) * 40})
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ShardError, match=rf"a\.{kind}"):
+        wt.convert_tars(str(path), str(tmp_path / "out"))
+
+
+def test_a_zip_that_claims_to_unpack_to_too_much_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w") as archive:
+        archive.writestr("k.bin", b"small")
+        archive.infolist()[0].file_size = 1 << 40
+    with pytest.raises(ShardError, match="unpacks to more than 1000 times its size"):
+        wt.convert_tars(str(tmp_path / "bomb.zip"), str(tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_a_tar_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    """1.3 GB of zeros in members of 16 MiB; the archive has some KB."""
+    zeros = bz2.compress(bytes(16 << 20))
+    headers = (bz2.compress(header(f"k{n}.bin", 16 << 20)) for n in range(80))
+    (tmp_path / "bomb.tar.bz2").write_bytes(b"".join(head + zeros for head in headers))
+    with pytest.raises(ShardError, match="unpacks to more than 1000 times its size"):
+        wt.convert_tars(str(tmp_path / "bomb.tar.bz2"), str(tmp_path / "out"), shuffle=False)
+    assert not list((tmp_path / "out").glob("*.tar"))
+
+
+def test_what_lacks_an_index_cannot_be_asked_for_columns(tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "a", "zip", MEMBERS)
+    with pytest.raises(UsageError, match="archives have no index, which where and label need"):
+        wt.convert_tars(str(path), str(tmp_path / "out"), where="cls == 1")
+
+
+def test_a_key_in_two_places_of_a_tar_is_an_error_and_of_a_zip_one_sample(tmp_path: Path) -> None:
+    members = {"a.txt": b"1", "b.txt": b"2", "a.cls": b"0", "b.cls": b"1"}
+    with pytest.raises(ShardError, match="members of 'a' in two places"):
+        wt.convert_tars(str(write_archive(tmp_path / "a", "tgz", members)), str(tmp_path / "o"))
+    wt.convert_tars(str(write_archive(tmp_path / "a", "zip", members)), str(tmp_path / "out"))
+    assert contents(tmp_path / "out") == members
+
+
+def test_a_stream_in_its_own_order_is_written_once_and_like_a_listing(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 11, "dog": 7}, "jpg")
+    paths = sorted((tmp_path / "in").rglob("*.jpg"))
+    seen: list[str] = []
+
+    def samples() -> Any:
+        for path in paths:
+            seen.extend(str(p.relative_to(tmp_path)) for p in (tmp_path / "out").rglob("spill/*"))
+            yield {
+                "__key__": f"{path.parent.name}/{path.stem}",
+                "jpg": path.read_bytes(),
+                "cls": ["cat", "dog"].index(path.parent.name),
+            }
+
+    options: dict[str, Any] = {"shuffle": False, "max_shard_size": 20_000}
+    index = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "list"), **options)
+    wt.pack(samples(), str(tmp_path / "out"), classes=["cat", "dog"], **options)
+    assert not seen
+    assert len(index.shards) > 2
+    for shard in index.shards:
+        assert (tmp_path / "out" / shard.name).read_bytes() == Path(shard.path).read_bytes()
+    wt.pack(samples(), str(tmp_path / "out"), classes=["cat", "dog"], resume=True, **options)
+    paths.pop(0)
+    with pytest.raises(UsageError, match="the sample 'cat/000' is not in the source"):
+        wt.pack(samples(), str(tmp_path / "out"), classes=["cat", "dog"], resume=True, **options)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_keys_that_come_twice_are_renamed_in_linear_time(tmp_path: Path, shuffle: bool) -> None:
+    same = ({"__key__": "Same" if n % 2 else "same", "txt": str(n)} for n in range(3000))
+    index = wt.pack(same, str(tmp_path / "out"), shuffle=shuffle)
+    assert {key.casefold() for key in index.keys(np.arange(3000))} == {
+        "same",
+        *(f"same-{n}" for n in range(2, 3001)),
+    }
+    assert index.info["renamed"] == 2999
+
+
+def test_the_source_of_a_set_is_kept_when_it_is_converted_again(tmp_path: Path) -> None:
+    write_class_folder(tmp_path / "in", {"cat": 3, "dog": 2}, "jpg")
+    first = wt.convert_folder(str(tmp_path / "in"), str(tmp_path / "a"))
+    second = wt.convert_tars(str(tmp_path / "a"), str(tmp_path / "b"))
+    third = wt.convert_tars(str(tmp_path / "b"), str(tmp_path / "c"), shuffle=False)
+    assert second.info["source"]["origin"][0]["source"] == first.info["source"]
+    assert third.info["source"]["origin"][0]["source"]["origin"] == second.info["source"]["origin"]

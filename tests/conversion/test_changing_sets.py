@@ -1,0 +1,352 @@
+"""Sets that grow and shrink: append, remove, dry runs, and what a kill leaves behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from wdstrain.cli import main
+from wdstrain.errors import ShardError, SourceError, StorageError, UsageError
+
+CLASSES = ["cat", "dog"]
+
+
+def samples(numbers: Any, fields: str = "txt") -> list[dict[str, Any]]:
+    return [
+        {"__key__": f"k{n:03d}", fields: f"text {n}" * (n % 5 + 1), "cls": n % 2, "json": {"n": n}}
+        for n in numbers
+    ]
+
+
+def packed(out: Path, numbers: Any, **options: Any) -> wt.Index:
+    options = {"max_shard_samples": 4, **options}
+    return wt.pack(samples(numbers), str(out), classes=CLASSES, **options)
+
+
+def contents(out: Path | str) -> dict[str, bytes]:
+    """Return the text of each sample, read through a loader from the folder."""
+    found: dict[str, bytes] = {}
+    loader = wt.Loader(wt.open(str(out)), batch_size=5, tail="keep", shuffle=False)
+    for batch in loader:
+        for key, data in zip(batch["__key__"], batch["txt"], strict=True):
+            assert key not in found
+            found[key] = bytes(data)
+    loader.close()
+    return found
+
+
+def expected(numbers: Any) -> dict[str, bytes]:
+    return {sample["__key__"]: sample["txt"].encode() for sample in samples(numbers)}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def test_appended_samples_are_new_shards_and_the_old_ones_keep_their_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    packed(out, range(10))
+    before = files(out)
+    index = packed(out, range(10, 17), append=True)
+    assert [s.name for s in index.shards] == [f"train-{n:06d}.tar" for n in range(5)]
+    assert {
+        name: data for name, data in files(out).items() if name in before and "tar" in name
+    } == {name: data for name, data in before.items() if "tar" in name}
+    assert contents(out) == contents(f"{out}/train-*.tar") == expected(range(17))
+    assert wt.verify(str(out)).ok
+    assert index.info["samples"] == {"train": {"cat": 9, "dog": 8}}
+    assert index.info["listed"] == 17
+    assert len(wt.open(str(out)).where("n >= 10 and label == 'dog'")) == 3
+    assert not (out / ".unfinished").exists()
+
+
+def test_samples_without_keys_get_the_next_numbers(tmp_path: Path) -> None:
+    for start in (0, 3):
+        texts = ({"txt": f"{n}"} for n in range(start, start + 3))
+        wt.pack(texts, str(tmp_path), append=bool(start))
+    wt.pack(({"txt": f"{n}"} for n in range(3, 6)), str(tmp_path), append=True, resume=True)
+    assert sorted(contents(tmp_path).items()) == [(f"{n:09d}", f"{n}".encode()) for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (samples([3, 11]), "1 of 2 keys are in .*, such as 'k003'"),
+        ([{"__key__": "K001", "txt": "", "cls": 0}], "1 of 1 keys are in .* such as 'K001'"),
+        ([{**samples([11])[0], "jpg": b"\xff\xd8\xff"}], "the field 'jpg', which .* does not have"),
+        ([{"__key__": "new", "cls": 0, "json": {}}], "every sample of .* has the field 'txt'"),
+        ([{**samples([11])[0], "json": {"n": "x"}}], "column 'n' holds .* text .*, and integer"),
+    ],
+)
+def test_samples_that_do_not_fit_the_set_are_refused_and_leave_it_unchanged(
+    tmp_path: Path, new: list[dict[str, Any]], message: str
+) -> None:
+    packed(tmp_path, range(10))
+    before = files(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        wt.pack(new, str(tmp_path), classes=CLASSES, append=True)
+    assert files(tmp_path) == before
+    assert not (tmp_path / ".unfinished").exists()
+
+
+@pytest.mark.parametrize("classes", [["dog", "cat"], ["cat", "eel"], ["cat", "dog", "eel"]])
+def test_other_classes_are_refused(tmp_path: Path, classes: list[str]) -> None:
+    packed(tmp_path, range(10))
+    with pytest.raises(UsageError, match=r"label 'label' is class \(.*\) in the new samples"):
+        wt.pack(samples([11]), str(tmp_path), classes=classes, append=True)
+
+
+def test_append_needs_a_finished_set(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no finished set"):
+        packed(tmp_path / "none", range(3), append=True)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UsageError, match="Give only one"):
+        packed(tmp_path / "none", range(3), append=True, overwrite=True)
+
+
+def test_removed_samples_are_gone_and_other_shards_keep_their_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed(tmp_path, range(12), shuffle=False)
+    before = files(tmp_path)
+    assert main(["remove", str(tmp_path), "--where", "n < 5", "--dry-run", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert (counts["removed"], counts["samples"]) == (5, 7)
+    assert (counts["rewritten"], counts["deleted"]) == (1, 1)
+    assert files(tmp_path) == before
+    assert main(["remove", str(tmp_path), "--where", "n < 5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["removed"] == 5
+    assert contents(tmp_path) == contents(f"{tmp_path}/train-*.tar") == expected(range(5, 12))
+    assert files(tmp_path)["train-000002.tar"] == before["train-000002.tar"]
+    assert sorted(path.name for path in tmp_path.glob("*.tar")) == [
+        "train-000002.tar",
+        "train-000003.tar",
+    ]
+    index = wt.open(str(tmp_path))
+    assert index.info["samples"] == {"train": {"cat": 3, "dog": 4}}
+    assert index.info["removed"] == [{"count": 5, "where": "n < 5"}]
+    assert wt.verify(str(tmp_path)).ok
+
+
+def test_keys_that_do_not_exist_are_refused_and_nothing_is_removed(tmp_path: Path) -> None:
+    packed(tmp_path / "out", range(6))
+    before = files(tmp_path / "out")
+    (tmp_path / "keys.txt").write_text("k001\nnone\nk999\n")
+    with pytest.raises(SourceError, match="2 of 3 keys are in no shard, such as 'k999'"):
+        wt.remove(str(tmp_path / "out"), keys=str(tmp_path / "keys.txt"))
+    with pytest.raises(UsageError, match="no sample of .* would be left"):
+        wt.remove(str(tmp_path / "out"), where="n >= 0")
+    assert files(tmp_path / "out") == before
+    assert not (tmp_path / "out" / ".unfinished").exists()
+    (tmp_path / "keys.txt").write_text("k001\n")
+    assert wt.remove(str(tmp_path / "out"), keys=str(tmp_path / "keys.txt")).removed == 1
+    assert contents(tmp_path / "out") == expected([0, 2, 3, 4, 5])
+
+
+def test_a_damaged_sample_is_not_copied_when_others_are_removed(tmp_path: Path) -> None:
+    index = packed(tmp_path, range(8), shuffle=False)
+    with open(tmp_path / "train-000000.tar", "r+b") as file:
+        file.seek(index.members(1)[0][1])
+        file.write(b"X")
+    with pytest.raises(ShardError, match="sample 'k001' have another crc32"):
+        wt.remove(str(tmp_path), keys=["k000"])
+    wt.remove(str(tmp_path), keys=["k006"])
+
+
+def test_a_dry_run_says_what_is_packed_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in"
+    for name in CLASSES:
+        (source / name).mkdir(parents=True)
+        for number in range(10):
+            (source / name / f"{number}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(100 * number))
+    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_shard_samples": 3}
+    planned = wt.convert_folder(str(source), str(tmp_path / "out"), dry_run=True, **options)
+    assert not (tmp_path / "out").exists()
+    words = ["--split", "train=0.5,val=0.5", "--max-shard-samples", "3", "--dry-run", "--json"]
+    assert main(["convert", "folder", str(source), str(tmp_path / "out"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == 20
+    done = wt.convert_folder(str(source), str(tmp_path / "out"), **options)
+    rows = [
+        [(s.name, s.samples, s.bytes, s.split) for s in index.shards] for index in (planned, done)
+    ]
+    assert rows[0] == rows[1]
+    stream = wt.pack(iter(samples(range(9))), str(tmp_path / "s"), dry_run=True)
+    assert len(stream) == 9
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 20])
+def test_the_number_of_shards_is_what_was_asked_for(tmp_path: Path, count: int) -> None:
+    split = {"train": 0.5, "val": 0.5}
+    index = packed(tmp_path, range(40), split=split, num_shards=count, max_shard_samples=None)
+    assert len(index.shards) == count
+    assert contents(tmp_path) == expected(range(40))
+    sizes = [shard.samples for shard in index.shards if shard.split == "train"]
+    assert max(sizes) - min(sizes) <= max(2, max(sizes) // 3)
+    with pytest.raises(UsageError, match="num_shards=41: must be from 2, .* to 40"):
+        packed(tmp_path / "o", range(40), split=split, num_shards=41, max_shard_samples=None)
+
+
+@pytest.mark.parametrize("split", [None, {"train": 0.5, "val": 0.5}])
+def test_where_every_sample_is_bad_they_are_listed_with_reasons(
+    tmp_path: Path, split: dict[str, float] | None
+) -> None:
+    bad = [{"__key__": f"k{n}", "jpg": f"no image {n}".encode()} for n in range(9)]
+    for options in ({}, {"quality": 50}):
+        with pytest.raises(SourceError, match="all of 9 samples were skipped: 9 x its jpg"):
+            wt.pack(bad, str(tmp_path), on_error="skip", split=split, **options)
+    assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == 9
+    packed(tmp_path, range(5))
+    assert contents(tmp_path) == expected(range(5))
+
+
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_full_disk_leaves_the_old_set_and_the_same_call_goes_on(
+    tmp_path: Path, verb: str
+) -> None:
+    packed(tmp_path, range(30), max_shard_samples=None)
+    before = files(tmp_path)
+    calls = {
+        "append": lambda: packed(tmp_path, range(30, 60), append=True),
+        "remove": lambda: wt.remove(str(tmp_path), where="n < 5"),
+    }
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # larger files fail to be written
+    try:
+        with pytest.raises(StorageError, match="cannot be written"):
+            calls[verb]()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert files(tmp_path) == before
+    assert contents(tmp_path) == expected(range(30))
+    if verb == "append":
+        packed(tmp_path, range(30, 60), append=True, resume=True)
+        assert contents(tmp_path) == expected(range(60))
+    else:
+        wt.remove(str(tmp_path), where="n < 5")
+        assert contents(tmp_path) == expected(range(5, 30))
+
+
+def change(out: Path, verb: str, moment: int, count: Any) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.rename", "os.remove", "os.link") and str(out) in str(arguments):
+            count.value += 1
+            if count.value > moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    if verb == "append":
+        packed(out, range(10, 17), append=True)
+    else:
+        wt.remove(str(out), where="n < 7")
+
+
+def changed(out: Path, verb: str, moment: int) -> int | None:
+    """Change a set; SIGKILL the process before one of its renames and deletions.
+
+    Returns the number of these if it came to its end.
+    """
+    context = multiprocessing.get_context("fork")
+    count = context.Value("q", 0)
+    child = context.Process(target=change, args=(out, verb, moment, count))
+    child.start()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return int(count.value) if child.exitcode == 0 else None
+
+
+def killed_anywhere(tmp_path: Path, verb: str, moments: Any) -> None:
+    new = expected(range(17)) if verb == "append" else expected(range(7, 10))
+    packed(tmp_path / "whole", range(10))
+    total = changed(tmp_path / "whole", verb, 1 << 30)
+    assert total is not None
+    found = set()
+    for moment in moments(total):
+        out = tmp_path / str(moment)
+        packed(out, range(10))
+        assert changed(out, verb, moment) is None
+        now = contents(out)
+        found.add(len(now))
+        assert now in (expected(range(10)), new)
+        if verb == "append":
+            packed(out, range(10, 17), append=True, resume=True)
+        elif now != new:
+            wt.remove(str(out), where="n < 7")
+        else:
+            wt.remove(str(out), where="n < 7", dry_run=True)
+        assert contents(out) == new
+        assert contents(f"{out}/train-*.tar") == new
+        assert files(out) == files(tmp_path / "whole")
+        assert wt.verify(str(out)).ok
+    assert len(found) == 2  # the old set and the new one
+
+
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_change_that_is_killed_leaves_the_old_set_or_the_new_one(
+    tmp_path: Path, verb: str
+) -> None:
+    killed_anywhere(tmp_path, verb, lambda total: [total // 2, total - 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_change_that_is_killed_anywhere_leaves_one_whole_set(tmp_path: Path, verb: str) -> None:
+    killed_anywhere(tmp_path, verb, range)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_changes_give_the_set_of_an_independent_model(tmp_path: Path, seed: int) -> None:
+    """convert, then append and remove at random; a dict of the samples is the model."""
+    choice, left = random.Random(seed), list(range(300))
+    choice.shuffle(left)
+    out = tmp_path / "out"
+    model = {left.pop() for _ in range(20)}
+    split = {"train": 0.7, "val": 0.3}
+    packed(out, sorted(model), split=split)
+    for _ in range(8):
+        if choice.random() < 0.5:
+            new = [left.pop() for _ in range(choice.randint(1, 15))]
+            one = choice.choice([split, None])
+            packed(
+                out,
+                new,
+                append=True,
+                split=one if len(new) > 9 else None,
+                seed=choice.randint(0, 3),
+            )
+            model |= set(new)
+        elif choice.random() < 0.5:
+            gone = choice.sample(sorted(model), choice.randint(1, len(model) // 2))
+            wt.remove(str(out), keys=[f"k{n:03d}" for n in gone])
+            model -= set(gone)
+        else:
+            edge = choice.choice(sorted(model))
+            wt.remove(str(out), where=f"n == {edge} or n % 7 == {edge % 7} and n > {edge}")
+            model -= {n for n in model if n == edge or (n % 7 == edge % 7 and n > edge)}
+        assert contents(out) == expected(model)
+    index = wt.open(str(out))
+    assert sorted(index.table["n"].to_pylist()) == sorted(model)
+    assert wt.verify(str(out)).ok
+    assert sum(sum(counts.values()) for counts in index.info["samples"].values()) == len(model)
+    assert sum(counts["dog"] for counts in index.info["samples"].values()) == sum(
+        n % 2 for n in model
+    )
+    assert {path.name for path in out.iterdir()} == {
+        *(shard.name for shard in index.shards),
+        "index.json",
+        "index.arrow",
+    }

@@ -1,0 +1,594 @@
+"""The work that `run.py` disturbs: each kind of work that leaves something on a disk, with what may be found of it at any moment.
+
+A work knows what was there before, does its work, looks as a reader would at what is there, does it again as a person would, and
+tells whether all came out as if nothing had happened. Data are made here, small, the same each time.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+import wdstrain as wt
+from tests.fault_injection.process_faults import Lie, inside, typed
+from wdstrain.errors import WdstrainError
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_io import scan
+from wdstrain.shards.offsets import ARRAYS
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage import block_map, prefetch, retries
+from wdstrain.training.api import train
+from wdstrain.training.checkpoint import (
+    BEST,
+    FORMAT,
+    LAST,
+    Checkpoints,
+    names,
+    read_checkpoint,
+    read_last,
+)
+
+BLOCK = 16 << 10  # of a cache, so that small shards have several
+
+_TIMED = ("seconds", "samples_per_second", "stall", "verdict")
+
+
+class Work:
+    """Something that writes into a folder `place`. `shared`: a folder for what all times have in common."""
+
+    title = ""
+
+    def __init__(self, shared: Path) -> None:
+        self.shared = shared
+
+    def lay(self, place: Path) -> None:
+        """What is there before."""
+        place.mkdir(parents=True)
+
+    def run(self, place: Path) -> None:
+        """The work."""
+        raise NotImplementedError
+
+    def look(self, place: Path) -> None:
+        """Raise Lie if anything that has its name is not whole and right."""
+
+    def again(self, place: Path) -> None:
+        """What a person does after a fault."""
+        self.run(place)
+
+    def end(self, place: Path) -> None:
+        """Raise Lie unless all is as if nothing had happened."""
+
+    def reach(self, place: Path) -> str:
+        """How far it came: "before", "within" or "after" its writing."""
+        raise NotImplementedError
+
+    def reboot(self) -> None:
+        """What is another since the machine was started anew."""
+
+
+# --- converting ------------------------------------------------------------------------------------------------------
+
+
+class Converting(Work):
+    """A conversion by the command line."""
+
+    def __init__(
+        self, shared: Path, kind: str = "folder", jobs: int = 1, *, over: bool = False
+    ) -> None:
+        super().__init__(shared)
+        self.title = f"convert {kind}" + f", {jobs} jobs" * (jobs > 1) + " over another set" * over
+        self._kind, self._jobs, self._over = kind, jobs, over
+        pictures(shared / "in", 60)
+        np.save(shared / "x.npy", np.arange(60 * 200).reshape(60, 200))
+        self.new = self._made(shared / "new", self._words)
+        self.old: dict[str, bytes] = {}
+        if over:
+            np.save(shared / "old.npy", np.arange(50 * 100).reshape(50, 100))
+            self._old_words = [
+                "arrays",
+                "--field",
+                f"x={shared / 'old.npy'}",
+                "--max-shard-samples",
+                "7",
+            ]
+            self.old = self._made(shared / "old", self._old_words)
+
+    @property
+    def _words(self) -> list[str]:
+        words = (
+            ["arrays", "--field", f"x={self.shared / 'x.npy'}"]
+            if self._kind == "arrays"
+            else ["folder", str(self.shared / "in")]
+        )
+        return [
+            *words,
+            *(["--resize", "8"] if self._kind == "resized" else []),
+            "--max-shard-samples",
+            "12",
+        ]
+
+    @staticmethod
+    def _made(out: Path, words: list[str]) -> dict[str, bytes]:
+        inside(lambda: typed("convert", *words, str(out))).need("done")
+        return visible(out)
+
+    def lay(self, place: Path) -> None:
+        place.mkdir(parents=True)
+        if self._over:
+            shutil.copytree(self.shared / "old", place / "out")
+
+    def run(self, place: Path) -> None:
+        more = ["--overwrite"] if self._over else []
+        typed("convert", *self._words, str(place / "out"), "--num-workers", str(self._jobs), *more)
+
+    def look(self, place: Path) -> None:
+        out = place / "out"
+        found = visible(out) if out.exists() else {}
+        for name, data in found.items():
+            if name.endswith(".tar") and data not in (self.new.get(name), self.old.get(name)):
+                raise Lie(f"{name} is neither that of the old set nor that of the new one")
+        for address in (str(out), f"{out}/*.tar"):
+            if opened(address) is not None and found not in (self.old, self.new):
+                raise Lie(
+                    f"{address} can be opened, and is neither the old set nor the new one: {sorted(found)}"
+                )
+        if self._over and not (out / ".swapping").exists() and opened(str(out)) is None:
+            raise Lie(
+                "the set that was there before cannot be opened, and nothing is being put in its place"
+            )
+
+    def again(self, place: Path) -> None:
+        out = place / "out"
+        begun = (out / ".unfinished").exists() or (out / ".swapping").exists()
+        words = ["convert", *self._words, str(out), "--num-workers", "1"]
+        try:
+            typed(*words, "--resume" if begun or not self._over else "--overwrite")
+        except WdstrainError as error:  # it was killed before it had begun, and the old set is there: the sentence says what to add
+            if "replace it with --overwrite" not in str(error) or not self._over:
+                raise
+            typed(*words, "--overwrite")
+
+    def end(self, place: Path) -> None:
+        if visible(place / "out") != self.new:
+            raise Lie(f"other bytes came out: {differing(visible(place / 'out'), self.new)}")
+        hidden = [name for name in os.listdir(place / "out") if name.startswith(".")]
+        if hidden:
+            raise Lie(f"left behind: {hidden}")
+
+    def reach(self, place: Path) -> str:
+        out = place / "out"
+        if not out.exists() or (visible(out) == self.old and not (out / ".unfinished").exists()):
+            return "before"
+        return (
+            "after" if visible(out) == self.new and not (out / ".swapping").exists() else "within"
+        )
+
+
+# --- indexes ---------------------------------------------------------------------------------------------------------
+
+
+class Indexing(Work):
+    """`wdstrain index` where shards have an index that is no longer true: one was taken away since."""
+
+    title = "index"
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(shared)
+        pictures(shared / "in", 60)
+        inside(
+            lambda: typed(
+                "convert",
+                "folder",
+                str(shared / "in"),
+                str(shared / "set"),
+                "--max-shard-samples",
+                "12",
+            )
+        ).need("done")
+        self.lay(shared / "undisturbed")
+        inside(lambda: self.run(shared / "undisturbed")).need("done")
+        self._old, self._new = visible(shared / "set"), visible(shared / "undisturbed" / "set")
+
+    def lay(self, place: Path) -> None:
+        place.mkdir(parents=True)
+        shutil.copytree(self.shared / "set", place / "set")
+        os.unlink(place / "set" / "train-000002.tar")
+
+    def run(self, place: Path) -> None:
+        typed("index", str(place / "set"))
+
+    def look(self, place: Path) -> None:
+        try:
+            index = open_index(str(place / "set"))
+        except WdstrainError as error:
+            if "train-000002.tar is in the index but cannot be found" not in str(error):
+                raise Lie(f"neither the old index nor the new one: {error}") from error
+        else:
+            true_of(index)
+            if not len(index.offsets.member_crc):
+                raise Lie("the checksums are lost")
+
+    def end(self, place: Path) -> None:
+        if visible(place / "set") != self._new:
+            raise Lie(f"another index came out: {differing(visible(place / 'set'), self._new)}")
+
+    def reach(self, place: Path) -> str:
+        found = [visible(place / "set").get(name) for name in ("index.arrow", "index.json")]
+        if found == [self._new["index.arrow"], self._new["index.json"]]:
+            return "after"
+        return (
+            "before" if found == [self._old["index.arrow"], self._old["index.json"]] else "within"
+        )
+
+
+class Remembering(Work):
+    """A walk over shards of somebody else's, which is remembered beside them."""
+
+    title = "remembered walk"
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(shared)
+        foreign(shared / "set")
+
+    def lay(self, place: Path) -> None:
+        place.mkdir(parents=True)
+        shutil.copytree(self.shared / "set", place / "set")
+
+    def run(self, place: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(place / "home")  # of this child
+        true_of(open_index(str(place / "set")))
+
+    def look(self, place: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(place / "home")
+        true_of(open_index(str(place / "set")))
+
+    def end(self, place: Path) -> None:
+        os.environ["XDG_CACHE_HOME"] = str(place / "home")
+        told: list[str] = []
+        true_of(open_index(str(place / "set"), note=told.append))
+        if told:
+            raise Lie(f"it was not remembered: {told}")
+
+    def reach(self, place: Path) -> str:
+        made = place / "set" / ".wdstrain"
+        found = {name for name in ("index.arrow", "index.json") if (made / name).exists()}
+        return "after" if len(found) == 2 else "within" if made.exists() else "before"
+
+
+# --- a cache ---------------------------------------------------------------------------------------------------------
+
+
+class Filling(Work):
+    """An epoch over HTTP that fills a cache."""
+
+    title = "cache filling"
+
+    def __init__(self, shared: Path, url: str) -> None:
+        super().__init__(shared)
+        self.url = url
+        self.shards = {path.read_bytes() for path in (shared / "served").glob("*.tar")}
+        self.order = (
+            inside(
+                lambda: epoch(wt.Loader(str(shared / "served"), batch_size=16, shuffle_buffer=40))
+            )
+            .need("done")
+            .value
+        )
+
+    @staticmethod
+    def serve_from(shared: Path) -> Path:
+        """The folder that is to be served."""
+        bits = random.Random(0)
+        rows = (
+            {"__key__": f"k{n:03d}", "bin": bits.randbytes(1500 + n), "cls": n % 3}
+            for n in range(160)
+        )
+        wt.pack(rows, str(shared / "served"), max_shard_samples=40)
+        return shared / "served"
+
+    def run(self, place: Path) -> None:
+        prefetch.RANGE = block_map.BLOCK = BLOCK
+        retries.FIRST_PAUSE = 0.001
+        with closing(
+            wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")
+        ) as loader:
+            if epoch(loader) != self.order:
+                raise Lie("other samples came")
+
+    def look(self, place: Path) -> None:
+        for path in (place / "cache").rglob("*.tar"):
+            if path.read_bytes() not in self.shards:
+                raise Lie(f"{path.name} in the cache is none of the shards")
+
+    def end(self, place: Path) -> None:
+        self.look(place)
+        found = sorted(path.name for path in (place / "cache").rglob("*"))
+        if len([name for name in found if name.endswith(".tar")]) != len(self.shards) or any(
+            ".part" in name for name in found
+        ):
+            raise Lie(f"the cache holds {found}")
+
+    def reach(self, place: Path) -> str:
+        whole = len(list((place / "cache").rglob("*.tar"))) if (place / "cache").exists() else 0
+        return (
+            "after"
+            if whole == len(self.shards)
+            else "within"
+            if (place / "cache").exists()
+            else "before"
+        )
+
+    def reboot(self) -> None:
+        boot = os.urandom(16)
+        block_map.boot_id = lambda: boot  # type: ignore[assignment]
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Saving(Work):
+    """Checkpoints of six steps, of which every second is the best so far."""
+
+    title = "checkpoint writing"
+    steps = 6
+
+    def run(self, place: Path) -> None:
+        self.again(place)
+
+    def lay(self, place: Path) -> None:
+        (place / "c").mkdir(parents=True)
+
+    def again(self, place: Path) -> None:
+        (place / "c").mkdir(exist_ok=True)
+        state, refused = read_last(str(place / "c"))
+        if refused:
+            raise Lie(f"checkpoints are not whole: {refused}")
+        kept = Checkpoints(str(place / "c"), keep=2)
+        for step in range(state["position"] + 1 if state else 1, self.steps + 1):
+            kept.save(self._state(step), step, best=step % 2 == 0)
+
+    @staticmethod
+    def _state(step: int) -> dict[str, Any]:
+        model = {
+            "weight": torch.full((64, 64), float(step)),
+            "bias": torch.full((64,), float(step)),
+        }
+        return {"format": FORMAT, "model": model, "config": {}, "task": {}, "position": step}
+
+    def look(self, place: Path) -> None:
+        folder = place / "c"
+        found = (
+            {
+                name: read_checkpoint(str(folder / name))
+                for name in os.listdir(folder)
+                if name.endswith(".pt")
+            }
+            if folder.exists()
+            else {}
+        )
+        for name, state in found.items():
+            step = state["position"]
+            if any(
+                not torch.equal(value, torch.full_like(value, step))
+                for value in state["model"].values()
+            ):
+                raise Lie(f"{name} is mixed of several steps")
+            if name.startswith("step-") and name != f"step-{step:08d}.pt":
+                raise Lie(f"{name} is of step {step}")
+        if BEST in found and (
+            found[BEST]["position"] % 2 or (LAST not in found and len(found) < 2)
+        ):
+            raise Lie(f"best.pt is of step {found[BEST]['position']}")
+        if LAST in found and found[LAST]["position"] >= 2 and BEST not in found:
+            raise Lie("the best is behind last.pt and has no name")
+
+    def end(self, place: Path) -> None:
+        self.look(place)
+        folder = str(place / "c")
+        kept = {
+            name: read_checkpoint(f"{folder}/{name}")["position"]
+            for name in (LAST, BEST, *names(folder))
+        }
+        wanted = {
+            LAST: self.steps,
+            BEST: self.steps,
+            **{f"step-{step:08d}.pt": step for step in (self.steps - 1, self.steps)},
+        }
+        kept.pop(f"step-{self.steps - 2:08d}.pt", None)  # the next save would have taken it away
+        if kept != wanted or any(name.startswith(".") for name in os.listdir(folder)):
+            raise Lie(f"left are {kept} and {sorted(os.listdir(folder))}")
+
+    def reach(self, place: Path) -> str:
+        found = os.listdir(place / "c") if (place / "c").exists() else []
+        done = f"step-{self.steps:08d}.pt" in found and not any(
+            name.endswith(".tmp") for name in found
+        )
+        return "after" if done else "within" if found else "before"
+
+
+class Training(Work):
+    """A run of two epochs, each of nine steps, with checkpoints on the way."""
+
+    title = "training run"
+    options: ClassVar[dict[str, Any]] = {
+        "model": "small",
+        "epochs": 2,
+        "batch_size": 8,
+        "image_size": 16,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "deterministic": True,
+        "checkpoint_every": 3,
+    }
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__(shared)
+        pictures(shared / "in", 60)
+        words = ["--split", "train=0.6,val=0.4", "--stratify", "label"]
+        inside(
+            lambda: typed("convert", "folder", str(shared / "in"), str(shared / "set"), *words)
+        ).need("done")
+        inside(lambda: self.run(shared / "undisturbed")).need("done")
+        self._wanted = inside(lambda: self._came_to(shared / "undisturbed")).need("done").value
+
+    def run(self, place: Path) -> None:
+        train(str(self.shared / "set"), place / "run", **self.options)
+
+    def again(self, place: Path) -> None:
+        train(str(self.shared / "set"), place / "run", resume=True, **self.options)
+
+    def look(self, place: Path) -> None:
+        folder = place / "run" / "checkpoints"
+        for name in os.listdir(folder) if folder.exists() else []:
+            if name.endswith(".pt"):
+                read_checkpoint(str(folder / name))
+
+    def _came_to(self, place: Path) -> Any:
+        state = {
+            name: read_checkpoint(str(place / "run" / "checkpoints" / name))
+            for name in (LAST, BEST)
+        }
+        weights = {
+            f"{of}/{name}": value.numpy().tobytes()
+            for of in state
+            for name, value in state[of]["model"].items()
+        }
+        history = [
+            {name: value for name, value in line.items() if not name.endswith(_TIMED)}
+            for line in state[LAST]["state"]["history"]
+        ]
+        return (
+            weights,
+            repr(history),
+            len((place / "run" / "metrics.jsonl").read_text().splitlines()),
+        )
+
+    def end(self, place: Path) -> None:
+        for what, found, wanted in zip(
+            ("weights", "metrics", "lines"), self._came_to(place), self._wanted, strict=True
+        ):
+            if found != wanted:
+                raise Lie(
+                    f"it came to other {what}" + f": {found}, not {wanted}" * (what != "weights")
+                )
+        left = [path.name for path in (place / "run").rglob("*.tmp")]
+        if left:
+            raise Lie(f"left behind: {left}")
+
+    def reach(self, place: Path) -> str:
+        if not (place / "run" / "config.toml").exists():
+            return "before"
+        return (
+            "after"
+            if (place / "run" / "report.html").exists() and self._is_over(place)
+            else "within"
+        )
+
+    def _is_over(self, place: Path) -> bool:
+        lines = place / "run" / "metrics.jsonl"
+        return lines.exists() and len(lines.read_text().splitlines()) == self.options["epochs"]
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def pictures(folder: Path, count: int) -> None:
+    """Pictures of two classes."""
+    bits = np.random.default_rng(0)
+    for number in range(count):
+        path = folder / ("cat", "dog")[number % 2] / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = bits.integers(0, 255, (16, 16, 3)) // 2 + 100 * (number % 2)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels.astype(np.uint8)).save(buffer, "JPEG")
+        path.write_bytes(buffer.getvalue())
+
+
+def foreign(folder: Path, shards: int = 3, samples: int = 40, salt: bytes = b"") -> None:
+    """Shards without an index: sample n has its number in its key, its class and its bytes."""
+    from wdstrain.shards.tar import END, header, padding
+
+    folder.mkdir(parents=True)
+    number = 0
+    for shard in range(shards):
+        with open(folder / f"part-{shard:03d}.tar", "wb") as file:
+            for _ in range(samples):
+                text = b"%06d" % number
+                for name, data in (("bin", salt + text * 100), ("cls", b"%d" % (number % 7))):
+                    file.write(
+                        header(f"s{text.decode()}.{name}", len(data))
+                        + data
+                        + bytes(padding(len(data)))
+                    )
+                number += 1
+            file.write(END)
+
+
+class closing:
+    """A loader that is closed at the end."""
+
+    def __init__(self, loader: wt.Loader) -> None:
+        self._loader = loader
+
+    def __enter__(self) -> wt.Loader:
+        return self._loader
+
+    def __exit__(self, *_: object) -> None:
+        self._loader.close()
+
+
+def epoch(loader: wt.Loader, number: int = 0) -> list[tuple[str, bytes, bytes]]:
+    """All that an epoch delivers, in order."""
+    with closing(loader):
+        return [
+            one
+            for batch in loader.epoch(number)
+            for one in zip(batch["__key__"], batch["bin"], batch["cls"], strict=True)
+        ]
+
+
+def opened(address: str) -> Index | None:
+    """An index as a reader opens it, None if that is refused with a sentence."""
+    try:
+        return open_index(address)
+    except WdstrainError as error:
+        if not str(error).strip() or "\n" in str(error).strip():
+            raise Lie(f"no sentence: {error!r}") from error
+        return None
+
+
+def true_of(index: Index) -> None:
+    """Raise Lie unless an index is what a walk over its shards finds."""
+    walked = scan(shard.path for shard in index.shards)
+    same = [
+        np.array_equal(getattr(index.offsets, name), getattr(walked.offsets, name))
+        for name in ARRAYS
+        if name not in ("member_crc", "member_field")
+    ]
+    members = [index.members(n) == walked.members(n) for n in range(len(walked))]
+    if not all(same) or not all(members):
+        raise Lie("the index is not true of its shards")
+
+
+def visible(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name, but for hidden ones."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+def differing(found: dict[str, bytes], wanted: dict[str, bytes]) -> list[str]:
+    return sorted(
+        name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)
+    )

@@ -1,0 +1,108 @@
+"""One target under atheris, in a process of its own, since libFuzzer never returns. `python -m tests.fuzz` starts it.
+
+    python -m tests.fuzz.fuzzer_process TARGET CORPUS FINDS SEED [words for libFuzzer]
+
+Only wdstrain is instrumented. An exception does not end the run: its input is written into FINDS once for each place that it
+comes from, named after both, and the fuzzer goes on. What ends it is what no Python catches: a crash, 10 s on one input, more than
+2 GiB; then libFuzzer writes the input there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import resource
+import sys
+import traceback
+from random import Random
+
+import atheris
+
+_NUMBERS = [
+    "wdstrain.inspection.verify.header_search"
+]  # whose comparisons of arrays atheris 3.0 keeps in memory for ever, 28 KB a run
+
+with atheris.instrument_imports(
+    include=["wdstrain"], exclude=_NUMBERS, enable_loader_override=False
+):
+    from tests.fuzz.targets import TARGETS
+
+
+def main() -> None:
+    name, corpus, finds, seed, *words = sys.argv[1:]
+    target, known = TARGETS[name], set[str]()
+    logging.disable()
+
+    def run(data: bytes) -> None:
+        try:
+            target.run(data)
+        except Exception as error:
+            kind = kind_of(error)
+            if kind not in known:
+                known.add(kind)
+                with open(os.path.join(finds, f"{name}-{kind}"), "wb") as file:
+                    file.write(data)
+                print(
+                    f"FIND {kind}: {type(error).__name__}: {str(error)[:300]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def mutate(data: bytes, most: int, number: int) -> bytes:
+        random = Random(number)
+        if target.mutate is not None and random.random() < 0.5:
+            changed = target.mutate(data, random)
+            if len(changed) <= most:
+                return changed
+        return bytes(atheris.Mutate(data, most))
+
+    options = {} if target.mutate is None else {"custom_mutator": mutate}
+    # libFuzzer looks at the most that a process ever had, and what its parent had is told of it, too
+    inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    given = [
+        f"-seed={seed}",
+        f"-max_len={target.longest}",
+        f"-rss_limit_mb={2048 + inherited}",
+        "-timeout=10",
+        "-print_final_stats=1",
+        "-close_fd_mask=1",
+    ]
+    if target.words:
+        given.append(f"-dict={_dictionary(corpus, target.words)}")
+    atheris.Setup(
+        [sys.argv[0], *given, f"-artifact_prefix={finds}/{name}-", *words, corpus], run, **options
+    )
+    atheris.Fuzz()
+
+
+def kind_of(error: BaseException) -> str:
+    """What was raised, and where: the last place of ours, or the promise that is broken."""
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if "wdstrain" in one.filename and f"{os.sep}fuzz{os.sep}" not in one.filename
+    ]
+    where = (
+        f"{os.path.basename(frames[-1].filename)}-{frames[-1].name}"
+        if frames
+        else str(error).partition(":")[0]
+    )
+    text = re.sub(r"[^A-Za-z0-9]+", "-", f"{type(error).__name__} {where}").strip("-")
+    return f"{text[:80]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def _dictionary(corpus: str, words: tuple[bytes, ...]) -> str:
+    path = corpus.rstrip("/") + ".dict"
+    with open(path, "w") as file:
+        file.writelines(
+            '"' + "".join(f"\\x{byte:02x}" for byte in word) + '"\n'
+            for word in words
+            if len(word) <= 64
+        )
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Damages of tars, one kind a function: what disks, copies, wrong programs and hostile people make of a shard.
+
+Each takes the bytes of a well-formed tar and random numbers, and gives other bytes; `KINDS` names them. What is changed in a
+header is changed as its kind says: with its checksum as it was, so that the tar itself tells, or with a new one, so that the
+tar is another well-formed one and only an index can tell. `mutated_tars.py` counts what readers make of them, and
+the fuzzer uses them as its mutations, which alone would hardly ever guess a checksum.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable
+from random import Random
+
+BLOCK = 512
+
+Mutation = Callable[[bytes, Random], bytes]
+
+
+def headers_in(data: bytes) -> list[int]:
+    """Where the headers of a well-formed tar begin, extension headers among them, by Python's own reading of a header."""
+    found, offset = [], 0
+    while offset + BLOCK <= len(data) and data[offset : offset + BLOCK].strip(b"\0"):
+        try:
+            size = tarfile.TarInfo.frombuf(
+                data[offset : offset + BLOCK], "utf-8", "surrogateescape"
+            ).size
+        except tarfile.HeaderError:
+            break
+        found.append(offset)
+        offset += BLOCK + size + -size % BLOCK
+    return found
+
+
+def summed(block: bytes) -> bytes:
+    """A header with the checksum that it should have."""
+    total = sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
+    return block[:148] + b"%06o\0 " % total + block[156:]
+
+
+def with_sums(data: bytes) -> bytes:
+    """The same bytes, each block that says it is a header with the checksum that it should have."""
+    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    return b"".join(
+        summed(one) if len(one) == BLOCK and one[257:262] == b"ustar" else one for one in blocks
+    )
+
+
+# --- bits and runs ---------------------------------------------------------------------------------------------------
+
+
+def bit_in_header(data: bytes, random: Random) -> bytes:
+    at = random.choice(headers_in(data)) + random.randrange(BLOCK)
+    return _flipped(data, at, random)
+
+
+def bit_in_name_size_or_type(data: bytes, random: Random) -> bytes:
+    at = random.choice(headers_in(data)) + random.choice([*range(12), *range(124, 136), 156])
+    return _flipped(data, at, random)
+
+
+def bit_in_data(data: bytes, random: Random) -> bytes:
+    start, stop = _body(data, random)
+    return _flipped(data, random.randrange(start, stop), random)
+
+
+def bit_anywhere(data: bytes, random: Random) -> bytes:
+    return _flipped(data, random.randrange(len(data)), random)
+
+
+def zeroed_run(data: bytes, random: Random) -> bytes:
+    start = random.randrange(len(data))
+    stop = min(len(data), start + random.choice([1, 16, 512, 4096]))
+    return data[:start] + bytes(stop - start) + data[stop:]
+
+
+def zeroed_blocks(data: bytes, random: Random) -> bytes:
+    """As a disk that has lost a page: aligned to its blocks."""
+    start = random.randrange(len(data) // BLOCK) * BLOCK
+    stop = min(len(data), start + BLOCK * random.choice([1, 2, 8]))
+    return data[:start] + bytes(stop - start) + data[stop:]
+
+
+# --- cuts ------------------------------------------------------------------------------------------------------------
+
+
+def cut_anywhere(data: bytes, random: Random) -> bytes:
+    return data[: random.randrange(len(data))]
+
+
+def cut_between_members(data: bytes, random: Random) -> bytes:
+    return data[: random.choice(headers_in(data))]
+
+
+def cut_at_a_record(data: bytes, random: Random) -> bytes:
+    """At a multiple of 10 240 bytes, as tar writes, or of 512."""
+    step = random.choice([BLOCK, 20 * BLOCK])
+    return data[: random.randrange(1 + len(data) // step) * step]
+
+
+def cut_in_a_header(data: bytes, random: Random) -> bytes:
+    return data[: random.choice(headers_in(data)) + random.randrange(1, BLOCK)]
+
+
+def cut_in_padding(data: bytes, random: Random) -> bytes:
+    start, stop = _body(data, random)
+    return data[: random.randrange(stop, stop + -(stop - start) % BLOCK + 1)]
+
+
+def no_end(data: bytes, random: Random) -> bytes:
+    """Without the two zero blocks, or with one of them."""
+    end = len(data.rstrip(b"\0"))
+    return data[: end + -end % BLOCK + random.choice([0, BLOCK])]
+
+
+# --- blocks and members ----------------------------------------------------------------------------------------------
+
+
+def blocks_removed(data: bytes, random: Random) -> bytes:
+    at, count = random.randrange(len(data) // BLOCK) * BLOCK, random.choice([1, 1, 2, 5])
+    return data[:at] + data[at + count * BLOCK :]
+
+
+def blocks_doubled(data: bytes, random: Random) -> bytes:
+    at, count = random.randrange(len(data) // BLOCK) * BLOCK, random.choice([1, 1, 2, 5])
+    return data[: at + count * BLOCK] + data[at:]
+
+
+def blocks_swapped(data: bytes, random: Random) -> bytes:
+    one, other = sorted(random.sample(range(len(data) // BLOCK), 2))
+    blocks = [data[at : at + BLOCK] for at in range(0, len(data), BLOCK)]
+    blocks[one], blocks[other] = blocks[other], blocks[one]
+    return b"".join(blocks)
+
+
+def bytes_removed(data: bytes, random: Random) -> bytes:
+    at = random.randrange(len(data))
+    return data[:at] + data[at + random.randrange(1, 1000) :]
+
+
+def garbage_inserted(data: bytes, random: Random) -> bytes:
+    at = random.choice([random.randrange(len(data)), random.choice(headers_in(data))])
+    return data[:at] + random.randbytes(random.choice([1, 100, BLOCK, 2 * BLOCK])) + data[at:]
+
+
+def member_removed(data: bytes, random: Random) -> bytes:
+    start, stop = _member(data, random)
+    return data[:start] + data[stop:]
+
+
+def member_doubled(data: bytes, random: Random) -> bytes:
+    start, stop = _member(data, random)
+    return data[:stop] + data[start:]
+
+
+def members_swapped(data: bytes, random: Random) -> bytes:
+    (a, b), (c, d) = sorted([_member(data, random), _member(data, random)])
+    return data if a == c else data[:a] + data[c:d] + data[b:c] + data[a:b] + data[d:]
+
+
+def spliced(data: bytes, random: Random) -> bytes:
+    """The beginning of the tar, and its end from another member on, before or behind."""
+    places = headers_in(data)
+    return data[: random.choice(places)] + data[random.choice(places) :]
+
+
+def two_tars(data: bytes, random: Random) -> bytes:
+    """One after another, as `cat` makes of them; zeros between them as they were, or the end marker alone."""
+    first = (
+        data
+        if random.random() < 0.5
+        else data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % BLOCK + 2 * BLOCK)
+    )
+    return first + data
+
+
+# --- headers that say something else ---------------------------------------------------------------------------------
+
+
+def size_changed(data: bytes, random: Random) -> bytes:
+    return _told(data, random, 124, _size(random))
+
+
+def size_changed_and_summed(data: bytes, random: Random) -> bytes:
+    return _told(data, random, 124, _size(random), sums=True)
+
+
+def type_changed(data: bytes, random: Random) -> bytes:
+    return _told(data, random, 156, bytes([random.choice(b"\0001234567xgLKSXDVA\xff")]))
+
+
+def type_changed_and_summed(data: bytes, random: Random) -> bytes:
+    return _told(data, random, 156, bytes([random.choice(b"\0001234567xgLKSXDVA\xff")]), sums=True)
+
+
+def name_changed(data: bytes, random: Random) -> bytes:
+    return _told(data, random, random.randrange(8), bytes([random.choice(b"az09./_\0\xff")]))
+
+
+def name_changed_and_summed(data: bytes, random: Random) -> bytes:
+    return _told(
+        data, random, random.randrange(8), bytes([random.choice(b"az09./_\0\xff")]), sums=True
+    )
+
+
+def checksum_changed(data: bytes, random: Random) -> bytes:
+    wrong = random.choice(
+        [
+            b"%06o\0 " % random.randrange(1 << 17),
+            b"        ",
+            bytes(8),
+            b"-0012345",
+            random.randbytes(8),
+        ]
+    )
+    return _told(data, random, 148, wrong)
+
+
+KINDS: tuple[Mutation, ...] = (
+    bit_in_header,
+    bit_in_name_size_or_type,
+    bit_in_data,
+    bit_anywhere,
+    zeroed_run,
+    zeroed_blocks,
+    cut_anywhere,
+    cut_between_members,
+    cut_at_a_record,
+    cut_in_a_header,
+    cut_in_padding,
+    no_end,
+    blocks_removed,
+    blocks_doubled,
+    blocks_swapped,
+    bytes_removed,
+    garbage_inserted,
+    member_removed,
+    member_doubled,
+    members_swapped,
+    spliced,
+    two_tars,
+    size_changed,
+    size_changed_and_summed,
+    type_changed,
+    type_changed_and_summed,
+    name_changed,
+    name_changed_and_summed,
+    checksum_changed,
+)
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _flipped(data: bytes, at: int, random: Random) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << random.randrange(8)]) + data[at + 1 :]
+
+
+def _told(data: bytes, random: Random, place: int, value: bytes, *, sums: bool = False) -> bytes:
+    """A header that says something else at this place."""
+    at = random.choice(headers_in(data))
+    block = data[at : at + place] + value + data[at + place + len(value) : at + BLOCK]
+    return data[:at] + (summed(block) if sums else block) + data[at + BLOCK :]
+
+
+def _size(random: Random) -> bytes:
+    small = b"%011o\0" % random.choice([0, 1, 511, 512, 513, 1024, random.randrange(5000)])
+    large = random.choice(
+        [
+            b"%011o\0" % (8**11 - 1),
+            b"\x80" + random.randbytes(11),
+            b"\x80" + bytes(9) + b"\x02\x00",
+            b"-0000000012\0",
+        ]
+    )
+    return small if random.random() < 0.7 else large
+
+
+def _member(data: bytes, random: Random) -> tuple[int, int]:
+    """[start, stop) of a member, with the extension headers before it."""
+    places = [
+        at for at in headers_in(data) if data[at + 156 : at + 157] not in (b"x", b"g", b"L", b"K")
+    ]
+    number = random.randrange(len(places))
+    stops = [_stop(data, at) for at in places]
+    return (stops[number - 1] if number else 0), stops[number]
+
+
+def _body(data: bytes, random: Random) -> tuple[int, int]:
+    """[start, stop) of the data of a member or an extension header that has some."""
+    bodies = [
+        (at + BLOCK, at + BLOCK + size) for at in headers_in(data) if (size := _size_at(data, at))
+    ]
+    return random.choice(bodies)
+
+
+def _size_at(data: bytes, at: int) -> int:
+    return tarfile.TarInfo.frombuf(data[at : at + BLOCK], "utf-8", "surrogateescape").size
+
+
+def _stop(data: bytes, at: int) -> int:
+    size = _size_at(data, at)
+    return at + BLOCK + size + -size % BLOCK

@@ -1,0 +1,297 @@
+"""Bytes that nobody expected end in a value or in an error that is promised: cases that were found, properties, short runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from tests.fuzz import __main__ as fuzzing
+from tests.fuzz import mutated_tars, targets
+from tests.fuzz.tar_mutations import KINDS, summed
+from tests.fuzz.targets import TARGETS
+from wdstrain.decode import codecs, fields, label_fields
+from wdstrain.errors import SampleError, ShardError
+from wdstrain.shards import index_table, tar
+from wdstrain.shards.tar import header, padding, samples
+from wdstrain.storage import http_response
+
+CASES = sorted(fuzzing.CASES.glob("*/*"))
+
+some = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=list(HealthCheck),
+)
+seeds = st.integers(0, 1 << 32)
+
+
+# --- what was found, and what is begun with --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_case_that_broke_something_once_holds(case: Path) -> None:
+    TARGETS[case.parent.name].run(case.read_bytes())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_of_a_fuzzer_pass_and_are_within_its_size_limit(name: str) -> None:
+    target = TARGETS[name]
+    for data in target.seeds():
+        assert len(data) <= target.longest
+        target.run(data)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fault", "case"),
+    [
+        (tar, "EXTENSIONS", b"xgLK", "tar/solaris-extension-header"),
+        (index_table, "_check_field", lambda *_: None, "part/member-outside-its-sample"),
+        (
+            http_response,
+            "_RANGE",
+            re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)"),
+            "http/range-of-5000-digits",
+        ),
+        (
+            label_fields,
+            "_without_underscores",
+            lambda value: value,
+            "label/name-that-python-takes-for-a-number",
+        ),
+    ],
+)
+def test_a_target_sees_a_fault_that_comes_back(
+    module: ModuleType, name: str, fault: object, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, fault)
+    with pytest.raises((targets.Broken, ValueError)):
+        TARGETS[case.split("/")[0]].run((fuzzing.CASES / case).read_bytes())
+
+
+def test_one_path_or_size_for_all_members_is_refused() -> None:
+    for record in (b"18 path=b/all.txt\n", b"9 size=1\n"):
+        first = bytearray(header("g", len(record)))
+        first[156:157] = b"g"
+        data = summed(bytes(first)) + record + bytes(padding(len(record)))
+        data += targets.tar_of([("a", {"txt": b"1"})])
+        with pytest.raises(ShardError, match="for all its members at offset 0"):
+            list(
+                samples(
+                    lambda offset, length, data=data: data[offset : offset + length],
+                    len(data),
+                    "it.tar",
+                )
+            )
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+_letters = st.characters(exclude_characters="\0/.", exclude_categories=["Cs"])
+_keys = (
+    st.lists(st.text(_letters, min_size=1, max_size=120), min_size=1, max_size=3)
+    .map("/".join)
+    .filter(lambda key: key[0] not in "_")
+)
+_parts = st.dictionaries(
+    st.sampled_from(["cls", "txt", "seg.png", "json", "x" * 90]),
+    st.binary(max_size=1100),
+    min_size=1,
+)
+
+
+@some
+@given(st.dictionaries(_keys, _parts, max_size=5))
+def test_whatever_names_and_sizes_are_written_are_read_back(
+    wanted: dict[str, dict[str, bytes]],
+) -> None:
+    data = targets.tar_of(list(wanted.items()))
+    targets.run_tar(data)
+    found = list(samples(lambda offset, length: data[offset : offset + length], len(data), "it"))
+    read = {one.key: {name: data[at : at + size] for name, at, size in one.fields} for one in found}
+    assert read == wanted
+
+
+@some
+@given(st.lists(st.tuples(st.text(max_size=150), st.binary(max_size=30)), max_size=6))
+def test_any_text_as_a_name_reads_back_here_and_in_tarfile(given: list[tuple[str, bytes]]) -> None:
+    lines = [
+        name.encode("utf-8", "surrogatepass").replace(b"\n", b"") + b"=" + data.replace(b"\n", b"")
+        for name, data in given
+    ]
+    targets.run_written(b"\n".join(lines))
+
+
+@some
+@given(seeds, st.sampled_from(KINDS), st.integers(0, 5))
+def test_a_tar_damaged_in_any_way_is_read_rightly_or_refused_and_what_is_saved_of_it_is_whole(
+    seed: int, kind: Any, of: int
+) -> None:
+    whole = TARGETS["tar"].seeds()[of]
+    if of != 2:  # the empty one has no header to be changed
+        damaged = kind(whole, Random(seed))
+        targets.run_tar(damaged)
+        targets.run_salvage(damaged)
+        targets.run_rescue(kind(TARGETS["rescue"].seeds()[0], Random(seed)))
+
+
+@some
+@given(seeds)
+def test_odd_values_in_an_index_or_its_parts_point_nowhere_else(seed: int) -> None:
+    random = Random(seed)
+    for name in ("index", "part"):
+        data = TARGETS[name].seeds()[0]
+        for _ in range(random.choice([1, 2])):
+            data = TARGETS[name].mutate(data, random)
+        TARGETS[name].run(data)
+
+
+@some
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([200, 206, 206, 503]), *[st.integers(0, 2100)] * 4, st.booleans()
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_answers_whose_lengths_and_ranges_contradict_give_no_wrong_bytes(
+    answers: list[Any],
+) -> None:
+    parts = []
+    for status, first, last, length, count, chunked in answers:
+        head = f"HTTP/1.1 {status} So\nContent-Range: bytes {first}-{last}/2048\n"
+        head += "Transfer-Encoding: chunked" if chunked else f"Content-Length: {length}"
+        parts.append(head.encode() + b"\n\n" + struct.pack("<HHH", count, length, last))
+    targets.run_http(targets.SPLIT.join(parts))
+
+
+@some
+@given(st.one_of(st.text(max_size=20), st.integers().map(str), st.floats().map(repr)))
+def test_a_label_or_number_is_what_its_text_says(text: str) -> None:
+    targets.run_label(text.encode("utf-8", "surrogatepass"))
+
+
+@some
+@given(st.floats(allow_nan=False))
+def test_a_number_is_the_nearest_float32_or_a_bad_sample(value: float) -> None:
+    out = np.zeros((), np.float32)
+    field = label_fields.number("n")
+    if math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
+        with pytest.raises(SampleError, match="more than a float32 holds"):
+            field.read("n", memoryview(repr(value).encode()), out, np.zeros(27))
+    else:
+        field.read("n", memoryview(repr(value).encode()), out, np.zeros(27))
+        assert out == np.float32(value)
+
+
+_documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
+)
+
+
+@some
+@given(_documents)
+def test_a_document_comes_back_as_it_was(value: Any) -> None:
+    data = json.dumps(value).encode()
+    assert fields.json().read("json", memoryview(data), None, np.zeros(27)) == value
+
+
+@some
+@given(
+    arrays.arrays(arrays.scalar_dtypes(), arrays.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
+def test_an_array_of_any_kind_comes_back_or_is_a_bad_sample(value: Any) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, value)
+    targets.run_array(buffer.getvalue())
+
+
+@some
+@given(
+    st.integers(1, 40), st.integers(1, 40), seeds, st.sampled_from(["PNG", "BMP", "TIFF", "PPM"])
+)
+def test_pixels_of_any_shape_come_back_from_formats_that_keep_them(
+    height: int, width: int, seed: int, kind: str
+) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    targets.run_image(buffer.getvalue())
+    assert np.array_equal(codecs.decode_image(buffer.getvalue()), pixels)
+
+
+@some
+@given(seeds)
+def test_a_picture_with_flipped_bits_is_one_picture_or_none(seed: int) -> None:
+    random = Random(seed)
+    data = bytearray(random.choice(TARGETS["image"].seeds()))
+    for _ in range(random.choice([1, 3])):
+        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    targets.run_image(bytes(data))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "share"),
+    [
+        ("tar", 3000, 0.5),
+        *(
+            pytest.param(name, runs, share, marks=pytest.mark.slow)
+            for name, runs, share in (
+                ("salvage", 2000, 0.8),
+                ("index", 300, 0.3),
+                ("part", 5000, 0.8),
+                ("http", 300, 0.4),
+                ("label", 5000, 0.8),
+                ("array", 3000, 0.7),
+                ("image", 500, 0.8),
+            )
+        ),
+    ],
+)
+def test_a_short_run_of_the_fuzzer_finds_nothing(
+    name: str, runs: int, share: float, tmp_path: Path
+) -> None:
+    pytest.importorskip("atheris", reason="atheris has wheels for Linux on x86-64 alone")
+    outcome = fuzzing.fuzz(TARGETS[name], tmp_path, seed=1, limits=[f"-runs={runs}"])
+    assert outcome.finds == []
+    assert outcome.executions >= runs
+    covered, every = outcome.lines
+    assert covered >= share * every
+
+
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # files of webdataset
+@pytest.mark.parametrize("count", [290, pytest.param(1160, marks=pytest.mark.slow)])
+def test_of_mutated_tars_none_loses_a_sample_in_silence_here_and_many_do_in_tarfile(
+    count: int, tmp_path: Path
+) -> None:
+    counts = mutated_tars.campaign(count, seed=count, folder=tmp_path)
+    assert counts.broken == []
+    assert counts.of("indexed", "", "silent") == 0
+    assert counts.of("ours", "tells", "silent") == counts.of("ours", "harmless", "silent") == 0
+    assert counts.of("indexed", "another", "told") > 0
+    for reader in ("tarfile", "stream", "webdataset"):
+        assert counts.of(reader, "tells", "silent") > count // 10
+        assert counts.of(reader, "harmless", "whole") > 0

@@ -1,0 +1,261 @@
+"""Samples are compared with the checksums of the index while they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import picture, write_shards
+from tests.support.readers import collected_batches
+from tests.support.servers import serving
+from wdstrain.memory.scatter import Ints
+from wdstrain.memory.shared import Memory
+from wdstrain.native import kernels
+from wdstrain.reader.arena_sink import ReadChecksums
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Offsets
+from wdstrain.storage.block_map import BLOCK
+from wdstrain.storage.shard_cache import Cache
+
+COUNT = 60
+WEIGHTS = [number % 3 for number in range(COUNT)]
+FIELDS = {"image": wt.image(size=16), "label": wt.label()}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A folder of samples of one to three fields."""
+    samples = (
+        {"__key__": f"k{i:03d}", "png": picture(i), "cls": i % 7}
+        | ({"txt": "words " * 20 * i} if i % 3 else {})
+        for i in range(COUNT)
+    )
+    wt.pack(samples, str(tmp_path / "set"), shuffle=False, max_shard_samples=20)
+    return tmp_path / "set"
+
+
+def flip(folder: Path, number: int, field: str) -> None:
+    """Change a byte of a field."""
+    index = wt.index(folder)
+    shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+    offset = next(
+        offset + size - 1 for name, offset, size in index.members(number) if name == field
+    )
+    with open(shard.path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def keys(loader: wt.Loader) -> list[str]:
+    """Return the sorted keys of an epoch."""
+    delivered = sorted(key for batch in loader for key in batch["__key__"])
+    loader.close()
+    return delivered
+
+
+def unverified_ids(urls: Any, step: int = 0, weights: Any = None, **options: Any) -> list[int]:
+    """Return the ids of the samples of an epoch that the reader does not verify. options: its."""
+    loader = wt.Loader(urls, batch_size=4, shuffle_buffer=8, weights=weights)
+    unverified = list[int]()
+    for _, _, batch in collected_batches(loader.index, loader.plan, step, **options):
+        if batch.unverified is not None:
+            unverified += batch.ids[batch.unverified].tolist()
+    return sorted(unverified)
+
+
+@pytest.mark.parametrize(
+    "fields", [None, {"png", "cls"}, {"cls"}], ids=["bytes", "pictures", "labels"]
+)
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weights"])
+@pytest.mark.parametrize("step", [0, 7])
+def test_sound_samples_are_verified_while_they_are_read(
+    made: Path, fields: set[str] | None, weights: list[int] | None, step: int
+) -> None:
+    """Also in reads that skip samples, because of weights or because they were delivered before."""
+    assert unverified_ids(made, step, weights, needed_fields=fields) == []
+
+
+def test_samples_of_damaged_bytes_are_not_verified(made: Path) -> None:
+    for number in (7, 8, 41):
+        flip(made, number, "cls")
+    flip(made, 20, "png")
+    assert unverified_ids(made) == [7, 8, 20, 41]
+    assert unverified_ids(made, needed_fields={"cls"}) == [7, 8, 41]
+    assert unverified_ids(made, weights=WEIGHTS) == [7, 8, 8, 20, 20, 41, 41]
+
+
+def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None:
+    """Samples larger than a request, and those across a block of the cache."""
+    sizes = [1 << 20, 1 << 20, BLOCK + 5000, *[1 << 20] * 9]
+    samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
+    wt.pack(samples, str(tmp_path / "set"), shuffle=False)
+    with serving(tmp_path / "set") as server:
+        index = wt.open(server.url)
+        assert unverified_ids(server.url) == [2]
+        members = [index.members(number)[0] for number in range(len(index))]
+        crossing = [
+            number
+            for number, (_, offset, size) in enumerate(members)
+            if offset // BLOCK != (offset + size - 1) // BLOCK
+        ]
+        assert len(crossing) > 2
+        for _ in range(2):  # the second time from the cache
+            assert unverified_ids(server.url, cache=Cache(str(tmp_path / "cache"))) == crossing
+
+
+@pytest.mark.parametrize(
+    "fields", [None, {"image": wt.image(size=16), "cls": wt.text("cls")}], ids=["bytes", "pictures"]
+)
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("far", [False, True])
+def test_a_changed_byte_is_an_error_at_any_step(
+    made: Path, fields: Any, start: int, far: bool
+) -> None:
+    """Also in the middle of an epoch, where some samples of a read were delivered before."""
+    for number in range(COUNT):
+        flip(made, number, "cls")
+    with serving(made) as server:
+        loader = wt.Loader(server.url if far else made, fields, batch_size=8, shuffle_buffer=16)
+        for step in range(start, len(loader)):
+            with pytest.raises(wt.SampleError, match=r"'cls' at offset \d+: .*crc32"):
+                next(loader.epoch(0, start=step))
+        loader.close()
+
+
+def test_only_needed_fields_are_verified(made: Path) -> None:
+    for number in range(COUNT):
+        flip(made, number, "png")
+    assert len(keys(wt.Loader(made, {"label": wt.label()}, batch_size=8, tail="keep"))) == COUNT
+    loader = wt.Loader(made, FIELDS, batch_size=8)
+    with pytest.raises(wt.SampleError, match=r"'png' at offset \d+"):
+        next(iter(loader))
+    loader.close()
+
+
+def test_an_index_without_checksums_verifies_nothing(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, [COUNT])
+    assert unverified_ids(shards) == []
+    assert len(keys(wt.Loader(shards, batch_size=8, tail="keep"))) == COUNT
+
+
+# --- the checksums of one read --------------------------------------------------------------------
+
+
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in Python":
+        monkeypatch.setattr(kernels, "library", None)
+    elif kernels.library is None:
+        pytest.skip("kernels.c was not compiled")
+
+
+def first_shard(index: Index) -> tuple[Memory, Ints]:
+    """Return a memory with the bytes of the first shard, and the offsets of its samples."""
+    memory, shard = Memory(100_000), Path(index.shards[0].path).read_bytes()
+    memory.view[: len(shard)] = shard
+    return memory, index.offsets.start[:20].copy()
+
+
+def checksums_of(
+    index: Index, table: Offsets, memory: Memory, ids: Ints, offsets: Ints, fields: Any = None
+) -> ReadChecksums:
+    return ReadChecksums(table, index.field_mask(fields), memory, ids, offsets)
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        ("member_size", 1_000_000),
+        ("member_size", -1_000_000),
+        ("member_offset", -1_000_000),
+        ("member_offset", 1_000_000),
+    ],
+)
+@pytest.mark.usefixtures("way")
+def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: int) -> None:
+    """An index may claim any offset; checksums read the memory by address."""
+    index = wt.index(made)
+    memory, offsets = first_shard(index)
+    changed = getattr(index.offsets, column).copy()
+    changed[3] += change
+    lying = index.offsets.replaced(**{column: changed})
+    with pytest.raises(ValueError, match="beyond its memory"):
+        checksums_of(index, lying, memory, np.arange(20), offsets)
+    offsets[7] = memory.size - 10
+    with pytest.raises(ValueError, match="beyond its memory"):
+        checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
+    index = wt.index(made)
+    memory, offsets = first_shard(index)
+    changed = index.offsets.member_offset.copy()
+    changed[3] += 700
+    lying = index.offsets.replaced(member_offset=changed)
+    checksums = checksums_of(index, lying, memory, np.arange(20), offsets)
+    checksums.job.update()
+    sample = int(np.searchsorted(index.offsets.member_first, 3, side="right")) - 1
+    assert sample in checksums.unverified_rows()
+
+
+@pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
+@pytest.mark.parametrize("ids", [range(5, 17), (5, 8, 9, 13)])
+@pytest.mark.usefixtures("way")
+def test_samples_are_verified_if_all_needed_fields_are_sound(
+    made: Path, ids: Any, names: list[str]
+) -> None:
+    """Samples with different fields, in reverse order in the memory."""
+    index = wt.index(made)
+    whole, table = Path(index.shards[0].path).read_bytes(), index.offsets
+    memory, numbers = Memory(100_000), np.array(ids)
+    sizes = (table.stop - table.start)[numbers[::-1]]
+    offsets = (sizes.cumsum() - sizes)[::-1]
+    for i, offset in zip(ids, offsets.tolist(), strict=True):
+        memory.view[offset : offset + table.stop[i] - table.start[i]] = whole[
+            table.start[i] : table.stop[i]
+        ]
+    extent = int(table.stop[numbers[-1]] - table.start[numbers[0]])
+    row = numbers.tolist().index(9)
+
+    def unverified() -> list[int]:
+        checksums = checksums_of(index, table, memory, numbers, offsets, names)
+        checksums.job.update(0, extent)
+        return checksums.unverified_rows().tolist()
+
+    assert unverified() == []
+    for name, offset, size in index.members(9):
+        position = int(offsets[row] + offset - table.start[9]) + size // 2
+        memory.view[position] ^= 255
+        assert unverified() == ([row] if name in names else [])
+        memory.view[position] ^= 255
+
+
+@pytest.mark.usefixtures("way")
+def test_a_sample_is_verified_when_it_is_complete(made: Path) -> None:
+    """A field that comes in two parts is not verified."""
+    index = wt.index(made)
+    memory, offsets = first_shard(index)
+    ends = (index.offsets.stop[:20] - index.offsets.start[0]).tolist()
+    checksums = checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+
+    def unverified() -> list[int]:
+        return sorted(set(checksums.unverified_rows().tolist()))
+
+    checksums.job.update(0, ends[3] - 1024)  # without the padding and a part of the last field
+    assert unverified() == list(range(3, 20))
+    checksums.job.update(ends[3] - 1024, ends[9] + 5)
+    assert unverified() == list(range(10, 20))
+    checksums = checksums_of(index, index.offsets, memory, np.arange(20), offsets)
+    _, field_offset, size = index.members(10)[0]
+    middle = field_offset + size // 2 - int(index.offsets.start[0])
+    first, second = checksums.job.within(0, middle), checksums.job.within(middle, ends[19])
+    second.update(0, ends[19] - middle)
+    first.update(0, middle)
+    assert unverified() == [10]

@@ -1,0 +1,547 @@
+"""A folder over HTTP: any range, never a byte of another file, nothing outside the folder."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wdstrain as wt
+from wdstrain.cli import main
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.serve import Server
+
+MB = 1 << 20
+BYTES = random.Random(1).randbytes(10_000)
+STRANGE = "a b<i>&ä:1%2e.tar"
+
+Answer = tuple[int, http.client.HTTPMessage, bytes]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all kinds of things in it, and a secret beside it."""
+    root = tmp_path_factory.mktemp("serving")
+    shards = root / "shards"
+    (shards / "sub").mkdir(parents=True)
+    (shards / ".hidden").mkdir()
+    (root / "shards-not").mkdir()
+    for place in (
+        root / "secret.tar",
+        root / "shards-not" / "secret.tar",
+        shards / ".secret.tar",
+        shards / ".hidden" / "s.tar",
+    ):
+        place.write_bytes(b"hushhush")
+    for name in ("a.tar", "index.json", "page.html", "plain", "sub/b.tar", STRANGE):
+        (shards / name).write_bytes(BYTES)
+    (shards / "empty.tar").touch()
+    (shards / "one.tar").write_bytes(b"1")
+    (shards / "near.tar").symlink_to("a.tar")
+    (shards / "nearby").symlink_to("sub")
+    (shards / "store.tar").symlink_to(shards / ".hidden" / "s.tar")
+    for name, target in (
+        ("far.tar", "../secret.tar"),
+        ("up", ".."),
+        ("beside", "../shards-not"),
+        ("gone", "nothing"),
+        ("me", "me"),
+    ):
+        (shards / name).symlink_to(target)
+    (shards / "device").symlink_to("/dev/zero")
+    os.mkfifo(shards / "pipe")
+    return shards
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    with Server(folder) as running:
+        yield running
+
+
+def connect(server: Server) -> http.client.HTTPConnection:
+    host, port = server.url.removeprefix("http://").rstrip("/").rsplit(":", 1)
+    return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=20)
+
+
+def ask(
+    server: Server | http.client.HTTPConnection, path: str, method: str = "GET", **headers: str
+) -> Answer:
+    """An answer, over a connection of its own unless one is given."""
+    connection = connect(server) if isinstance(server, Server) else server
+    try:
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    finally:
+        if isinstance(server, Server):
+            connection.close()
+
+
+def raw(server: Server, target: bytes) -> tuple[int, bytes]:
+    """Status and everything that is answered to a target of any bytes."""
+    with socket.create_connection(address(server), timeout=20) as plugged:
+        plugged.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        found = rest_of(plugged)
+    return int(found.split(b" ", 2)[1]), found
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").rstrip("/").rsplit(":", 1)
+    return host, int(port)
+
+
+def rest_of(plugged: socket.socket) -> bytes:
+    """Everything until the server ends the connection."""
+    found = bytearray()
+    while chunk := plugged.recv(MB):
+        found += chunk
+    return bytes(found)
+
+
+# --- parts -------------------------------------------------------------------------------------------
+
+
+def test_any_part_of_a_file_is_what_a_slice_gives(server: Server) -> None:
+    draw, connection = random.Random(2), connect(server)
+    cases = [(0, 1), (0, 10_000), (9_999, 10_000), (5, 20_000)]
+    cases += [tuple(sorted(draw.sample(range(10_001), 2))) for _ in range(100)]
+    for start, stop in cases:
+        status, headers, body = ask(connection, "/a.tar", Range=f"bytes={start}-{stop - 1}")
+        assert (status, body) == (206, BYTES[start:stop])
+        shown = f"bytes {start}-{min(stop, 10_000) - 1}/10000"
+        assert (headers["Content-Range"], headers["Accept-Ranges"]) == (shown, "bytes")
+    assert ask(connection, "/a.tar", Range="bytes=9000-")[2] == BYTES[9000:]
+    assert ask(connection, "/a.tar", Range="bytes=-7")[2] == BYTES[-7:]
+    assert ask(connection, "/a.tar", Range="bytes=-70000")[2] == BYTES
+    connection.close()
+
+
+@pytest.mark.parametrize("words", ["bytes=0-1,5-6", "lines=1-2", "bytes=5-2", "bytes=x-", "bytes="])
+def test_a_range_that_is_not_understood_gives_the_whole(server: Server, words: str) -> None:
+    assert ask(server, "/a.tar", Range=words)[::2] == (200, BYTES)
+
+
+def test_a_part_behind_the_end_is_refused_with_the_size(server: Server) -> None:
+    for words in ("bytes=10000-", "bytes=999999-1000000"):
+        status, headers, body = ask(server, "/a.tar", Range=words)
+        assert (status, headers["Content-Range"]) == (416, "bytes */10000")
+        assert not set(body) & set(BYTES) or len(body) < 200
+
+
+def test_an_empty_file_has_a_length_and_no_parts(server: Server) -> None:
+    status, headers, body = ask(server, "/empty.tar")
+    assert (status, headers["Content-Length"], body) == (200, "0", b"")
+    assert ask(server, "/empty.tar", Range="bytes=0-")[0] == 416
+
+
+def test_parts_behind_four_gigabytes_are_given(tmp_path: Path) -> None:
+    with open(tmp_path / "far.tar", "wb") as file:
+        file.truncate((5 << 30) - 3)
+        file.seek(5 << 30)
+        file.write(b"end")
+    with Server(tmp_path) as server:
+        assert ask(server, "/far.tar", Range=f"bytes={5 << 30}-")[2] == b"end"
+
+
+def test_head_says_what_get_says_and_ignores_ranges(server: Server) -> None:
+    names = ("Content-Length", "Content-Type", "ETag", "Last-Modified", "Accept-Ranges")
+    status, headers, body = ask(server, "/a.tar", "HEAD", Range="bytes=0-3")
+    _, wanted, _ = ask(server, "/a.tar")
+    assert (status, body) == (200, b"")
+    assert [headers[name] for name in names] == [wanted[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.tar", "application/x-tar"), ("index.json", "application/json")]
+    + [(name, "application/octet-stream") for name in ("page.html", "plain")],
+)
+def test_no_file_is_called_a_page(server: Server, name: str, kind: str) -> None:
+    headers = ask(server, f"/{name}")[1]
+    assert (headers["Content-Type"], headers["X-Content-Type-Options"]) == (kind, "nosniff")
+
+
+def test_conditions_are_met_or_refused(server: Server) -> None:
+    headers = ask(server, "/a.tar")[1]
+    tag, modified = headers["ETag"], headers["Last-Modified"]
+    assert ask(server, "/a.tar", If_None_Match=tag)[0] == 304
+    assert ask(server, "/a.tar", If_None_Match='"other"')[0] == 200
+    assert ask(server, "/a.tar", If_Match=tag)[0] == 200
+    assert ask(server, "/a.tar", If_Match='"other"')[0] == 412
+    assert ask(server, "/a.tar", If_Unmodified_Since="Thu, 01 Jan 1970 00:00:01 GMT")[0] == 412
+    assert ask(server, "/a.tar", If_Range=tag, Range="bytes=0-1")[::2] == (206, BYTES[:2])
+    assert ask(server, "/a.tar", If_Range=f"W/{tag}", Range="bytes=0-1")[0] == 200
+    assert ask(server, "/a.tar", If_Range='"other"', Range="bytes=0-1")[::2] == (200, BYTES)
+    old = "Thu, 01 Jan 1970 00:00:01 GMT"
+    assert ask(server, "/a.tar", If_Range=old, Range="bytes=0-1")[::2] == (200, BYTES)
+    assert modified.endswith(" GMT")
+
+
+def test_parts_of_a_replaced_file_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"old" * 100)
+    with Server(tmp_path) as server:
+        tag = ask(server, "/a.tar", Range="bytes=0-9")[1]["ETag"]
+        (tmp_path / "new").write_bytes(b"new" * 100)
+        os.utime(tmp_path / "new", (1, 1))
+        os.replace(tmp_path / "new", tmp_path / "a.tar")
+        assert ask(server, "/a.tar", If_Match=tag, Range="bytes=10-19")[0] == 412
+        found = ask(server, "/a.tar", If_Range=tag, Range="bytes=10-19")
+        assert found[::2] == (200, b"new" * 100)
+
+
+# --- what may be reached -----------------------------------------------------------------------------
+
+
+def climbs() -> list[bytes]:
+    """Ways out of a folder, by spellings of dots and separators that some server has fallen for."""
+    dots = [
+        b"..",
+        b"%2e%2e",
+        b".%2e",
+        b"%252e%252e",
+        b"%c0%ae%c0%ae",
+        b"..%00",
+        b"..;",
+        b"%2e%2e%20",
+    ]
+    between = [b"/", b"%2f", b"\\", b"%5c", b"%252f", b"%c0%af", b"//", b"/./"]
+    begins = [b"/", b"//", b"/sub/", b"/nearby/", b"/%2f", b"file:///", b"http://x/", b""]
+    ends = [(1, b"secret.tar"), (9, b"etc/passwd")]
+    found = [
+        begin + separator.join([*[dot] * depth, end.replace(b"/", separator)])
+        for begin, dot, separator, (depth, end) in itertools.product(begins, dots, between, ends)
+    ]
+    hidden = [b".secret.tar", b"%2esecret.tar", b".hidden/s.tar", b"sub/../.secret.tar"]
+    links = [b"far.tar", b"up/secret.tar", b"up", b"beside/secret.tar", b"store.tar", b"device"]
+    odd = [
+        b"pipe",
+        b"gone",
+        b"me",
+        b"me/a.tar",
+        b"a.tar%00",
+        b"a.tar/",
+        b"%",
+        b"%zz",
+        b"a.tar/a.tar",
+    ]
+    return found + [b"/" + name for name in (*hidden, *links, *odd, b"x" * 5000, b"a/" * 2000)]
+
+
+def test_nothing_outside_the_folder_and_nothing_hidden_is_given(server: Server) -> None:
+    targets = climbs()
+    assert len(targets) > 1000
+    with ThreadPoolExecutor(8) as pool:
+        for target, (status, found) in zip(
+            targets, pool.map(lambda target: raw(server, target), targets), strict=True
+        ):
+            if target != b"/store.tar":  # a link into a store in the folder
+                assert status in (400, 404, 414), target
+                assert b"hushhush" not in found.partition(b"\r\n\r\n")[2], target
+                assert b"root:" not in found, target
+
+
+def test_links_that_stay_inside_are_followed(server: Server) -> None:
+    for name in ("near.tar", "nearby/b.tar"):
+        assert ask(server, f"/{name}")[::2] == (200, BYTES)
+    assert ask(server, "/store.tar")[::2] == (200, b"hushhush")
+
+
+def test_a_link_that_changes_while_it_is_asked_for_gives_nothing_from_outside(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "shards" / "sub").mkdir(parents=True)
+    (tmp_path / "shards" / "sub" / "b.tar").write_bytes(b"b")
+    (tmp_path / "secret.tar").write_bytes(b"hushhush")
+    over, shards = threading.Event(), tmp_path / "shards"
+
+    def change() -> None:
+        for target in itertools.cycle([shards / "sub", tmp_path]):
+            (shards / ".next").symlink_to(target)
+            (shards / ".next").replace(shards / "link")
+            if over.is_set():
+                return
+
+    changing = threading.Thread(target=change)
+    with Server(shards) as server:
+        connection = connect(server)
+        changing.start()
+        try:
+            answers = [
+                ask(connection, f"/link/{name}")
+                for _ in range(300)
+                for name in ("secret.tar", "b.tar")
+            ]
+        finally:
+            over.set()
+            changing.join()
+            connection.close()
+    assert {status for status, _, _ in answers} == {200, 404}
+    assert all(b"hushhush" not in body for _, _, body in answers)
+
+
+def test_a_folder_that_is_a_link_itself_is_served(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    with Server(tmp_path / "link") as server:
+        assert ask(server, "/one.tar")[2] == b"1"
+
+
+def test_a_folder_shows_what_may_be_asked_for(server: Server) -> None:
+    status, headers, page = ask(server, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    links = re.findall(rb'<a href="\./([^"]*)">', page)
+    assert sorted(links) == sorted(
+        [b"a.tar", b"empty.tar", b"index.json", b"near.tar", b"nearby/", b"one.tar", b"page.html"]
+        + [b"plain", b"store.tar", b"sub/", b"a%20b%3Ci%3E%26%C3%A4%3A1%252e.tar"]
+    )
+    for link in links:
+        assert ask(server, f"/{link.decode()}")[0] == 200
+    status, headers, _ = ask(server, "/sub")
+    assert (status, headers["Location"]) == (301, "/sub/")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").touch(0)
+    with Server(tmp_path) as server:
+        assert ask(server, "/a.tar")[0] == 403
+
+
+# --- connections -------------------------------------------------------------------------------------
+
+
+def test_a_connection_is_kept_from_one_request_to_the_next(server: Server) -> None:
+    connection = connect(server)
+    connection.connect()
+    first = connection.sock
+    for path, status in (("/a.tar", 200), ("/nothing", 404), ("/", 200), ("/a.tar", 200)):
+        assert ask(connection, path)[0] == status
+        assert connection.sock is first
+    connection.close()
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PROPFIND"])
+def test_other_methods_are_refused(server: Server, method: str) -> None:
+    status, headers, _ = ask(server, "/a.tar", method)
+    assert (status, headers["Allow"]) == (405, "GET,HEAD")
+
+
+def test_many_clients_at_once_each_get_their_bytes(server: Server) -> None:
+    def client(number: int) -> bool:
+        draw, connection = random.Random(number), connect(server)
+        for _ in range(20):
+            start = draw.randrange(9000)
+            body = ask(connection, "/a.tar", Range=f"bytes={start}-{start + 999}")[2]
+            if body != BYTES[start : start + 1000]:
+                return False
+        connection.close()
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(client, range(32)))
+
+
+def test_a_file_that_shrinks_while_it_is_sent_is_cut_off(tmp_path: Path) -> None:
+    with open(tmp_path / "large.tar", "wb") as file:
+        file.truncate(64 * MB)
+    with Server(tmp_path) as server, socket.socket() as client:
+        client.settimeout(20)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address(server))
+        client.sendall(b"GET /large.tar HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(4) == b"HTTP"
+        os.truncate(tmp_path / "large.tar", MB)
+        head, _, body = rest_of(client).partition(b"\r\n\r\n")
+        assert b"Content-Length: 67108864" in head
+        assert len(body) < 64 * MB
+
+
+def test_the_end_does_not_wait_for_clients_that_rest_or_take_nothing(tmp_path: Path) -> None:
+    with open(tmp_path / "large.tar", "wb") as file:
+        file.truncate(64 * MB)
+    with Server(tmp_path) as server:
+        resting, slow = (socket.create_connection(address(server)) for _ in range(2))
+        slow.sendall(b"GET /large.tar HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert slow.recv(4) == b"HTTP"
+    server.wait()
+    resting.close()
+    slow.close()
+
+
+def test_a_server_that_never_began_ends_too(folder: Path) -> None:
+    server = Server(folder)
+    port = address(server)[1]
+    server.close()
+    with Server(folder, port=port) as server:
+        assert ask(server, "/one.tar")[2] == b"1"
+
+
+# --- with the loader -------------------------------------------------------------------------------------------------
+
+
+def test_a_loader_gets_from_the_server_what_the_disk_gives(tmp_path: Path) -> None:
+    rows = ({"__key__": f"k{n:04d}", "bin": os.urandom(2000 + n), "cls": n % 3} for n in range(300))
+    wt.pack(rows, str(tmp_path / "shards"), max_shard_size=200_000)
+
+    def epoch(urls: str) -> list[Any]:
+        loader = wt.Loader(urls, batch_size=16, tail="keep", shuffle_buffer=100)
+        found = [(batch["__key__"], batch["bin"], batch["cls"]) for batch in loader.epoch(1)]
+        loader.close()
+        return found
+
+    wanted = epoch(str(tmp_path / "shards"))
+    last = len(list((tmp_path / "shards").glob("*.tar"))) - 1
+    with Server(tmp_path) as server:
+        assert last > 1
+        for address in (
+            "shards",
+            "shards/",
+            "shards/index.json",
+            f"shards/train-{{000000..{last:06d}}}.tar",
+        ):
+            assert epoch(server.url + address) == wanted
+        assert main(["verify", f"{server.url}shards"]) == 0
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_ended_and_says_what_it_served(
+    folder: Path, sent: signal.Signals
+) -> None:
+    words = ["--json"] if sent == signal.SIGTERM else []
+    command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--port", "0", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        found = re.fullmatch(
+            r"serving (.*) at (http://127\.0\.0\.1:(\d+)/) \(Ctrl-C ends\)\n", line
+        )
+        assert found, line
+        assert found[1] == str(folder.resolve())
+        connection = http.client.HTTPConnection("127.0.0.1", int(found[3]), timeout=20)
+        assert ask(connection, "/a.tar", Range="bytes=5-9")[2] == BYTES[5:10]
+        begun = time.monotonic()
+        process.send_signal(sent)
+        out, err = process.communicate(timeout=20)
+        assert time.monotonic() - begun < 5
+        connection.close()
+    assert (process.returncode, err) == (0, "")
+    if words:
+        report = json.loads(out)
+        assert report.pop("seconds") > 0
+        assert report == {"folder": found[1], "url": found[2], "requests": 1, "bytes": 5}
+    else:
+        assert re.fullmatch(r"served 1 request, 0\.0 MB, in \d+ s\n", out)
+
+
+def test_the_verb_helps_with_an_example(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert "example: wdstrain serve " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (["absent"], 2, "absent: there is no such folder.\nhint: Name the folder"),
+        (["file"], 2, "file: this is no folder.\nhint: Name the folder"),
+        (
+            [".", "--port", "{taken}"],
+            1,
+            "--port {taken} of 127.0.0.1 is taken.\nhint: Choose another port, or --port 0 for any free one.",
+        ),
+        (
+            [".", "--host", "192.0.2.1"],
+            2,
+            "--host 192.0.2.1 is no address of this machine",
+        ),
+        ([".", "--host", "a..b"], 2, "--host a..b is no address of this machine"),
+        ([".", "--port", "70000"], 2, "--port 70000: must be"),
+        ([".", "--port", "-1"], 2, "-1: must be"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    words: list[str],
+    status: int,
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", *(word.replace("{taken}", port) for word in words)]) == status
+    printed = capsys.readouterr()
+    assert sentence.replace("{taken}", port) in printed.err
+    assert printed.out == ""
+
+
+def test_a_folder_that_others_can_read_is_said_to_be(folder: Path) -> None:
+    command = [sys.executable, "-m", "wdstrain", "serve", str(folder), "--host", "0.0.0.0"]
+    with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert re.search(r"at http://127\.0\.0\.1:\d+/ ", process.stderr.readline())
+        line = process.stderr.readline()
+        assert re.match(r"Everyone who reaches this machine \(.+\) can read this folder", line)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(folder: Path) -> None:
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from wdstrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, "serve", str(folder), "--port", "0"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    error = "error: serving needs aiohttp.\nhint: Install it: pip install 'wdstrain[serve]'\n"
+    assert (done.returncode, done.stderr) == (2, error)
+
+
+def test_names_and_new_addresses_are_listened_at(folder: Path) -> None:
+    with Server(folder, "localhost") as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.is_local
+        assert ask(server, "/one.tar")[2] == b"1"
+    try:
+        newer = Server(folder, "::1")
+    except UsageError:
+        pytest.skip("this machine has no IPv6")
+    with newer as server:
+        assert server.url.startswith("http://[::1]:")
+        assert ask(server, "/one.tar")[2] == b"1"
+
+
+def test_an_address_is_taken_once(folder: Path) -> None:
+    with Server(folder) as server:
+        port = int(server.url.rsplit(":", 1)[1].strip("/"))
+        with pytest.raises(StorageError, match="is taken"):
+            Server(folder, port=port)
+        ask(server, "/one.tar")
+    with Server(folder, port=port) as server:  # at once, and not after the minutes of TIME_WAIT
+        assert ask(server, "/one.tar")[2] == b"1"

@@ -1,0 +1,32 @@
+"""Many drawn cases in one test. Every day draws other cases.
+
+The seed of the first case that fails is in its error. The cases of another day are drawn again with
+WDSTRAIN_TEST_DAY, the number of the day:
+
+    WDSTRAIN_TEST_DAY=739579 pytest tests/oracle -m slow -k loading
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+DAY = int(os.environ.get("WDSTRAIN_TEST_DAY", date.today().toordinal()))
+
+
+def check_block(check: Callable[[int, Path], object], block: int, size: int, folder: Path) -> None:
+    """Run `check(seed, its own folder)` for the `size` seeds of a block of today.
+
+    Blocks share no seed with each other, with other days, or with the seeds below 1000.
+    """
+    first = 1000 + (DAY * 100 + block) * size
+    for seed in range(first, first + size):
+        try:
+            case = folder / str(seed)
+            case.mkdir(parents=True)
+            check(seed, case)
+        except BaseException as error:
+            error.args = (f"case {seed} of day {DAY}: {error}",)
+            raise

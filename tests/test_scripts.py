@@ -1,0 +1,65 @@
+"""The scripts in scripts/ that people copy: each converts its kind of source and prints figures."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wdstrain as wt
+from tests.conftest import ROOT, write_class_folder, write_shards
+
+
+def run(name: str, *words: object, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    runpy.run_path(str(ROOT / "scripts" / f"{name}.py"), run_name="__main__")
+    text: str = capsys.readouterr().out
+    return text
+
+
+@pytest.mark.parametrize("kind", ["folder", "table", "hdf5", "arrays", "tars", "custom"])
+def test_a_script_converts_its_kind_of_source(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out, photos = tmp_path / "out", write_class_folder(tmp_path / "photos", {"cat": 10, "dog": 10})
+    rows = [f"{path},{path.parent.name}" for path in sorted(photos.glob("*/*"))]
+    (tmp_path / "t.csv").write_text("\n".join(["file,kind", *rows]))
+    images, labels = np.zeros((20, 8, 8), np.uint8), np.arange(20) % 2
+    np.save(tmp_path / "i.npy", images)
+    np.save(tmp_path / "l.npy", labels)
+    write_shards(tmp_path / "old", [20])
+    words: dict[str, list[object]] = {
+        "folder": [photos, out],
+        "table": [tmp_path / "t.csv", out, "--image", "file", "--label", "kind"],
+        "hdf5": [tmp_path / "d.h5", out, "--image", "/x", "--label", "/y"],
+        "arrays": [out, "--images", tmp_path / "i.npy", "--labels", tmp_path / "l.npy"],
+        "tars": [tmp_path / "old", out],
+        "custom": [out, "--count", 20],
+    }
+    if kind == "hdf5":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(tmp_path / "d.h5", "w") as file:
+            file["x"], file["y"] = images, labels
+    printed = run(f"convert_{kind}", *words[kind], monkeypatch=monkeypatch, capsys=capsys)
+    assert re.search(r"^20 (images|rows|samples) in \d shards", printed, re.MULTILINE)
+    assert wt.verify(out).samples == 20
+
+
+def test_the_training_script_trains_and_prints_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    photos, shards = (
+        write_class_folder(tmp_path / "photos", {"a": 20, "b": 20}),
+        tmp_path / "shards",
+    )
+    wt.convert_folder(photos, shards, split={"train": 0.8, "val": 0.2}, stratify="label")
+    words = [shards, "--out", tmp_path / "run", "--model", "small", "--epochs", 2]
+    words += ["--batch-size", 8, "--image-size", 16]
+    printed = run("train", *words, monkeypatch=monkeypatch, capsys=capsys)
+    assert re.search(r"^epoch 2: \d+ samples/s, .*accuracy", printed, re.MULTILINE)
+    assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()

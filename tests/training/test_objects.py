@@ -1,0 +1,227 @@
+"""Objects of the user's in a training run: losses, optimizers, metrics, callbacks, and limits."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torchmetrics
+from sklearn.metrics import average_precision_score, balanced_accuracy_score, f1_score
+
+import wdstrain as wt
+from tests.conftest import picture
+
+VAL = 11  # samples of the validation set
+QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "image_size": 16}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """45 images for training and 11 for validation, of three classes."""
+    out = tmp_path_factory.mktemp("objects") / "set"
+    samples = (
+        {"__key__": f"{n:03d}", "png": picture(n), "cls": n % 3, "json": {"tags": tags(n)}}
+        for n in range(56)
+    )
+    labels = [
+        wt.Label("cls", "class", "cls", classes=("a", "b", "c")),
+        wt.Label("tags", "multi", "json", "tags", ("x", "y", "z")),
+    ]
+    wt.pack(samples, str(out), labels=labels, split={"train": 40 / 56, "val": 16 / 56}, seed=1)
+    return out
+
+
+def tags(n: int) -> list[str]:
+    """Tags of a sample; nothing has "z"."""
+    return [name for name, has in (("x", n % 2), ("y", n % 5 == 0)) if has]
+
+
+class Recorder(wt.Callback):
+    """Keeps the names of the hooks that were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_train_start(self, trainer: Any) -> None:
+        self.calls.append("train start")
+
+    def on_step_end(self, trainer: Any) -> None:
+        self.calls.append(f"step {trainer.state.step}")
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self.calls.append(f"epoch {metrics['epoch']}")
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        assert Path(path).is_file()
+        self.calls.append("checkpoint")
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.calls.append("train end")
+
+
+def test_callbacks_are_called_in_order(shards: Path, tmp_path: Path) -> None:
+    recorder = Recorder()
+    options = {**QUICK, "epochs": 1, "label": "cls"}
+    wt.train(shards, tmp_path / "run", callbacks=[recorder], **options)
+    steps = [f"step {step}" for step in range(1, 6)]
+    assert recorder.calls == ["train start", *steps, "checkpoint", "epoch 0", "train end"]
+
+
+def test_a_callback_stops_a_run_which_resumes_where_it_ended(shards: Path, tmp_path: Path) -> None:
+    class Stop(wt.Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            if (trainer.state.epoch, trainer.state.step) == (1, 2):
+                trainer.stop("enough")
+
+    options = {**QUICK, "label": "cls", "deterministic": True}
+    whole = wt.train(shards, tmp_path / "whole", **options)
+    stopped = wt.train(shards, tmp_path / "run", callbacks=[Stop()], **options)
+    assert (stopped.stop_reason, len(stopped.epochs)) == ("enough", 1)
+    resumed = wt.train(shards, tmp_path / "run", resume=True, **options)
+    assert resumed.stop_reason == "all 2 epochs are done"
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_a_callback_changes_the_learning_rate(shards: Path, tmp_path: Path) -> None:
+    class Halve(wt.Callback):
+        def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+            trainer.lr_scale *= 0.5
+
+    options = {**QUICK, "label": "cls", "schedule": "constant", "lr": 0.01}
+    run = wt.train(shards, tmp_path / "run", callbacks=[Halve()], **options)
+    assert [line["lr"] for line in run.epochs] == [0.01, 0.005]
+
+
+def test_a_loss_an_optimizer_and_a_metric_of_the_users_are_used(
+    shards: Path, tmp_path: Path
+) -> None:
+    calls = {"loss": 0, "optimizer": 0}
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls["loss"] += 1
+        return 7 + 0 * outputs.sum()
+
+    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        calls["optimizer"] += 1
+        return torch.optim.RMSprop(groups, lr=0.1)
+
+    run = wt.train(
+        shards,
+        tmp_path / "run",
+        label="cls",
+        criterion=loss,
+        optimizer=optimizer,
+        metrics={"kappa": torchmetrics.CohenKappa(task="multiclass", num_classes=3)},
+        **QUICK,
+    )
+    assert calls == {"loss": 2 * (5 + 2), "optimizer": 1}
+    assert run.epochs[0]["loss"] == pytest.approx(7)
+    assert run.val["loss"] == pytest.approx(7)
+    assert -1 <= run.val["kappa"] <= 1
+
+
+def test_metrics_that_choose_the_best_can_be_named(shards: Path, tmp_path: Path) -> None:
+    options = {**QUICK, "label": "cls"}
+    run = wt.train(shards, tmp_path / "run", monitor="f1", **options)
+    assert run.monitor == "f1"
+    assert run.best is not None
+    assert run.best["f1"] == max(line["val"]["f1"] for line in run.epochs)
+    with pytest.raises(wt.UsageError, match="monitor='f2' is not among .*accuracy"):
+        wt.train(shards, tmp_path / "other", monitor="f2", **options)
+    with pytest.raises(wt.UsageError, match="need validation data"):
+        wt.train(f"{shards}/train-*.tar", tmp_path / "none", monitor="f1", **options)
+
+
+def test_limits_of_batches_hold_for_each_epoch(shards: Path, tmp_path: Path) -> None:
+    limits = {"limit_train_batches": 3, "limit_val_batches": 1}
+    run = wt.train(shards, tmp_path / "run", label="cls", **QUICK, **limits)
+    assert [line["samples"] for line in run.epochs] == [24, 24]
+    assert [line["val"]["samples"] for line in run.epochs] == [8, 8]
+
+
+def test_both_weights_are_validated_with_an_average(shards: Path, tmp_path: Path) -> None:
+    run = wt.train(shards, tmp_path / "run", label="cls", ema=0.9, **QUICK)
+    last = run.epochs[-1]
+    assert last["val"]["loss"] != last["val_raw"]["loss"]
+    assert last["val"]["samples"] == last["val_raw"]["samples"] == VAL
+
+
+def test_frozen_parameters_are_trained_from_the_epoch_that_unfreezes_them(
+    shards: Path, tmp_path: Path
+) -> None:
+    seen = []
+
+    class Look(wt.Callback):
+        def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+            seen.append(trainer.model.stem[0].weight.detach().clone())
+
+        on_train_start = lambda self, trainer: self.on_epoch_end(trainer, {})  # noqa: E731
+
+    options = {**QUICK, "label": "cls", "freeze": "backbone", "unfreeze_epoch": 1}
+    wt.train(shards, tmp_path / "run", callbacks=[Look()], **options)
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+class Fixed(torch.nn.Module):
+    """Returns outputs that depend on the mean of the image only."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, outputs))
+        self.last = torch.nn.Linear(outputs, outputs)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sin(9 * pixels.mean((1, 2, 3))[:, None] + self.weight))
+
+
+def test_metrics_are_those_of_scikit_learn_and_empty_classes_are_left_out(
+    shards: Path, tmp_path: Path
+) -> None:
+    options = {**QUICK, "epochs": 1, "label": "cls,tags", "model": Fixed}
+    run = wt.train(shards, tmp_path / "run", **options)
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    table = tmp_path / "p.parquet"
+    arguments: dict[str, Any] = {"model": Fixed, "probabilities": True, "embeddings": True}
+    done = wt.predict(checkpoint, f"{shards}/val-*.tar", table, **arguments)
+    assert (done.rows, done.bad) == (VAL, 0)
+    rows = pq.read_table(table).to_pylist()
+    assert {len(row["embedding"]) for row in rows} == {6}
+    true = [row["cls true"] for row in rows]
+    predicted = [row["cls"] for row in rows]
+    val = run.val
+    assert val["cls/balanced_accuracy"] == pytest.approx(balanced_accuracy_score(true, predicted))
+    assert val["cls/f1"] == pytest.approx(f1_score(true, predicted, average="macro"))
+    has = np.array([["x" in row["tags true"], "y" in row["tags true"]] for row in rows])
+    shares = np.array([[float(row["tags=x"]), float(row["tags=y"])] for row in rows])
+    assert val["tags/mAP"] == pytest.approx(
+        np.mean([average_precision_score(has[:, i], shares[:, i]) for i in range(2)]), abs=0.01
+    )
+    assert val["tags/classes_without_positives"] == 1
+    best = np.array([[float(row[f"cls={name}"]) for name in "abc"] for row in rows])
+    right = np.array(true) == np.array(predicted)
+    bins = np.minimum((best.max(1) * 15).astype(int), 14)
+    error = sum(abs(best.max(1)[bins == b].sum() - right[bins == b].sum()) for b in np.unique(bins))
+    assert val["cls/ece"] == pytest.approx(error / VAL, abs=1e-5)
+    wt.predict(checkpoint, f"{shards}/val-*.tar", tmp_path / "p.csv", **arguments)
+    with open(tmp_path / "p.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["cls"] for line in lines] == predicted
+    assert json.loads(lines[0]["embedding"]) == pytest.approx(rows[0]["embedding"], rel=1e-6)
+    with pytest.raises(wt.UsageError, match=r"must end in \.csv or \.parquet"):
+        wt.predict(checkpoint, f"{shards}/val-*.tar", tmp_path / "p.txt", model=Fixed)
+
+
+def test_validation_sees_no_augmentation_of_a_given_field(shards: Path, tmp_path: Path) -> None:
+    image = wt.image(size=16, augment="rrc+flip")
+    options = {**QUICK, "label": "cls", "lr": 1e-30, "weight_decay": 0.0, "model": Fixed}
+    run = wt.train(shards, tmp_path / "run", image=image, **options)
+    assert run.epochs[0]["val"]["loss"] == pytest.approx(run.epochs[1]["val"]["loss"], rel=1e-6)
+    assert run.epochs[0]["loss"] != pytest.approx(run.epochs[1]["loss"], rel=1e-6)

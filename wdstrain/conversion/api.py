@@ -1,0 +1,189 @@
+"""Conversion from Python: one function for each kind of source.
+
+Their arguments are the fields of the option classes. Each function returns the index of the shards;
+`index.info` says how many samples were listed, skipped and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from wdstrain.conversion.classes import class_names
+from wdstrain.conversion.listing import Source
+from wdstrain.conversion.options import (
+    ArraysOptions,
+    FolderOptions,
+    Hdf5Options,
+    Options,
+    PackOptions,
+    TableOptions,
+    TarsOptions,
+    TorchvisionOptions,
+)
+from wdstrain.conversion.result import ConversionResult
+from wdstrain.conversion.resume import resumed_in_place
+from wdstrain.conversion.runner import convert
+from wdstrain.conversion.sources.arrays import stream_arrays
+from wdstrain.conversion.sources.folder import list_folder
+from wdstrain.conversion.sources.hdf5 import stream_hdf5
+from wdstrain.conversion.sources.iterable import stream_samples
+from wdstrain.conversion.sources.shards import addresses_of, stated, stream_tars
+from wdstrain.conversion.sources.table import open_table
+from wdstrain.conversion.sources.torchvision import stream_torchvision
+from wdstrain.runtime.options import as_list, takes
+from wdstrain.shards.index import Index
+
+Note = Callable[[str], None]
+
+
+@takes(PackOptions)
+def pack(options: PackOptions) -> Index:
+    """Pack any iterable of samples, or a torch data set, into shards.
+
+        wt.pack(({"jpg": data, "cls": 3} for data in images), "shards/mine", split={"train": 0.9, "val": 0.1})
+
+    A sample is a dict of fields, or a tuple that `fields` names. Values are bytes, which are stored as
+    they are, or images, numbers, texts and arrays, which are encoded by the name of the field: "png",
+    "cls", "txt", "json", "x.npy". "__key__" names the sample. A class may be given by its name.
+    The samples are read once and may be more than memory holds.
+    """
+    return run_conversion(options).index
+
+
+@takes(FolderOptions)
+def convert_folder(options: FolderOptions) -> Index:
+    """Pack a folder of class folders, or all images below a folder, into shards."""
+    return run_conversion(options).index
+
+
+@takes(TableOptions)
+def convert_table(options: TableOptions) -> Index:
+    """Pack the rows of a table, or of a pandas DataFrame, into shards.
+
+    Kinds of labels that were decided by the cells are in `index.info["source"]["decided"]`.
+    """
+    return run_conversion(options).index
+
+
+@takes(Hdf5Options)
+def convert_hdf5(options: Hdf5Options) -> Index:
+    """Pack data sets of one length from an HDF5 or PyTables file into shards.
+
+    wt.convert_hdf5("data.h5", "shards/data", {"image": "/train/images", "cls": "/train/labels"})
+    """
+    return run_conversion(options).index
+
+
+@takes(ArraysOptions)
+def convert_arrays(options: ArraysOptions) -> Index:
+    """Pack the rows of arrays of one length into shards: in memory, .npy files, or FILE.npz:member.
+
+    wt.convert_arrays({"png": "images.npy", "cls": labels}, "shards/data")
+    """
+    return run_conversion(options).index
+
+
+@takes(TarsOptions)
+def convert_tars(options: TarsOptions) -> Index:
+    """Pack samples of existing shards again: resized, shuffled, merged, split, or with fewer fields.
+
+    With overwrite=True the output may be the folder of the source, if all its shards are named.
+    """
+    return run_conversion(options).index
+
+
+@takes(TorchvisionOptions)
+def convert_torchvision(options: TorchvisionOptions) -> Index:
+    """Pack a torchvision data set, by the name of its class, into shards."""
+    return run_conversion(options).index
+
+
+def run_conversion(options: Any, note: Note | None = None) -> ConversionResult:
+    """Return the outcome of a conversion. note: is called with each decision about the source."""
+    out = os.fspath(options.out)
+    if isinstance(options, TarsOptions):
+        options = replace(options, urls=addresses_of(options))
+        done = resumed_in_place(out, stated(options), options, options.progress)
+        if done is not None:
+            return done
+    source = _SOURCES[type(options)](options, note or _ignore)
+    for decision in source.source.get("decided", ()):
+        (note or _ignore)(decision)
+    return convert(source, out, options, options.progress)
+
+
+def _ignore(text: str) -> None:
+    """Take a note of nothing."""
+
+
+def _pack(options: PackOptions, note: Note) -> Source:
+    return stream_samples(
+        options.samples,
+        fields=options.fields,
+        classes=_given_classes(options),
+        labels=options.labels,
+        group=options.group,
+        quality=_first_quality(options),
+    )
+
+
+def _folder(options: FolderOptions, note: Note) -> Source:
+    names = class_names(options.classes, options.like if options.flat else _numbering(options))
+    return list_folder(os.fspath(options.source), flat=options.flat, fixed=names)
+
+
+def _table(options: TableOptions, note: Note) -> Source:
+    return open_table(replace(options, like=_numbering(options)))
+
+
+def _numbering(options: FolderOptions | TableOptions) -> Any:
+    """Return the set that numbers the classes: the one that samples are appended to."""
+    appends = options.append and options.like is None and not options.classes
+    return options.out if appends else options.like
+
+
+def _given_classes(options: PackOptions | Hdf5Options | ArraysOptions) -> Sequence[str]:
+    return options.classes if options.like is None else class_names(options.classes, options.like)
+
+
+def _hdf5(options: Hdf5Options, note: Note) -> Source:
+    return stream_hdf5(
+        os.fspath(options.file),
+        options.fields,
+        labels=as_list(options.label),
+        classes=_given_classes(options),
+        key=options.key,
+        quality=_first_quality(options),
+    )
+
+
+def _arrays(options: ArraysOptions, note: Note) -> Source:
+    return stream_arrays(
+        options.arrays,
+        labels=as_list(options.label),
+        classes=_given_classes(options),
+        quality=_first_quality(options),
+    )
+
+
+def _torchvision(options: TorchvisionOptions, note: Note) -> Source:
+    return stream_torchvision(options.name, options.root, splits=options.splits)
+
+
+_SOURCES: Mapping[type[Options], Callable[[Any, Note], Source]] = {
+    PackOptions: _pack,
+    FolderOptions: _folder,
+    TableOptions: _table,
+    Hdf5Options: _hdf5,
+    ArraysOptions: _arrays,
+    TarsOptions: stream_tars,
+    TorchvisionOptions: _torchvision,
+}
+
+
+def _first_quality(options: Options) -> int:
+    """Return the JPEG quality of stored pixels: nearly lossless if `quality` re-encodes them later."""
+    return 95 if options.quality is None else 100

@@ -1,0 +1,131 @@
+"""Names and numbers of classes: as the user gives them, as an earlier set has them, as they are seen."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from wdstrain.errors import SampleError, UsageError
+from wdstrain.shards.index import Label
+from wdstrain.shards.resolve import open_index
+from wdstrain.storage.addresses import Urls
+
+RANGE = 1000  # whole numbers below this are class numbers; larger ones can be ids or quantities
+_MOST_CLASSES = 1_000_000  # that are counted; there may be more with names
+_GAP = 100  # class numbers for each that occurs: a part of a large set of classes, not ids
+
+
+def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of classes. Raises UsageError for a name that comes twice, or for one text."""
+    if isinstance(classes, str):
+        raise UsageError(f"classes={classes!r}: must be a list of names, such as ['cat', 'dog'].")
+    names = tuple(classes)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one class. Rename one."
+        )
+    return names
+
+
+def fixed_classes(
+    classes: Sequence[str], like: Urls | None, asked: Sequence[tuple[str, str | None]]
+) -> dict[str, Label]:
+    """Return the labels whose classes are given, by name.
+
+    classes: names of the only label that is asked for; like: shards that have all labels. asked:
+    (name, kind or None). Raises UsageError if they do not fit together.
+    """
+    names = check_classes(classes)
+    if names and like is not None:
+        raise UsageError("classes and like both give the classes. Choose one.")
+    if names:
+        able = [name for name, kind in asked if kind != "number"]
+        if len(able) != 1:
+            raise UsageError(
+                f"classes names the classes of one label, and there are {len(able)}: {', '.join(able) or 'none'}. "
+                f"Use like=... for several, or say :number of those that are numbers."
+            )
+        return {able[0]: Label(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
+    if like is None:
+        return {}
+    labels = {label.name: label for label in open_index(like).labels}
+    for name, kind in asked:
+        if name not in labels:
+            raise UsageError(
+                f"like={like}: these shards have no label {name!r}, but {', '.join(labels) or 'none'}. "
+                f"Name the labels as they are named there."
+            )
+        if kind not in (None, labels[name].kind):
+            raise UsageError(
+                f"like={like}: the label {name!r} is {labels[name].kind!r} there, and {name}:{kind} is asked for."
+            )
+    return {name: labels[name] for name, _ in asked}
+
+
+def class_names(classes: Sequence[str], like: Urls | None) -> tuple[str, ...]:
+    """Return the given classes of the field `cls`, whose label is called "label"; () if none are given."""
+    fixed = fixed_classes(classes, like, [("label", None)])
+    return fixed["label"].classes if fixed else ()
+
+
+def stated_classes(names: Sequence[str]) -> dict[str, str]:
+    """Return the names of classes as an entry of what a source says of itself.
+
+    A resumed call with other names is another call, also if no sample has a label.
+    """
+    if not names:
+        return {}
+    some = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
+    digest = blake2b(json.dumps(list(map(str, names))).encode(), digest_size=4).hexdigest()
+    return {"class_names": f"{len(names)}: {some} ({digest})"}
+
+
+def look_alikes(names: Iterable[str]) -> list[str]:
+    """Return names that differ only in case, blanks or form of characters, as "'Cat' and 'cat'"."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        folded = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        alike.setdefault(folded, []).append(name)
+    return [" and ".join(map(shown, same)) for same in alike.values() if len(same) > 1]
+
+
+def shown(value: object) -> str:
+    """Return a value for people: shortened, bytes by their number."""
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+class Numbered:
+    """Class numbers as they are seen, of a label without names of classes.
+
+    stated: the user said that they are classes; else numbers with wide gaps are taken for ids, times or the like.
+    """
+
+    def __init__(self, name: str, *, stated: bool = False) -> None:
+        self._name, self._stated, self._seen = name, stated, set[int]()
+
+    def see(self, number: int) -> None:
+        """Raise SampleError for a number that would make too many classes."""
+        if number >= _MOST_CLASSES:
+            raise SampleError(
+                f"its {self._name} is {number}, and a class is a whole number from 0 to {_MOST_CLASSES - 1}; an id or a time "
+                f"goes under another name"
+            )
+        self._seen.add(number)
+
+    def classes(self) -> tuple[str, ...]:
+        """Return all numbers up to the highest. Raises UsageError if hardly any of them occurs."""
+        count = max(self._seen, default=-1) + 1
+        if not self._stated and count > max(RANGE, _GAP * len(self._seen)):
+            raise UsageError(
+                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: as classes counted from 0 they "
+                f"would make {count}, nearly all of them empty. Number them anew, name the classes with classes=[...], or store "
+                f"them under another name; in arrays, label {self._name}:class or {self._name}:number says what they are."
+            )
+        return tuple(map(str, range(count)))

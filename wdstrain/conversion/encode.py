@@ -1,0 +1,198 @@
+"""Bytes of the values of Python samples, by the name of the field.
+
+    jpg png webp ...   a PIL image, or uint8 pixels: [h, w], [h, w, c], or a tensor [c, h, w]
+    cls                a whole number, or the name of a class where the classes are known; stored as a number
+    txt                text
+    json               anything JSON can hold
+    NAME.npy           an array, a tensor or a number (of shape ())
+    any other          bytes, or text and numbers as text
+
+Bytes are kept as they are, except for a cls whose classes are known. Values that only a pickle
+could hold are refused: a shard is data, never code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image, ImageOps
+
+from wdstrain.conversion.listing import Part, field_name
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.errors import SampleError
+
+if TYPE_CHECKING:
+    import torch
+
+_PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
+_FORMATS = {
+    "jpg": "JPEG",
+    "jpeg": "JPEG",
+    "tif": "TIFF",
+    "tiff": "TIFF",
+    "pgm": "PPM",
+    "ppm": "PPM",
+}
+
+
+def encode(
+    name: str, value: Any, *, quality: int = 95, classes: Mapping[str, int] | None = None
+) -> Part:
+    """Return (field, bytes) of a value. classes: the number of each class by its name, if known.
+
+    Raises SampleError for a value that a field of this name cannot hold.
+    """
+    name = field_name(name)
+    kind = name.rpartition(".")[2]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return name, str(
+            _class(_class_in(bytes(value), classes), classes)
+        ).encode() if kind == "cls" and classes else bytes(value)
+    if value is None:
+        raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
+    if kind in _PICKLES:
+        raise SampleError(
+            f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy"
+        )
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise SampleError(
+            f"its {name} has masked values, and no format here keeps a mask; fill them first"
+        )
+    if "torch" in sys.modules and isinstance(
+        value, sys.modules["torch"].Tensor
+    ):  # a tensor exists only if torch is imported
+        value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
+    if kind in EXTENSIONS:
+        return name, _image(name, kind, value, quality)
+    if kind == "npy":
+        return name, _npy(name, value)
+    if isinstance(value, (np.generic, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if kind == "cls":
+        return name, str(_class(value, classes or {})).encode()
+    if kind == "json":
+        try:
+            return name, json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:  # a lone surrogate is a ValueError too
+            raise SampleError(f"its {name} cannot be written as JSON ({error})") from None
+    if isinstance(value, (str, int, float)):
+        try:
+            return name, str(value).encode()
+        except UnicodeEncodeError as error:
+            raise SampleError(f"its {name} holds what is no text ({error.reason})") from None
+    raise SampleError(
+        f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy"
+    )
+
+
+def array_field(name: str, values: npt.NDArray[Any]) -> str:
+    """Return the field for the rows of an array: its name, with .npy or .txt if it has no kind."""
+    name = field_name(name)
+    kind = name.rpartition(".")[2].lower()
+    if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
+        return name
+    rows = dict(values.dtype.metadata or {}).get(
+        "vlen"
+    )  # of HDF5: numbers, as many in a row as there are
+    return (
+        f"{name}.txt"
+        if values.dtype.kind in "SUO" and rows in (None, bytes, str)
+        else f"{name}.npy"
+    )
+
+
+def _class_in(data: bytes, classes: Mapping[str, int]) -> int | str:
+    """Return the class that bytes mean: a number of one of the classes as readers take it, else a name.
+
+    Raises SampleError for bytes that are the number of one class and the name of another.
+    """
+    text = data.decode("utf-8", "replace").strip()
+    if not data.strip().isdigit():
+        return text
+    number = int(text)
+    if number < len(classes) and classes.get(text, number) != number:
+        raise SampleError(
+            f"its cls {data!r} is the name of class {classes[text]} and may also be the number of class {number}. "
+            f"Give the name as str, or the number as int"
+        )
+    return text if number >= len(classes) and text in classes else number
+
+
+def _class(value: Any, classes: Mapping[str, int]) -> int:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 0):
+        number = int(value)
+        if classes and number >= len(classes):
+            raise SampleError(f"its cls is {number}, and there are {len(classes)} classes")
+        return number
+    if isinstance(value, str) and value in classes:
+        return classes[value]
+    known = (
+        f"one of {', '.join(list(classes)[:8])}"
+        if classes
+        else "a number, or a name where classes=[...] are given"
+    )
+    raise SampleError(f"its cls is {value!r}, and a class is {known}")
+
+
+def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
+    """Return pixels [c, h, w] as [h, w, c], also of an image that is 1, 3 or 4 pixels wide."""
+    if value.ndim == 3 and value.shape[0] in (1, 3, 4):
+        value = value.permute(1, 2, 0)
+    found: npt.NDArray[Any] = value.detach().cpu().numpy()
+    return found
+
+
+def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
+    if isinstance(value, np.ndarray):
+        pixels = value[..., 0] if value.ndim == 3 and value.shape[2] == 1 else value
+        if pixels.dtype != np.uint8 or not (
+            pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
+        ):
+            raise SampleError(
+                f"its {name} is an array of {value.dtype} {list(value.shape)}, and pixels are uint8 [h, w] or [h, w, 3]; "
+                f"keep it as it is under {name.rpartition('.')[0] or 'image'}.npy"
+            )
+        if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
+            return bytes(
+                simplejpeg.encode_jpeg(
+                    np.ascontiguousarray(pixels), quality, "RGB", colorsubsampling="444"
+                )
+            )
+        value = Image.fromarray(np.ascontiguousarray(pixels))
+    if not isinstance(value, Image.Image):
+        raise SampleError(f"its {name} is {type(value).__name__}, which is no picture")
+    value = ImageOps.exif_transpose(value)
+    if kind in ("jpg", "jpeg", "webp") and value.mode.startswith("I"):
+        value = Image.fromarray((np.clip(np.asarray(value), 0, 65535) >> 8).astype(np.uint8))
+    if kind in ("jpg", "jpeg") and value.mode not in ("L", "RGB"):
+        value = value.convert("RGB")
+    out = io.BytesIO()
+    try:
+        value.save(
+            out,
+            _FORMATS.get(kind, kind.upper()),
+            **({"quality": quality} if kind in ("jpg", "jpeg", "webp") else {}),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise SampleError(f"its {name} cannot be written as {kind} ({error})") from None
+    return out.getvalue()
+
+
+def _npy(name: str, value: Any) -> bytes:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
+    if (
+        array.dtype.metadata and array.dtype.names is None
+    ):  # such as the names of an HDF5 enum, of which numpy warns
+        array = array.view(array.dtype.str)
+    out = io.BytesIO()
+    np.save(out, array, allow_pickle=False)
+    return out.getvalue()

@@ -1,0 +1,235 @@
+"""Checks and resizing of images before they are packed. By default, their bytes are kept.
+
+The first bytes of an image are compared with those of known formats. On request it is also decoded,
+or downscaled. Re-encoded images are upright (EXIF orientation applied) and 8-bit. JPEGs stay JPEGs,
+in RGB or gray; others become PNG with alpha, or JPEG without alpha if a quality is given. Fields
+with a dot in their name (seg.png, depth.png) are data beside the image and are never re-encoded.
+JPEGs are decoded at the smallest scale that is large enough (scaled DCT of libjpeg).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import Image, ImageOps
+
+from wdstrain.conversion.listing import Part
+from wdstrain.conversion.options import Check, Options
+from wdstrain.decode.codecs import check_scans, decode_image
+from wdstrain.decode.image_formats import EXTENSIONS, MAX_PIXELS, open_picture
+from wdstrain.errors import SampleError, SourceError
+from wdstrain.runtime.cached import cached_property
+
+_QUALITY = 90
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
+_PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PPM and its relatives
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How images are treated. resize: most pixels of the shorter side; quality: of new JPEGs."""
+
+    resize: int | None
+    quality: int | None
+    check: Check
+
+    @classmethod
+    def of(cls, options: Options) -> Recipe:
+        if options.resize is not None:
+            import torch  # noqa: F401  once, before processes are made that each would import it
+        return cls(options.resize, options.quality, options.check)
+
+    @property
+    def changes(self) -> bool:
+        return self.resize is not None or self.quality is not None
+
+    @cached_property
+    def only_looks(self) -> bool:
+        return not self.changes and self.check != "decode"
+
+    def looked_at(self) -> Recipe:
+        """Return the recipe for images that this one was applied to."""
+        return Recipe(None, None, "magic")
+
+    def apply(self, parts: list[Part]) -> list[Part]:
+        """Return the parts of a sample as they are packed. Raises SampleError for a bad image."""
+        if self.only_looks:
+            for field, data in parts:
+                if is_picture(field) and not looks_like_image(data):
+                    self._image(field, data)  # raises
+            return parts
+        names = {field for field, _ in parts}
+        made = []
+        for field, data in parts:
+            if is_picture(field):
+                name, data = self._image(field, data)
+                # two images of one sample keep different names; a JPEG in a field named png is decoded as a JPEG
+                field = field if name in names else name
+                names.add(field)
+            made.append((field, data))
+        return made
+
+    def _image(self, field: str, data: bytes) -> Part:
+        if not data:
+            raise SampleError(f"its {field} has 0 bytes")
+        if not looks_like_image(data):
+            raise SampleError(
+                f"its {field} does not begin as an image does, but with {data[:12]!r}"
+            )
+        if self.only_looks:
+            return field, data
+        with warnings.catch_warnings():  # Pillow warns of odd metadata; what matters raises
+            warnings.simplefilter("ignore")
+            if self.changes and "." not in field:  # seg.png is data, not the image
+                return self._encoded(field, data)
+            decode_image(data)
+            return field, data
+
+    def _encoded(self, field: str, data: bytes) -> Part:
+        try:
+            with open_picture(data) as image:
+                size, kind, upright = image.size, image.format, not _is_turned(image)
+        except Exception as error:  # Pillow's plugins raise whatever their parsers meet
+            decode_image(data)  # says what is wrong in words that are the same each time
+            raise SampleError(f"its {field} is no image of a known format") from error
+        kind = (
+            "JPEG" if data[:3] == b"\xff\xd8\xff" else kind
+        )  # also where Pillow calls a phone's picture an MPO
+        small = self.resize is None or min(size) <= self.resize
+        if small and self.quality is None:
+            decode_image(data)  # what is kept as it is can be decoded, like what is not
+            return field, data
+        if size[0] * size[1] > MAX_PIXELS:
+            raise SampleError(
+                f"its {field} has {size[0]} x {size[1]} pixels, more than {MAX_PIXELS}"
+            )
+        if kind == "JPEG" or self.quality is not None:
+            return "jpg", self._jpeg(data, fast=kind == "JPEG" and upright)
+        return "png", self._png(data)
+
+    def _jpeg(self, data: bytes, *, fast: bool) -> bytes:
+        pixels = self._scaled(data) if fast else None
+        made = _resized(decode_image(data) if pixels is None else pixels, self.resize)
+        colors = "RGB" if made.shape[2] == 3 else "Gray"
+        return bytes(
+            simplejpeg.encode_jpeg(made, self.quality or _QUALITY, colors, colorsubsampling="420")
+        )
+
+    def _scaled(self, data: bytes) -> npt.NDArray[np.uint8] | None:
+        """Return pixels of a JPEG at the smallest scale that is large enough; None if damaged."""
+        try:
+            height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
+            if colors not in ("YCbCr", "RGB", "Gray") or height * width > MAX_PIXELS:
+                return None
+            check_scans(data, height * width)
+            factor = min(height, width) / self.resize if self.resize else 1.0
+            least = (
+                {"min_height": int(height / factor), "min_width": int(width / factor)}
+                if factor > 1
+                else {}
+            )
+            found = simplejpeg.decode_jpeg(data, "Gray" if colors == "Gray" else "RGB", **least)
+            return np.asarray(found)
+        except ValueError:
+            return None
+
+    def _png(self, data: bytes) -> bytes:
+        decode_image(data)  # refuses what is not whole
+        with open_picture(data) as image:
+            found = ImageOps.exif_transpose(image)
+            if found.mode.startswith("I"):
+                grey = np.clip(np.asarray(found), 0, 65535) >> 8
+                found = Image.fromarray(grey.astype(np.uint8))
+            elif found.mode in ("P", "PA") or "transparency" in found.info:
+                found = found.convert("RGBA")
+            elif found.mode not in ("L", "LA", "RGB", "RGBA"):
+                found = found.convert("RGB")
+            out = io.BytesIO()
+            self._smaller(found).save(out, "PNG")
+            return out.getvalue()
+
+    def _smaller(self, image: Image.Image) -> Image.Image:
+        if self.resize is None or min(image.size) <= self.resize:
+            return image
+        return image.resize(
+            _smaller(image.width, image.height, self.resize), Image.Resampling.BICUBIC
+        )
+
+
+def _smaller(width: int, height: int, side: int) -> tuple[int, int]:
+    """Return width and height scaled so that the shorter is `side`."""
+    factor = side / min(width, height)
+    return max(1, round(width * factor)), max(1, round(height * factor))
+
+
+def _resized(pixels: npt.NDArray[np.uint8], side: int | None) -> npt.NDArray[np.uint8]:
+    """Return uint8[h, w, c] with the shorter side at most `side`: bicubic, as Pillow but faster."""
+    height, width = pixels.shape[:2]
+    if side is None or min(height, width) <= side:
+        return pixels
+    import torch
+
+    wide, high = _smaller(width, height, side)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    made = torch.nn.functional.interpolate(
+        planes, (high, wide), mode="bicubic", antialias=True, align_corners=False
+    )
+    return made[0].permute(1, 2, 0).contiguous().numpy()
+
+
+@lru_cache(maxsize=1024)
+def is_picture(field: str) -> bool:
+    """Return whether a field is an image by the last part of its name."""
+    return field.rpartition(".")[2] in EXTENSIONS
+
+
+def looks_like_image(data: bytes) -> bool:
+    """Return whether bytes begin as an image of a known format."""
+    if (
+        data.startswith(_MAGIC)
+        or _PORTABLE.match(data)
+        or (data[:2] == b"BM" and data[6:10] == bytes(4))
+    ):
+        return True
+    return (data[:4] == b"RIFF" and data[8:12] == b"WEBP") or _is_avif(data)
+
+
+def _is_avif(data: bytes) -> bool:
+    """Return whether a file of boxes names an AVIF brand; MP4 and HEIC begin with such a box, too."""
+    brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
+    return data[4:8] == b"ftyp" and not {
+        brands[i : i + 4] for i in range(0, len(brands), 4)
+    }.isdisjoint((b"avif", b"avis"))
+
+
+def _is_turned(image: Image.Image) -> bool:
+    return image.getexif().get(0x0112) in range(
+        2, 9
+    )  # other types, such as text, mean upright, as for exif_transpose
+
+
+def field_of(data: bytes) -> str:
+    """Return the field for the bytes of an image, by their beginning. Raises SourceError for others."""
+    kinds = {
+        b"\xff\xd8\xff": "jpg",
+        b"\x89PNG": "png",
+        b"GIF8": "gif",
+        b"BM": "bmp",
+        b"II*\0": "tif",
+        b"MM\0*": "tif",
+    }
+    for magic, name in kinds.items():
+        if data.startswith(magic):
+            return name
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    if _is_avif(data):
+        return "avif"
+    raise SourceError(f"it does not begin as an image does, but with {data[:12]!r}")

@@ -1,0 +1,252 @@
+"""Sources of samples before they are packed.
+
+A `Listing` knows its samples before a byte of them is read: files of a folder, rows of a table with
+paths. A `Stream` is read once from start to end: arrays, HDF5, tars, tables with image bytes, any
+iterable. Samples that cannot be packed go to `BadSamples`, which raises or collects, so nothing is
+left out without being counted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.errors import SampleError, SourceError
+from wdstrain.shards.index import Label
+from wdstrain.storage.remote import is_remote
+
+# files that operating systems leave in folders
+_LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
+
+_EXTENSIONS = frozenset(EXTENSIONS)
+_ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
+
+# folders and shards named so are splits
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    "test": "test",
+}
+
+Part = tuple[str, bytes]  # field and its bytes
+
+
+class FileSample(NamedTuple):
+    """A sample of a listing. parts: (field, bytes), or (field, path of a file that is copied as it is).
+
+    group: samples of one group go to the same split. stratum: the class, for stratified splits and
+    for counting. row: its number in a table, from 1; 0: none. name: its name in the source, if the
+    key differs.
+    identity: equal for samples with equal images, which go to the same split unless they have a group.
+    """
+
+    key: str
+    parts: tuple[tuple[str, bytes | str], ...]
+    split: str = ""
+    group: str = ""
+    stratum: str = ""
+    row: int = 0
+    name: str = ""
+    identity: str = ""
+
+
+class StreamSample(NamedTuple):
+    """One sample of a stream. key None: its number becomes the key. identity: as in FileSample."""
+
+    key: str | None
+    parts: list[Part]
+    split: str = ""
+    group: str = ""
+    stratum: str = ""
+    identity: str = ""
+
+
+class BadSample(NamedTuple):
+    """A sample that cannot be packed. row: in its source, 0: none. path: its path or key."""
+
+    source: str
+    row: int
+    path: str
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        row = f", row {self.row}" if self.row else ""
+        path = f": {self.path}" if self.path else ""
+        return f"{self.source}{row}{path}: {self.reason}."
+
+    def portable(self) -> dict[str, Any]:
+        """Return the sample as JSON without the folders above the source: equal on every machine."""
+        source, path = self.source.rstrip("/"), self.path
+        for place in (
+            source,
+            os.path.abspath(source),
+            os.path.dirname(source),
+            os.path.dirname(os.path.abspath(source)),
+        ):
+            path = path.removeprefix(f"{place}/") if place else path
+        return {
+            "source": os.path.basename(source),
+            "row": self.row or None,
+            "path": path,
+            "reason": self.reason,
+        }
+
+
+class BadSamples:
+    """Raises an error at the first bad sample, or collects all of them."""
+
+    def __init__(self, *, collect: bool = False) -> None:
+        self.collect = collect
+        self.bad: list[BadSample] = []
+
+    def put(self, bad: BadSample) -> None:
+        """Add a bad sample. Raises SourceError unless they are collected."""
+        if not self.collect:
+            raise SourceError(
+                f'{bad.sentence} Fix or remove it, or leave such samples out with on_error="skip".'
+            )
+        self.bad.append(bad)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The samples of a source in its order, their labels, and what was ignored, by reason."""
+
+    name: str
+    items: list[FileSample]
+    labels: tuple[Label, ...]
+    source: dict[str, Any]
+    ignored: dict[str, int] = field(default_factory=dict)
+    bad: list[BadSample] = field(default_factory=list)
+    root: str | None = None  # the folder that was listed, which the shards must not be put into
+    stratum: str = ""  # the name of the column that the strata are from
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source that is read once.
+
+    entries: yields the good samples and adds the bad ones. labels: is called after the last sample.
+    total: number of samples; None: unknown. mark: identifies the input (files with sizes and times),
+    so that a resumed conversion uses what it has read; None: unknown, the input is read again.
+    """
+
+    name: str
+    entries: Callable[[BadSamples], Iterator[StreamSample]]
+    labels: Callable[[], tuple[Label, ...]]
+    source: dict[str, Any]
+    total: int | None = None
+    mark: str | None = None
+    ignored: dict[str, int] = field(default_factory=dict)  # grows while entries are read
+    resplit: bool = False  # splits of the source may be drawn anew
+    root: str | None = None
+    stratum: str = ""
+
+
+Source = Listing | Stream
+
+
+class Keys:
+    """Gives each sample a key of its own. webdataset ends a key at the first dot of its base name."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, int] = {}  # key in lower case -> how many more wanted it
+
+    def key(self, path: str) -> str:
+        """Return the key for a path without its extension.
+
+        Dots of the base name become underscores. A name that was given before, in upper or lower
+        case, gets -2, -3, ...
+        """
+        wanted = tidy(path)
+        folded = wanted.casefold()
+        if folded not in self._given:
+            self._given[folded] = 0
+            return wanted
+        key, number = wanted, self._given[folded]
+        while key.casefold() in self._given:
+            number += 1
+            key = f"{wanted}-{number + 1}"
+        self._given[folded] = number
+        self._given.setdefault(key.casefold(), 0)
+        return key
+
+
+def tidy(path: str) -> str:
+    """Return a key that leads out of no folder and has no dot in its base name."""
+    if path and not _ODD.search(path):
+        return path
+    # no part that climbs, starts at the root or names a drive
+    parts = [
+        part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")
+    ]
+    base = parts.pop() if parts else ""
+    return "/".join([*parts, base.replace(".", "_") or "_"])
+
+
+def field_name(name: str) -> str:
+    """Return the name of a field as readers give it back. Raises SampleError if they would not."""
+    lower = name.lower()
+    if (
+        not lower
+        or "/" in lower
+        or "\0" in lower
+        or lower.startswith(".")
+        or not lower.isprintable()
+    ):
+        raise SampleError(
+            f"{name!r} cannot be the name of a field: it follows a key and a dot, and has no slash"
+        )
+    return lower
+
+
+def image_field(name: str) -> str | None:
+    """Return the field of an image file, by its extension; None if it is not that of an image."""
+    extension = name.rpartition(".")[2].lower()
+    return extension if extension in _EXTENSIONS and "." in name else None
+
+
+def is_litter(name: str) -> bool:
+    """Return whether a file is hidden or was left by an operating system."""
+    return name.lower() in _LITTER or name.startswith(".")
+
+
+def split_of(name: str) -> str:
+    """Return the split in the name of a file, such as train-000000.tar; "" if there is none."""
+    word = re.match(r"[A-Za-z]+", name)
+    return SPLITS.get(word[0].lower(), "") if word else ""
+
+
+def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
+    """Raise SourceError if a path does not exist or is in a folder that may not be read.
+
+    shown: the path in the error.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path holds a NUL
+        raise SourceError(f"{shown or path}: there is no such {kind}. Check the path.") from None
+    except OSError as error:
+        raise SourceError(
+            f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its folders."
+        ) from error
+
+
+def file_mark(*paths: str) -> str:
+    """Return sizes and times of files, for the mark of a stream."""
+    local = [path for path in paths if not is_remote(path)]
+    return repr(
+        [
+            paths,
+            [
+                (os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
+                for path in local
+            ],
+        ]
+    )

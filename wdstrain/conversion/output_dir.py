@@ -1,0 +1,434 @@
+"""Output folder of a conversion: a hidden staging directory, and its exchange with what is there.
+
+A conversion that fails or is killed leaves its staging directory, which readers ignore and
+`resume` continues. A new set replaces the old one by an exchange: readers refuse the folder while
+it lasts, and `resume` completes it. An update (append, remove) only adds shards under new names,
+so it swaps the index alone, and readers see the old set or the new one at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wdstrain.errors import StorageError, UsageError, WdstrainError
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_io import TABLE_NAME, json_bytes, move_index, read_document, save_index
+from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
+from wdstrain.storage.files import read_whole, sync_folder, write_whole
+
+SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
+RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
+
+# Names in the staging directory:
+_EXCHANGE = "names.json"  # names that the exchange removes and brings
+_UPDATE = "update.json"  # an update that is decided: from here on it is completed, never undone
+_DONE = "done"  # left over after an exchange or update was completed
+_LOCK = "owner"  # locked by the process that works here
+_CALL = "call.json"  # arguments of the conversion
+
+_LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
+_LOCK_POLL = 0.02  # seconds
+
+
+class OutputTransaction:
+    """The staging directory in `out`, locked by this process.
+
+    is_complete: nothing is left to do: `out` holds a finished conversion, or one whose exchange was
+    completed now. completed_update: arguments of an update that was killed before and was completed
+    now; empty if there was none.
+    """
+
+    def __init__(self, out: str, *, overwrite: bool, resume: bool, update: bool = False) -> None:
+        """update: `out` holds a finished set that is to be changed.
+
+        Raises UsageError if the folder is in use and no option allows it.
+        """
+        self.out, self.path = out, os.path.join(out, UNFINISHED)
+        self.is_complete, self.completed_update = False, dict[str, Any]()
+        self._created, self._lock_fd = not os.path.exists(out), -1
+        try:
+            if not (update and self._created):
+                os.makedirs(out, exist_ok=True)
+            if self._created and not update:
+                sync_folder(os.path.dirname(os.path.abspath(out)))
+            if os.path.exists(self.path):
+                self._lock(create=False)
+                self._finish_former()
+            if update:
+                self._begin_update(resume)
+            else:
+                self._begin(overwrite, resume)
+        except (FileExistsError, NotADirectoryError):
+            self.leave()
+            raise UsageError(
+                f"{out} is a file, or lies in one. Name a folder for the shards."
+            ) from None
+        except OSError as error:
+            self.leave()
+            raise StorageError(
+                f"{out} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
+        except BaseException:
+            self.leave()
+            raise
+
+    def _begin(self, overwrite: bool, resume: bool) -> None:
+        present = set(os.listdir(self.out))
+        self._check(present, overwrite, resume)
+        if resume and present - {SKIPPED_NAME} and not present & {UNFINISHED, SWAPPING}:
+            self.is_complete = True
+            return
+        self._lock(create=True)
+        if (set(os.listdir(self.out)) ^ present) - {UNFINISHED}:
+            raise UsageError(
+                f"another conversion was writing into {self.out} until now. Look at what it made "
+                f"before you go on."
+            )
+        if resume and SWAPPING in present:
+            self._exchange()
+            self.is_complete = True
+        elif not resume:
+            names = self._interrupted_names()
+            if names:
+                record = {"former": names, "files": {}}
+                write_whole(os.path.join(self.path, _EXCHANGE), json.dumps(record).encode())
+            for name in set(os.listdir(self.path)) - {_LOCK, _EXCHANGE}:
+                _discard(os.path.join(self.path, name))
+
+    def _begin_update(self, resume: bool) -> None:
+        listed = os.path.join(self.out, INDEX_NAME)
+        data = read_whole(listed)
+        if os.path.exists(self._swapping) or data is None or is_foreign(data):
+            raise UsageError(
+                f"{self.out} holds no finished set of shards with an index. Name the folder of one."
+            )
+        begun = os.path.exists(os.path.join(self.path, _CALL))
+        if begun and not resume:
+            raise UsageError(
+                f"{self.out} holds an unfinished conversion. Continue it with resume=True, "
+                f"or delete {self.path}"
+            )
+        self._lock(create=True)
+        if not resume:
+            for name in set(os.listdir(self.path)) - {_LOCK}:
+                _discard(os.path.join(self.path, name))
+
+    def _finish_former(self) -> None:
+        """Complete an update that was decided; remove the rest of a completed transaction."""
+        if self._lock_fd < 0:
+            return
+        if os.path.exists(os.path.join(self.path, _UPDATE)):
+            self._complete_update()
+        elif os.path.exists(os.path.join(self.path, _DONE)) or not (
+            set(os.listdir(self.path)) - {_LOCK}
+        ):
+            self._remove()
+
+    def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
+        others = present - {UNFINISHED, SWAPPING}
+        listed = os.path.join(self.out, INDEX_NAME)
+        is_set = INDEX_NAME in present and not is_foreign(read_whole(listed) or b"")
+        if overwrite and INDEX_NAME in present and not is_set:
+            raise UsageError(
+                f"{listed} is no index of this package and would be replaced. Choose another "
+                f"folder, or move it away."
+            )
+        if overwrite or not present or present == {SKIPPED_NAME}:
+            return
+        is_unfinished = len(others) < len(present)
+        if not resume and is_unfinished:
+            raise UsageError(
+                f"{self.out} holds an unfinished conversion. Continue it with "
+                f"resume=True, or start anew with overwrite=True."
+            )
+        if not resume or not (is_unfinished or (is_set and "listed" in _info(listed))):
+            raise UsageError(
+                f"{self.out} holds {len(others)} files{' and no conversion' if resume else ''}. "
+                f"Choose an empty folder, or replace its shards with overwrite=True."
+            )
+
+    def read_call(self) -> dict[str, Any]:
+        """Return the arguments of the conversion that left this directory; {} if unknown."""
+        with (
+            suppress(OSError, ValueError),
+            open(os.path.join(self.path, _CALL), encoding="utf-8") as file,
+        ):
+            return dict(json.load(file))
+        return {}
+
+    def write_call(self, call: dict[str, Any]) -> None:
+        """Record the arguments of this conversion, for the check of one that resumes it."""
+        write_whole(os.path.join(self.path, _CALL), json_bytes(call))
+
+    def check_names(self, splits: Sequence[str]) -> None:
+        """Raise UsageError for foreign files that would be taken for shards of the new splits."""
+        listed = os.path.join(self.out, INDEX_NAME)
+        known = set(self._interrupted_names())
+        if os.path.exists(listed):
+            known |= {row["url"] for row in read_document(listed)["shardlist"]}
+        for name in sorted(os.listdir(self.out)):
+            is_shard = name.endswith(".tar") and name.rpartition("-")[0] in splits
+            if is_shard and name not in known and not os.path.exists(self._swapping):
+                raise UsageError(
+                    f"{self.out} holds {name}, which no index lists and which would be taken for a "
+                    f"shard of the new split '{name.rpartition('-')[0]}'. Move such files away, or "
+                    f"choose another folder."
+                )
+
+    def folder(self, name: str) -> str:
+        """Return a folder in the staging directory, created if it is missing."""
+        path = os.path.join(self.path, name)
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written: {error.strerror}. Free some space."
+            ) from error
+        return path
+
+    def clear(self) -> None:
+        """Remove the staging directory, and the folder if it was created for it.
+
+        An update that is decided stays: the next transaction completes it.
+        """
+        if os.path.exists(os.path.join(self.path, _UPDATE)):
+            self._unlock()
+            return
+        self._remove()
+        if self._created:
+            with suppress(OSError):
+                os.rmdir(self.out)
+
+    def leave(self) -> None:
+        """Leave the staging directory for `resume`; remove it if nothing was written."""
+        if self._lock_fd >= 0 and not any(
+            set(files) - {_LOCK, _CALL} for _, _, files in os.walk(self.path)
+        ):
+            self.clear()
+        self._unlock()
+
+    def replace_set(self, shards: str, files: dict[str, str]) -> None:
+        """Replace the set in the folder by files in `shards`: {final name: name there}.
+
+        The index is put last. Only files that the former index lists are removed, and files of
+        interrupted exchanges.
+        """
+        swapping, listed = self._swapping, os.path.join(self.out, INDEX_NAME)
+        former: list[str] = []
+        with suppress(WdstrainError):
+            if os.path.exists(listed):
+                former += [row["url"] for row in read_document(listed)["shardlist"]]
+        former += self._interrupted_names()
+        try:
+            record = {"former": former, "files": files}
+            write_whole(os.path.join(shards, _EXCHANGE), json.dumps(record).encode())
+            if os.path.exists(swapping):  # interrupted; no index is there until the new one is put
+                shutil.rmtree(os.path.join(self.path, "former"), ignore_errors=True)
+                os.rename(swapping, os.path.join(self.path, "former"))
+            os.rename(shards, swapping)
+            sync_folder(self.out)
+            self._exchange()
+        except OSError as error:
+            raise self._not_written(error) from error
+
+    def update_set(
+        self, index: Index, shards: str, files: dict[str, str], call: dict[str, Any]
+    ) -> None:
+        """Change the set in the folder to `index`, whose new shards lie in `shards`.
+
+        files: {final name: name in `shards`} of the new shards. Shards that `index` does not list
+        are deleted. call: what a killed update reports when it is completed.
+        """
+        former = [
+            row["url"] for row in read_document(os.path.join(self.out, INDEX_NAME))["shardlist"]
+        ]
+        listed = {shard.name for shard in index.shards}
+        gone = [name for name in former if name not in listed]
+        record = {"folder": os.path.basename(shards), "files": files, "gone": gone, "call": call}
+        save_index(index, shards)
+        write_whole(os.path.join(self.path, _UPDATE), json_bytes(record))
+        self._complete_update()
+
+    def _complete_update(self) -> None:
+        """Complete an update from any point at which it was killed."""
+        path = os.path.join(self.path, _UPDATE)
+        with open(path, encoding="utf-8") as file:
+            record = json.load(file)
+        shards = os.path.join(self.path, record["folder"])
+        try:
+            for final, name in record["files"].items():
+                with suppress(FileNotFoundError):  # moved already
+                    os.replace(os.path.join(shards, name), os.path.join(self.out, final))
+            sync_folder(self.out)
+            move_index(shards, self.out)
+            for name in record["gone"]:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.out, os.path.basename(name)))
+            sync_folder(self.out)
+            os.rename(path, os.path.join(self.path, _DONE))
+            sync_folder(self.path)
+        except OSError as error:
+            raise self._not_written(error) from error
+        self.completed_update = record["call"]
+        self._remove()
+
+    def _not_written(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.out} cannot be written: {error.strerror}. Free some space, then run this again "
+            f"with resume=True."
+        )
+
+    def _interrupted_names(self) -> list[str]:
+        """Return the names that interrupted exchanges were about to remove or bring."""
+        found: list[str] = []
+        for place in (self._swapping, os.path.join(self.path, "shards"), self.path):
+            with (
+                suppress(OSError, ValueError, KeyError),
+                open(os.path.join(place, _EXCHANGE), encoding="utf-8") as file,
+            ):
+                names = json.load(file)
+                found += [*names["former"], *names["files"]]
+        return list(dict.fromkeys(found))
+
+    @property
+    def _swapping(self) -> str:
+        return os.path.join(self.out, SWAPPING)
+
+    def _exchange(self) -> None:
+        """Complete an exchange from any point at which it was interrupted."""
+        swapping = self._swapping
+        with open(os.path.join(swapping, _EXCHANGE), encoding="utf-8") as file:
+            names = json.load(file)
+        files: dict[str, str] = names["files"]
+        arrived = {
+            final
+            for final, name in files.items()
+            if not os.path.exists(os.path.join(swapping, name))
+        }
+        if INDEX_NAME not in arrived:
+            # The old index goes first, so no old shard is ever read under the new index.
+            for name in [INDEX_NAME, SKIPPED_NAME, RENAMED_NAME, *names["former"], TABLE_NAME]:
+                if os.path.basename(name) not in arrived:
+                    with suppress(FileNotFoundError):
+                        os.unlink(os.path.join(self.out, os.path.basename(name)))
+            for final, name in files.items():
+                if final == INDEX_NAME:
+                    sync_folder(self.out)  # where it arrived, all others did, also after power loss
+                if final not in arrived:
+                    os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
+            sync_folder(self.out)
+        os.rename(swapping, os.path.join(self.path, _DONE))  # readers take the new set from here on
+        sync_folder(self.out)
+        self._remove()
+
+    # --- one conversion at a time -----------------------------------------------------------------
+
+    def _lock(self, *, create: bool) -> None:
+        """Lock the staging directory until this process ends.
+
+        create: create it if it is missing; otherwise nothing is locked if it disappears.
+        """
+        end, path = time.monotonic() + _LOCK_TIMEOUT, os.path.join(self.path, _LOCK)
+        while self._lock_fd < 0:
+            if create:
+                os.makedirs(self.path, exist_ok=True)
+            elif not os.path.exists(self.path):
+                return
+            with suppress(FileNotFoundError):  # the directory was removed just now
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+                try:
+                    # The file may have been deleted after it was opened.
+                    if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):
+                        self._lock_fd = fd
+                finally:
+                    if self._lock_fd < 0:
+                        os.close(fd)
+            if self._lock_fd < 0:
+                if time.monotonic() > end:
+                    raise UsageError(
+                        f"another conversion is writing into {self.out}. Wait for it, or choose "
+                        f"another folder."
+                    )
+                time.sleep(_LOCK_POLL)
+
+    def _remove(self) -> None:
+        """Remove the staging directory; its lock last, so that the next process creates its own."""
+        with suppress(OSError):  # somebody removed it, or the whole folder
+            for name in sorted(
+                set(os.listdir(self.path)) - {_LOCK},
+                key=lambda name: (name == _EXCHANGE, name == _DONE),
+            ):
+                _discard(os.path.join(self.path, name))
+        self._unlock()
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def _unlock(self) -> None:
+        if self._lock_fd < 0:
+            return
+        with suppress(OSError):
+            os.unlink(os.path.join(self.path, _LOCK))
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+
+def _try_lock(fd: int) -> bool:
+    """Lock a file; return False if another process holds the lock. True where locks do not exist."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def free_number(split: str, names: Iterable[str]) -> int:
+    """Return the first shard number of a split above all numbers in `names`."""
+    numbers = [
+        int(name[len(split) + 1 : -4])
+        for name in names
+        if name.startswith(f"{split}-")
+        and name.endswith(".tar")
+        and name[len(split) + 1 : -4].isdecimal()
+    ]
+    return max(numbers, default=-1) + 1
+
+
+def is_foreign(document: bytes) -> bool:
+    """Return whether an index.json is of another program; a damaged one counts as ours."""
+    try:
+        return "wdstrain" not in json.loads(document)
+    except (ValueError, RecursionError, TypeError):
+        return False
+
+
+def _info(path: str) -> dict[str, Any]:
+    with suppress(WdstrainError):
+        return dict(read_document(path)["wdstrain"]["info"])
+    return {}
+
+
+def source_in(path: str) -> dict[str, Any]:
+    """Return what the index at `path` records about its source; {} if that cannot be read."""
+    source = _info(path).get("source")
+    return source if isinstance(source, dict) else {}
+
+
+def _discard(path: str) -> None:
+    """Remove a folder or a file, as far as that is possible."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)

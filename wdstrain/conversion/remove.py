@@ -1,0 +1,258 @@
+"""Remove samples from a finished set: only the shards that hold them are written again.
+
+The other samples of such a shard are copied into a shard with a new number, which takes its place
+in the index. Readers see the old set or the new one at any moment (`OutputTransaction`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from wdstrain.conversion.catalog import SpanCatalog, sample_meta
+from wdstrain.conversion.listing import Part
+from wdstrain.conversion.output_dir import OutputTransaction, free_number
+from wdstrain.conversion.shard_plan import batches
+from wdstrain.conversion.shard_writer import write_samples
+from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
+from wdstrain.native.checksum import crc32
+from wdstrain.shards.conditions import matching
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.index_io import check_sizes, load
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.resolve import class_counts, open_index
+from wdstrain.storage.addresses import INDEX_NAME, Urls
+from wdstrain.storage.remote import is_remote, redacted
+
+_READ = 16 << 20  # bytes of samples read at a time
+
+Progress = Callable[[int, int], None]  # receives samples copied, and samples to copy
+
+
+@dataclass(frozen=True)
+class RemoveResult:
+    """What was removed. samples, bytes: of the set now. rewritten, deleted: numbers of shards."""
+
+    folder: str
+    removed: int
+    samples: int
+    bytes: int
+    rewritten: int
+    deleted: int
+
+    def report(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+
+def remove(
+    urls: Urls,
+    *,
+    where: str | None = None,
+    keys: str | os.PathLike[str] | Sequence[str] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> RemoveResult:
+    """Remove the samples of shards that `where` or `keys` names, and return counts.
+
+    urls: a folder with an index, or shards of one. where: a condition on the columns of the index,
+    such as "label == 'blurred'". keys: a list of keys, or a file with one key on each line.
+    dry_run: count only. A killed call is completed or started again by the same call. Raises
+    UsageError for a set that is not on this machine, and if no sample would be left; SourceError
+    for keys that no shard has; ShardError for a sample whose bytes have changed.
+    """
+    if (where is None) == (keys is None):
+        raise UsageError("remove needs where or keys. Give one of them.")
+    wanted = _wanted(keys)
+    folder = _folder_of(urls)
+    call = {"remove": [where, _digest(wanted), str(urls)]}
+    transaction = OutputTransaction(folder, overwrite=False, resume=False, update=True)
+    try:
+        if transaction.completed_update.get("remove") == call["remove"]:
+            transaction.clear()
+            return RemoveResult(**transaction.completed_update["result"])
+        index = check_sizes(load(os.path.join(folder, INDEX_NAME)))
+        ids = _chosen(index, urls, where, wanted)
+        result = _planned(folder, index, ids)
+        if dry_run:
+            transaction.clear()
+            return result
+        return _rewrite(transaction, index, ids, call, result, progress)
+    except OSError as error:
+        transaction.clear()
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror}. Free some space. The set is unchanged."
+        ) from error
+    except BaseException:
+        transaction.clear()
+        raise
+
+
+def _wanted(keys: str | os.PathLike[str] | Sequence[str] | None) -> list[str] | None:
+    if keys is None:
+        return None
+    if isinstance(keys, (str, os.PathLike)):
+        return sorted(read_keys(os.fspath(keys)))
+    if not keys:
+        raise UsageError("keys is empty. Name at least one key.")
+    return sorted(set(keys))
+
+
+def _digest(keys: list[str] | None) -> str | None:
+    if keys is None:
+        return None
+    return blake2b("\n".join(keys).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+def _folder_of(urls: Urls) -> str:
+    """Return the local folder whose index lists these shards."""
+    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    folders = {
+        address if os.path.isdir(address) else os.path.dirname(address) or "."
+        for address in [os.fspath(address) for address in addresses]
+    }
+    remote = [address for address in folders if is_remote(address)]
+    if remote:
+        raise UsageError(
+            f"{redacted(remote[0])}: samples can be removed from a set on a disk only. Download "
+            f"the set, remove them, and upload it."
+        )
+    if len(folders) != 1:
+        raise UsageError(
+            f"these shards lie in {len(folders)} folders. Run this for each folder by itself."
+        )
+    return folders.pop()
+
+
+def _chosen(index: Index, urls: Urls, where: str | None, wanted: list[str] | None) -> Ints:
+    """Return the ids of the samples to remove, ascending.
+
+    Raises SourceError for keys that none of the shards has.
+    """
+    named = {shard.name for shard in open_index(urls).shards}
+    numbers = np.array([shard.name in named for shard in index.shards], bool)
+    allowed = np.repeat(numbers, index.counts)
+    if where is not None:
+        return np.flatnonzero(matching(index, where) & allowed)
+    assert wanted is not None
+    keys = index.keys(np.arange(len(index)))
+    remove = set(wanted)
+    ids = [n for n, key in enumerate(keys) if key in remove and allowed[n]]
+    missing = remove.difference(keys[n] for n in ids)
+    if missing:
+        raise SourceError(
+            f"{len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. "
+            f"Nothing was removed. Take out the keys that do not exist."
+        )
+    return np.array(ids, np.int64)
+
+
+def _planned(folder: str, index: Index, ids: Ints) -> RemoveResult:
+    left = index.counts - np.bincount(index.shard_of(ids), minlength=len(index.shards))
+    if not left.any():
+        raise UsageError(
+            f"no sample of {folder} would be left. Delete the folder if that is intended."
+        )
+    changed = left < index.counts
+    return RemoveResult(
+        folder,
+        len(ids),
+        int(left.sum()),
+        sum(shard.bytes for shard in index.shards),
+        int((changed & (left > 0)).sum()),
+        int((changed & (left == 0)).sum()),
+    )
+
+
+def _rewrite(
+    transaction: OutputTransaction,
+    index: Index,
+    ids: Ints,
+    call: dict[str, Any],
+    result: RemoveResult,
+    progress: Progress | None,
+) -> RemoveResult:
+    """Write the changed shards without the samples `ids`, and put the new index in place."""
+    if not len(ids):
+        transaction.clear()
+        return result
+    folder, taken = transaction.folder("shards"), os.listdir(transaction.out)
+    keep = np.ones(len(index), bool)
+    keep[ids] = False
+    changed = set(index.shard_of(ids).tolist())
+    total = sum(int(keep[index.first[n] : index.first[n + 1]].sum()) for n in changed)
+    parts, files, copied = [], {}, 0
+    for number in range(len(index.shards)):
+        old, first = index.pick([number]), int(index.first[number])
+        if number not in changed:
+            parts.append(old)
+            continue
+        local = np.flatnonzero(keep[first : int(index.first[number + 1])])
+        if not len(local):
+            continue
+        split = index.shards[number].split
+        prefix = split or "part"
+        name = f"{prefix}-{free_number(prefix, taken):06d}.tar"
+        taken.append(name)
+        before = copied
+
+        def tick(samples: int, size: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + samples, total)
+
+        new = write_samples(os.path.join(folder, name), split, _samples(old, local), tick)
+        copied += len(local)
+        parts.append(replace(new, columns=old.take(local).columns, labels=index.labels))
+        files[name] = name
+    entry = {"count": len(ids), "where": call["remove"][0]}
+    changed_index = replace(join(parts), labels=index.labels, shard_labels=())
+    info = {**index.info, "removed": [*index.info.get("removed", []), entry]}
+    if "samples" in info:
+        info["samples"] = _subtracted(info["samples"], class_counts(index.take(ids)))
+    result = replace(result, bytes=sum(shard.bytes for shard in changed_index.shards))
+    call = {**call, "result": result.report()}
+    transaction.update_set(replace(changed_index, info=info), folder, files, call)
+    return result
+
+
+def _subtracted(counts: Any, removed: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Return counts by split and class without the removed samples; classes stay with 0."""
+    return {
+        split: {
+            name: count - removed.get(split, {}).get(name, 0) for name, count in by_class.items()
+        }
+        for split, by_class in counts.items()
+    }
+
+
+def _samples(index: Index, ids: Ints) -> Iterator[tuple[str, list[Part]]]:
+    """Yield (key, parts) of samples of one shard, read forward and compared with their crc32."""
+    shard = index.shards[0]
+    catalog = SpanCatalog(
+        shard.shown,
+        [shard.path],
+        np.zeros(len(index), np.int32),
+        index.offsets,
+        index.fields,
+        sample_meta([], 0),
+    )
+    crcs, first = index.offsets.member_crc, index.offsets.member_first
+    for group in batches(ids, catalog.sizes[ids], _READ):
+        for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
+            assert not isinstance(parts, SampleError)
+            key = catalog.own_key(number)
+            for place, (field, data) in enumerate(parts):
+                crc = int(crcs[int(first[number]) + place]) if len(crcs) else 0
+                if crc and crc32(data) != crc:
+                    raise ShardError(
+                        f"{shard.shown}: the bytes of the field {field} of sample '{key}' have "
+                        f"another crc32 than the index says. The set is unchanged. Run: wdstrain "
+                        f"verify"
+                    )
+            yield key, parts

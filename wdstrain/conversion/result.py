@@ -1,0 +1,177 @@
+"""Progress and result of a conversion, and their summary from the shards that were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.conversion.catalog import FileCatalog, SampleMeta, SpanCatalog
+from wdstrain.conversion.images import is_picture
+from wdstrain.conversion.listing import BadSample
+from wdstrain.conversion.output_dir import SKIPPED_NAME
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.offsets import Ints
+
+# Numbers and quoted names in a reason, which differ from sample to sample.
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+
+Hashes = npt.NDArray[np.uint64]
+ClassCounts = dict[str, dict[str, int]]  # {split: {class: samples}}; "" is the class of no class
+
+
+class Step(NamedTuple):
+    """Progress of a conversion. total: None if it is unknown."""
+
+    title: str
+    done: int
+    total: int | None
+    bytes: int
+    bad: int
+
+
+Progress = Callable[[Step], None]
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a conversion wrote. listed = packed + skipped (`bad`) + left out by `limit`.
+
+    samples: number of samples by split and class. kept: shards that an earlier run had written.
+    divided: images of several samples that are in different splits.
+    """
+
+    index: Index
+    listed: int
+    bad: list[BadSample]
+    renamed: int
+    samples: ClassCounts
+    ignored: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+    limited: int = 0
+    divided: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Number of samples that were packed."""
+        return self.listed - len(self.bad) - self.limited
+
+    @property
+    def skipped_reasons(self) -> dict[str, int]:
+        """Number of skipped samples by reason, the most frequent first."""
+        return count_reasons(self.bad)
+
+
+def count_reasons(bad: Iterable[BadSample]) -> dict[str, int]:
+    """Return the number of bad samples by reason, the most frequent first.
+
+    Reasons that differ only in numbers and quoted names are counted together, under the first.
+    """
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for sample in bad:
+        counts[first.setdefault(_DETAIL.sub("*", sample.reason), sample.reason)] += 1
+    return dict(counts.most_common())
+
+
+def read_result(out: str, index: Index) -> ConversionResult:
+    """Return the result of a finished conversion from what its index records."""
+    info, bad = index.info, []
+    with suppress(FileNotFoundError), open(os.path.join(out, SKIPPED_NAME), "rb") as file:
+        bad = [BadSample(**{**row, "row": row["row"] or 0}) for row in map(json.loads, file)]
+    return ConversionResult(
+        index,
+        info["listed"],
+        bad,
+        info["renamed"],
+        info["samples"],
+        info["ignored"],
+        kept=len(index.shards),
+        limited=info["listed"] - len(index) - len(bad),
+        divided=info.get("divided", 0),
+    )
+
+
+class Tally:
+    """Counts of the samples that were packed: by split and class, renamed, in several splits."""
+
+    def __init__(self, source: FileCatalog | SpanCatalog | None = None) -> None:
+        """source: for `add`: the samples as the source has them, before images were encoded."""
+        self._names = source.names if source is not None else {}
+        self._key = source.key if source is not None else str
+        self._images: dict[str, list[Hashes]] = {}  # hashes of images, by split
+        self.samples: ClassCounts = {}
+        self.renamed: list[dict[str, str]] = []
+
+    def add(self, split: str, meta: SampleMeta, numbers: Ints, at: Ints) -> None:
+        """Count the samples of a shard. numbers: in `meta`. at: their numbers in the source."""
+        counts = self.samples.setdefault(split, {})
+        codes, sums = np.unique(meta.stratum[numbers], return_counts=True)
+        for code, count in zip(codes, sums, strict=True):
+            name = meta.strata[code]
+            counts[name] = counts.get(name, 0) + int(count)
+        hashes = meta.image[numbers]
+        self._images.setdefault(split, []).append(hashes[hashes != 0])
+        for n in at.tolist() if self._names else ():
+            if n in self._names:
+                self.renamed.append({"key": self._key(n), "name": self._names[n]})
+
+    @property
+    def divided(self) -> int:
+        """Number of images that samples of different splits have."""
+        return _in_several(self._images)
+
+    def sorted_samples(self, labels: Iterable[Label]) -> ClassCounts:
+        """Return `samples` with the classes of each split in the order of the labels."""
+        order = {name: place for label in labels for place, name in enumerate(label.classes)}
+        return {split: sorted_counts(counts, order) for split, counts in self.samples.items()}
+
+
+def divided_images(parts: Iterable[Index]) -> int:
+    """Return how many images are in several splits, compared by their size and checksum."""
+    by_split: dict[str, list[Hashes]] = {}
+    for index in parts:
+        table = index.offsets
+        if not len(table.member_crc):
+            continue
+        # an image beside the main one (seg.png) is data that many samples may share
+        fields = [n for n, name in enumerate(index.fields) if is_picture(name) and "." not in name]
+        members = np.flatnonzero(np.isin(table.member_field, fields))
+        identity = table.member_size[members].astype(np.uint64) << np.uint64(32)
+        identity |= table.member_crc[members].astype(np.uint64)
+        rows = np.searchsorted(table.member_first, members, side="right") - 1
+        shard_of = index.shard_of(rows)
+        for number, shard in enumerate(index.shards):
+            by_split.setdefault(shard.split, []).append(identity[shard_of == number])
+    return _in_several(by_split)
+
+
+def _in_several(by_split: dict[str, list[Hashes]]) -> int:
+    """Return how many hashes are in several splits."""
+    distinct = [np.unique(np.concatenate(hashes)) for hashes in by_split.values()]
+    counts = np.unique(np.concatenate(distinct), return_counts=True)[1] if distinct else np.zeros(0)
+    return int((counts > 1).sum())
+
+
+def sorted_counts(counts: dict[str, int], order: dict[str, int]) -> dict[str, int]:
+    """Return counts by class in the order of the class numbers, then by name."""
+    rows = sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+    return dict(rows)
+
+
+def merged_counts(parts: Iterable[Any], labels: Iterable[Label]) -> ClassCounts:
+    """Return the sum of several counts by split and class."""
+    order = {name: place for label in labels for place, name in enumerate(label.classes)}
+    merged: dict[str, Counter[str]] = {}
+    for part in parts:
+        for split, counts in part.items():
+            merged.setdefault(split, Counter()).update(counts)
+    return {split: sorted_counts(counts, order) for split, counts in merged.items()}

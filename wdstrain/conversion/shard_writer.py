@@ -1,0 +1,261 @@
+"""Write one shard: under a temporary name, flushed to the disk, then renamed.
+
+File bytes are copied verbatim. The crc32 of each member is computed here, the sha256 of the shard
+in a second thread. Beside each shard its part of the index is stored with the identity of its
+samples, so that `resume` recognizes the shards that need not be written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from time import perf_counter
+
+import numpy as np
+
+from wdstrain.conversion.catalog import Catalog
+from wdstrain.conversion.images import Recipe
+from wdstrain.conversion.index_builder import IndexBuilder
+from wdstrain.conversion.listing import BadSample, Part
+from wdstrain.conversion.shard_plan import PlannedShard
+from wdstrain.errors import SampleError, ShardError, StorageError
+from wdstrain.runtime.machine import collector_paused
+from wdstrain.shards.columns import ColumnBuilder
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index_io import pack_part, unpack_part
+from wdstrain.shards.offsets import Ints
+from wdstrain.shards.tar import END
+from wdstrain.storage.files import publish, sync_folder, write_whole
+
+_CHUNK = 2 << 20  # bytes collected before they are written and hashed
+_SLOW = 40e6  # bytes/s; files of 7 KB: 250e6 from memory, 70e6 from an SSD, 1e6 from a hard disk
+PART = ".part"  # ending of the file with a shard's part of the index, until the conversion ends
+
+Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A written shard: its index, the numbers of its samples, and the samples that were skipped."""
+
+    index: Index
+    numbers: Ints
+    bad: list[BadSample]
+
+
+def identity(shard: PlannedShard, catalog: Catalog, recipe: Recipe, collect: bool) -> str:
+    """Return a hash of everything that the bytes of a shard depend on."""
+    words = f"2 {shard.name} {recipe} {collect}".encode()
+    return hashlib.blake2b(catalog.identity(shard.numbers) + words, digest_size=16).hexdigest()
+
+
+def kept(folder: str, shard: PlannedShard, mark: str) -> Packed | None:
+    """Return a shard that an earlier run wrote, if it is complete and of the same samples."""
+    path = os.path.join(folder, shard.name)
+    try:
+        with open(path + PART, "rb") as file:
+            index, extra = unpack_part(file.read(), path)
+        if extra["identity"] != mark or os.stat(path).st_size != index.shards[0].bytes:
+            return None
+        bad = [BadSample(*row) for row in extra["bad"]]
+        return Packed(index, shard.numbers[np.array(extra["places"], np.int64)], bad)
+    except (OSError, ShardError, ValueError, KeyError, TypeError, IndexError, OverflowError):
+        return None  # it is written again
+
+
+def write_shard(
+    folder: str,
+    shard: PlannedShard,
+    catalog: Catalog,
+    recipe: Recipe,
+    *,
+    collect: bool,
+    memory: int,
+    mark: str | None,
+    tick: Tick,
+) -> Packed:
+    """Write a shard. collect: skip bad samples; otherwise the first one ends the shard.
+
+    memory: bytes of samples held at a time to put them in order. mark: identity of the shard;
+    None: it is only indexed, and nothing is written.
+    """
+    path = os.path.join(folder, shard.name)
+    places, bad = array("q"), []
+
+    def good() -> Iterator[tuple[str, list[Part]]]:
+        for place, number, parts in _fetched(shard.numbers, catalog, memory):
+            try:
+                if isinstance(parts, SampleError):
+                    raise parts
+                parts = recipe.apply(parts)
+            except SampleError as error:
+                bad.append(catalog.bad(number, str(error)))
+                if not collect:
+                    raise _RefusedError from None
+                continue
+            places.append(place)
+            yield catalog.key(number), parts
+
+    try:
+        with suppress(FileNotFoundError):  # it describes the shard that is about to be replaced
+            os.unlink(path + PART)
+            sync_folder(folder)
+        with collector_paused():
+            index = write_samples(path, shard.split, good(), tick, write=mark is not None)
+        if mark is None:
+            return Packed(index, shard.numbers[np.array(places, np.int64)], bad)
+        extra = {"identity": mark, "places": places.tolist(), "bad": bad}
+        write_whole(path + PART, pack_part(index, extra))
+    except _RefusedError:
+        return Packed(Index((), (), IndexBuilder().offsets()), shard.numbers[:0], bad)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}. Free some space or choose another folder, "
+            f"then continue with resume=True."
+        ) from error
+    return Packed(index, shard.numbers[np.array(places, np.int64)], bad)
+
+
+class _RefusedError(Exception):
+    """A bad sample came, and none may be skipped."""
+
+
+class ShardFile:
+    """A shard that is written sample by sample. It is complete, or missing after an error.
+
+    Leaving the `with` block without `finish` removes what was written.
+    """
+
+    def __init__(self, path: str, split: str, *, write: bool = True) -> None:
+        """write=False: only the index is made. Raises OSError."""
+        self._path, self._split, self._write = path, split, write
+        # A unique name: on a cluster, a node that was given up may still write the same shard.
+        name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
+        self._temporary = os.path.join(os.path.dirname(path), name)
+        self._rows, self._columns = IndexBuilder(), ColumnBuilder()
+        self._chunk: list[bytes] = []
+        self._written = 0
+        self._file = FileIO(self._temporary if write else os.devnull, "w")
+        self._digest = _Digest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its samples so far."""
+        return self._rows.stop
+
+    def add(self, key: str, parts: list[Part]) -> bool:
+        """Add a sample. Returns whether it was written to the disk with others before it."""
+        self._chunk += self._rows.add(key, parts)
+        self._columns.add(parts)
+        is_full = self._rows.stop - self._written >= _CHUNK
+        if is_full:
+            self._flush()
+        return is_full
+
+    def finish(self) -> Index:
+        """Give the shard its name and return its index. Raises OSError."""
+        self._chunk.append(END)
+        self._flush()
+        sha256 = self._digest.finish()
+        self._file.close()
+        if self._write:
+            publish(self._temporary, self._path)
+        size = self._rows.stop + len(END)
+        return Index(
+            (Shard(self._path, len(self._rows), size, self._split, sha256),),
+            tuple(self._rows.fields),
+            self._rows.offsets(),
+            columns=self._columns.finish(),
+        )
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._digest.close()
+        with suppress(OSError):
+            os.unlink(self._temporary)
+
+    def _flush(self) -> None:
+        data = memoryview(b"".join(self._chunk))
+        self._chunk, self._written = [], self._rows.stop
+        self._digest.update(data)
+        while data:
+            data = data[self._file.write(data) :]
+
+
+def write_samples(
+    path: str,
+    split: str,
+    samples: Iterable[tuple[str, list[Part]]],
+    tick: Tick,
+    *,
+    write: bool = True,
+) -> Index:
+    """Write a shard of these samples, (key, parts) each, and return its index. Raises OSError."""
+    with ShardFile(path, split, write=write) as shard:
+        for key, parts in samples:
+            if shard.add(key, parts):
+                tick(len(shard), shard.bytes)
+        index = shard.finish()
+        tick(len(shard), shard.bytes)
+        return index
+
+
+class _Digest:
+    """The sha256 of written bytes, computed in its own thread, at most one chunk behind."""
+
+    def __init__(self) -> None:
+        self._hash, self._pool = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._last: Future[None] | None = None
+
+    def update(self, data: memoryview) -> None:
+        if self._last is not None:
+            self._last.result()
+        self._last = self._pool.submit(self._hash.update, data)
+
+    def finish(self) -> str:
+        """Return the sha256 of all bytes, in hexadecimal."""
+        if self._last is not None:
+            self._last.result()
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+
+def _fetched(
+    numbers: Ints, catalog: Catalog, memory: int
+) -> Iterator[tuple[int, int, list[Part] | SampleError]]:
+    """Yield (place in the shard, number, parts) of each sample, in order.
+
+    Samples are fetched in groups, within a group as they lie on the disk. Groups are small while
+    bytes come from the page cache, and grow up to the memory limit where a disk is slow.
+    """
+    stops, place, filled = np.cumsum(catalog.sizes[numbers]), 0, 0
+    together = min(memory, catalog.together)
+    while place < len(numbers):
+        stop = max(place + 1, int(np.searchsorted(stops, filled + together, side="right")))
+        begun = perf_counter()
+        try:
+            found = catalog.fetch(numbers[place:stop])
+        except OSError as error:  # of the source, not of the disk that is written to
+            raise StorageError(
+                f"{error.filename or 'the source'} cannot be read: {error.strerror}."
+            ) from error
+        before, filled = filled, int(stops[stop - 1])
+        if filled - before < _SLOW * (perf_counter() - begun):
+            together = min(memory, 4 * together)
+        yield from zip(range(place, stop), numbers[place:stop].tolist(), found, strict=True)
+        place = stop

@@ -1,0 +1,1 @@
+"""Sources of samples: each lists or streams the samples of one kind of input."""

@@ -1,0 +1,228 @@
+"""Compressed tars and zip archives as a stream of samples, read forward once.
+
+Members are grouped into samples by webdataset's rule: the key is the name up to the first dot of
+its last part. Archives are not trusted: what they unpack to is limited.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from lzma import LZMAError
+from typing import Any, BinaryIO, cast
+
+from wdstrain.conversion.listing import (
+    BadSample,
+    BadSamples,
+    Part,
+    Stream,
+    StreamSample,
+    field_name,
+    file_mark,
+    split_of,
+)
+from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
+from wdstrain.loader.tar_stream import members, open_tar, shown
+from wdstrain.report.printing import printable
+from wdstrain.shards.expressions import Expression
+from wdstrain.shards.tar import ASIDE, NO_KEY, Walk, is_aside, other_kind, split_name
+from wdstrain.storage.addresses import INDEX_NAME, Urls, expand, is_json
+from wdstrain.storage.remote import is_remote, name_of, open_remote
+
+_ARCHIVE = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4)|tgz|tbz2?|txz|zip)$", re.IGNORECASE)
+_MOST_RATIO = 1000  # unpacked bytes for each byte of an archive, beyond the first _FREE
+_FREE = 1 << 30  # bytes that any archive may unpack to
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArchiveFields:
+    """Which samples and fields of archives are packed. names: {field: new name}; see TarOptions."""
+
+    keep: frozenset[str]
+    drop: frozenset[str]
+    rename: dict[str, str]
+    condition: Expression | None
+    keys: set[str] | None
+
+    def packed(self, parts: list[Part]) -> list[Part]:
+        """Return the parts that stay, under their new names. Raises SampleError if none does."""
+        stays = [
+            (field_name(self.rename.get(field, field)), data)
+            for field, data in parts
+            if (field in self.keep if self.keep else field not in self.drop)
+        ]
+        if not stays or len({field for field, _ in stays}) < len(stays):
+            names = ", ".join(field for field, _ in stays) or "(none)"
+            raise SampleError(f"it would have the fields {names}, and needs one or more, each once")
+        return stays
+
+
+def archives_in(urls: Urls) -> list[str]:
+    """Return the paths that addresses mean if any of them is a compressed tar or a zip; else []."""
+    addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    paths: list[str] = []
+    for address in [os.fspath(one) for one in addresses]:
+        names = _names_in(address) if os.path.isdir(address) else []
+        if names:
+            paths += [os.path.join(address, name) for name in names]
+        elif is_remote(address) and _ARCHIVE.search(name_of(address)):
+            paths.append(address)
+        else:
+            paths += expand(address)
+    if not any(_ARCHIVE.search(name_of(path)) for path in paths):
+        return []
+    if any(map(is_json, paths)):
+        raise UsageError(
+            "archives and sets with an index cannot be converted together. Convert each by itself."
+        )
+    return paths
+
+
+def _names_in(folder: str) -> list[str]:
+    """Return the archives of a folder that has neither an index nor a tar."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise SourceError(
+            f"{folder} cannot be read: {error.strerror}. Check the permissions of the folder."
+        ) from error
+    if any(name == INDEX_NAME or name.endswith(".tar") for name in names):
+        return []
+    return [name for name in names if _ARCHIVE.search(name)]
+
+
+def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, Any]) -> Stream:
+    """Return the samples of archives, in their order. source: its provenance."""
+    ignored: dict[str, int] = {}
+
+    def samples(bad: BadSamples) -> Iterator[StreamSample]:
+        for path in paths:
+            split = split_of(name_of(path))
+            walk = Walk()
+            for key, parts in _grouped(path, walk):
+                if fields.keys is not None and key not in fields.keys:
+                    _count(ignored, "keys that were not asked for")
+                    continue
+                condition = fields.condition
+                try:
+                    if condition is not None and not condition.holds(
+                        dict(parts), key=key, shard=name_of(path), split=split
+                    ):
+                        _count(ignored, "samples that do not meet the condition")
+                        continue
+                    packed = fields.packed(parts)
+                except SampleError as error:
+                    bad.put(BadSample(shown(path), 0, key, str(error)))
+                    continue
+                yield StreamSample(key, packed, split)
+            for reason, count in walk.ignored.items():
+                ignored[reason] = ignored.get(reason, 0) + count
+
+    name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    mark = None if any(map(is_remote, paths)) else f"{file_mark(*paths)} {fields}"
+    return Stream(name, samples, lambda: (), source, None, mark, ignored, resplit=True)
+
+
+def _grouped(path: str, walk: Walk) -> Iterator[tuple[str, list[Part]]]:
+    """Yield (key, parts) of the samples of an archive. Raises ShardError for a key in two places."""
+    seen: set[str] = set()
+    key, parts = "", list[Part]()
+    for name, data in _zip_members(path, walk) if _is_zip(path) else _tar_members(path, walk):
+        split = split_name(name)
+        if split is None or is_aside(name):
+            walk.ignore(NO_KEY if split is None else ASIDE)
+            continue
+        if split[0] != key or not parts:
+            if parts:
+                yield key, parts
+            key, parts = split[0], []
+            if key in seen:
+                raise ShardError(
+                    f"{shown(path)} holds members of '{printable(key)}' in two places; the fields "
+                    f"of a sample must be adjacent. Repack it from a sorted list."
+                )
+            seen.add(key)
+        if any(field == split[1] for field, _ in parts):
+            raise ShardError(
+                f"{shown(path)} holds two members named '{printable(name)}'. Repack it."
+            )
+        parts.append((split[1], data))
+    if parts:
+        yield key, parts
+
+
+def _is_zip(path: str) -> bool:
+    return name_of(path).lower().endswith(".zip")
+
+
+def _tar_members(path: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
+    with open_tar(path) as stream:
+        limited = cast(BinaryIO, _Limited(stream.read, _limit(path), shown(path)))
+        yield from members(limited, shown(path), walk)
+
+
+def _limit(path: str) -> int:
+    """Return the bytes that an archive may unpack to."""
+    if is_remote(path):
+        with open_remote(path, first_bytes=1) as file:
+            size = file.size
+    else:
+        size = os.path.getsize(path)
+    return max(_FREE, _MOST_RATIO * size)
+
+
+class _Limited:
+    """A stream that raises ShardError when an archive unpacks to more than its limit."""
+
+    def __init__(self, read: Callable[[int], bytes], limit: int, archive: str) -> None:
+        self._read, self._left, self._archive = read, limit, archive
+
+    def read(self, length: int) -> bytes:
+        data = self._read(length)
+        self._left -= len(data)
+        if self._left < 0:
+            raise _too_large(self._archive)
+        return data
+
+
+def _too_large(archive: str) -> ShardError:
+    return ShardError(
+        f"{archive} unpacks to more than {_MOST_RATIO} times its size, as an archive does that is "
+        f"made to fill a disk. Unpack it yourself if you trust it."
+    )
+
+
+def _zip_members(path: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
+    """Yield (name, data) of the files of a zip: forward, but the members of a key together."""
+    if is_remote(path):
+        raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+            if sum(info.file_size for info in infos) > _limit(path):
+                raise _too_large(shown(path))
+            order: dict[str, int] = {}  # place of the first member of each key
+            for place, info in enumerate(infos):
+                order.setdefault((split_name(info.filename) or (info.filename,))[0], place)
+            infos.sort(key=lambda i: order[(split_name(i.filename) or (i.filename,))[0]])
+            for info in infos:
+                mode = info.external_attr >> 16
+                if info.is_dir() or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
+                    walk.ignore(other_kind(b"5" if info.is_dir() else b"2", info.filename))
+                    continue
+                yield info.filename, archive.read(info)
+    except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, ValueError, OSError) as error:
+        raise ShardError(f"{shown(path)} is cut or damaged: {error}. Copy it again.") from error
+    except (RuntimeError, NotImplementedError) as error:  # a password, or a rare compression
+        raise ShardError(
+            f"{shown(path)} cannot be unpacked: {error}. Unpack it yourself."
+        ) from error
+
+
+def _count(ignored: dict[str, int], reason: str) -> None:
+    ignored[reason] = ignored.get(reason, 0) + 1

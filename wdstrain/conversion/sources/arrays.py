@@ -1,0 +1,296 @@
+"""Arrays to a stream: .npy and .npz files, memory-mapped where they can be, or arrays in memory, row by row.
+
+`blocks` is also what HDF5 files are read with: a run of rows at a time, from every array, forward.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
+from wdstrain.conversion.encode import array_field, encode
+from wdstrain.conversion.listing import (
+    BadSample,
+    BadSamples,
+    Stream,
+    StreamSample,
+    check_there,
+    file_mark,
+)
+from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.shards.index import Label
+
+_BLOCK = 16 << 20  # bytes of rows read at a time, about
+
+
+class Rows(Protocol):
+    """An array that is read by runs of rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __getitem__(self, rows: slice) -> Any: ...
+
+
+def stream_arrays(
+    arrays: Mapping[str, Any],
+    *,
+    labels: Sequence[str] = (),
+    classes: Sequence[str] = (),
+    quality: int = 95,
+) -> Stream:
+    """Rows of arrays of one length. arrays: {name: array, or a .npy file, or FILE.npz:member}.
+
+    labels: names of scalar arrays to learn, `name:class` or `name:number` outright; an array named cls is one by itself.
+    Raises SourceError for files that are no arrays, UsageError for lengths that differ.
+    """
+    opened = {name: _open(name, array) for name, array in arrays.items()}
+    files = {
+        name: os.fspath(one) for name, one in arrays.items() if isinstance(one, (str, os.PathLike))
+    }
+    title = ", ".join(files.values()) or "arrays"
+    paths = [
+        f"{one.partition('.npz:')[0]}.npz" if ".npz:" in one else one for one in files.values()
+    ]
+    mark = file_mark(*paths) if len(files) == len(arrays) else None
+    stream = stream_rows(
+        title,
+        opened,
+        {
+            "kind": "arrays",
+            "fields": list(arrays),
+            "labels": list(labels),
+            **stated_classes(check_classes(classes)),
+        },
+        labels=labels,
+        classes=classes,
+        quality=quality,
+    )
+    return replace(
+        stream,
+        mark=mark and f"{mark} {list(files.items())} {list(labels)} {list(classes)} {quality}",
+    )
+
+
+def stream_rows(
+    title: str,
+    arrays: Mapping[str, Rows],
+    source: dict[str, Any],
+    *,
+    labels: Sequence[str],
+    classes: Sequence[str],
+    quality: int,
+    keys: str | None = None,
+) -> Stream:
+    """Rows of arrays of one length as samples. keys: the array that names them."""
+    if not arrays:
+        raise UsageError('no array was named. Give arrays={"NAME": array}.')
+    lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
+    if -1 in lengths.values() or len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise UsageError(
+            f"{title}: arrays of one length are needed, one row for each sample; found {told}."
+        )
+    count = next(iter(lengths.values()))
+    if keys is not None and (
+        len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"
+    ):
+        raise UsageError(
+            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}, and one text or whole number a "
+            f"row is needed."
+        )
+    try:
+        fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
+    if len(set(fields.values())) < len(fields):
+        raise UsageError(
+            f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them."
+        )
+    names = check_classes(classes)
+    asked = list(labels)
+    counts = (
+        "cls" in arrays
+        and len(arrays["cls"].shape) == 1
+        and np.dtype(arrays["cls"].dtype).kind in "biu"
+    )
+    if "cls" in arrays and (
+        not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))
+    ):
+        asked.append("cls")  # a label, whatever else is one
+    found = [
+        _Scalar(
+            name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
+        )
+        for name in asked
+    ]
+    places = {name: place for place, name in enumerate(names)}
+    classed = next((one for one in found if one.kind == "class"), None)
+
+    def entries(quarantine: BadSamples) -> Iterator[StreamSample]:
+        for first, block in blocks(arrays, count):
+            for i in range(len(next(iter(block.values())))):
+                try:
+                    parts = [
+                        encode(
+                            field, _value(block[name][i], field), quality=quality, classes=places
+                        )
+                        for name, field in fields.items()
+                    ]
+                    for scalar in found:
+                        scalar.see(block[scalar.name][i])
+                except SampleError as error:
+                    quarantine.put(BadSample(title, first + i + 1, "", str(error)))
+                    continue
+                key = None if keys is None else _text(block[keys][i])
+                stratum = classed.stratum(block[classed.name][i]) if classed else ""
+                yield StreamSample(key, parts, stratum=stratum)
+
+    labels_of = lambda: tuple(one.label() for one in found)  # noqa: E731
+    stratum = ("label" if classed.name == "cls" else classed.name) if classed else ""
+    return Stream(title, entries, labels_of, source, count, stratum=stratum)
+
+
+def row_bytes(array: Rows) -> int:
+    """Bytes of a row, about; of rows that differ in length, what the first ones have."""
+    values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
+    if np.dtype(array.dtype).hasobject:
+        some = [
+            len(one) if hasattr(one, "__len__") else 8
+            for one in np.asarray(array[slice(0, 16)]).ravel()
+        ]
+        return 64 + values * 2 * (sum(some) // max(1, len(some)))
+    return values * max(1, int(np.dtype(array.dtype).itemsize))
+
+
+def blocks(
+    arrays: Mapping[str, Rows], count: int
+) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
+    """(first row, {name: rows}) of each run of rows."""
+    size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
+    for first in range(0, count, size):
+        yield (
+            first,
+            {
+                name: np.asanyarray(array[slice(first, min(first + size, count))])
+                for name, array in arrays.items()
+            },
+        )
+
+
+class _Scalar:
+    """A label among the arrays, and what was seen of its values."""
+
+    def __init__(
+        self,
+        asked: str,
+        arrays: Mapping[str, Rows],
+        fields: Mapping[str, str],
+        classes: Sequence[str],
+    ) -> None:
+        before, _, kind = asked.rpartition(":")
+        self.name, self.kind = (
+            (before, kind) if kind in ("class", "number") and before in arrays else (asked, "")
+        )
+        if self.name not in fields:
+            raise UsageError(
+                f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them."
+            )
+        array = arrays[self.name]
+        if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
+            raise UsageError(
+                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}, and one number a row is needed."
+            )
+        self._field = fields[self.name]
+        self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
+        self._classes, self._numbers = (
+            tuple(classes),
+            Numbered(self.name, stated=asked != self.name),
+        )
+
+    def see(self, value: Any) -> None:
+        if self.kind == "class":
+            number = int(value)
+            if number < 0 or number != value:
+                raise SampleError(
+                    f"its {self.name} is {value}, and a class is a whole number from 0"
+                )
+            if self._classes and number >= len(self._classes):
+                raise SampleError(
+                    f"its {self.name} is {number}, and there are {len(self._classes)} classes"
+                )
+            if not self._classes:
+                self._numbers.see(number)
+        elif not np.isfinite(value):
+            raise SampleError(f"its {self.name} is {value}")
+
+    def stratum(self, value: Any) -> str:
+        if self.kind != "class":
+            return ""
+        return self._classes[int(value)] if self._classes else str(int(value))
+
+    def label(self) -> Label:
+        name = "label" if self.name == "cls" else self.name
+        if self.kind == "number":
+            return Label(name, "number", self._field)
+        return Label(name, "class", self._field, classes=self._classes or self._numbers.classes())
+
+
+def _value(value: Any, field: str) -> Any:
+    if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
+        if field.rpartition(".")[2] == "npy" and not value.startswith(b"\x93NUMPY"):
+            raise SampleError(
+                f"its {field} is text, and a .npy holds an array; name it {field.removesuffix('.npy')}.txt"
+            )
+        return bytes(value)
+    if (
+        isinstance(value, np.ndarray)
+        and value.dtype == np.uint8
+        and value.ndim == 1
+        and field.rpartition(".")[2] != "npy"
+    ):
+        return value.tobytes()  # the bytes of an encoded file
+    return value
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def _open(name: str, array: Any) -> Rows:
+    if not isinstance(array, (str, os.PathLike)):
+        return np.asanyarray(array) if isinstance(array, np.ma.MaskedArray) else np.asarray(array)
+    path, _, member = os.fspath(array).partition(".npz:")
+    check_there(f"{path}.npz" if member else path, f"{name}={os.fspath(array)}")
+    try:
+        if member:
+            with np.load(f"{path}.npz", allow_pickle=False) as archive:
+                if member not in archive.files:
+                    raise UsageError(
+                        f"{path}.npz has no member '{member}'. It holds: {', '.join(archive.files)}"
+                    )
+                return np.asarray(archive[member])
+        found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
+    except UsageError:
+        raise
+    except (
+        Exception
+    ) as error:  # numpy lets through what the parsers of damaged headers and archives raise
+        raise SourceError(
+            f"{name}={os.fspath(array)} is no array that can be read ({error})."
+        ) from error
+    if isinstance(found, np.lib.npyio.NpzFile):
+        members = ", ".join(found.files)
+        found.close()
+        raise UsageError(
+            f"{path} holds several arrays: {members}. Name one: {name}={path}:{members.split(', ')[0]}"
+        )
+    rows: Rows = found
+    return rows

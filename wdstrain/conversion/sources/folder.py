@@ -1,0 +1,176 @@
+"""Class folders to a listing: SRC/<class>/.../picture.jpg, or SRC/train/<class>/... and SRC/val/<class>/...
+
+The class is the first folder level, its number the place among the sorted names, as torchvision's ImageFolder counts. File
+bytes are kept. Files that are no image by their extension are passed over and counted by extension.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from wdstrain.conversion.classes import look_alikes, stated_classes
+from wdstrain.conversion.listing import (
+    SPLITS,
+    FileSample,
+    Keys,
+    Listing,
+    check_there,
+    image_field,
+    is_litter,
+)
+from wdstrain.errors import SourceError, UsageError
+from wdstrain.runtime.machine import collector_paused
+from wdstrain.shards.index import Label
+
+
+@collector_paused()
+def list_folder(source: str, *, flat: bool = False, fixed: Sequence[str] = ()) -> Listing:
+    """Return the images of a folder.
+
+    flat: all files below it, without classes. fixed: names of the classes, in the order of their numbers;
+    default: the class folders, sorted. Raises SourceError for a folder that is missing, holds no
+    images or no class folders, UsageError for a class folder that is none of those.
+    """
+    check_there(source, kind="folder")
+    if not os.path.isdir(source):
+        raise SourceError(f"{source}: there is no such folder. Check the path.")
+    ignored: dict[str, int] = {}
+    splits = {} if flat else _splits(source, ignored)
+    roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {
+        "": source
+    }
+    found: list[
+        tuple[str, str, str, str, str]
+    ] = []  # split, class, name below the split's folder, path, field
+    outside = 0
+    for split, root in roots.items():
+        for below, folder, names in _files(root, ignored):
+            kind = "" if flat else below.split("/", 1)[0]
+            prefix = f"{below}/" if below else ""
+            for name in names:
+                field = image_field(name)
+                if field is None:
+                    _count(ignored, f"*{os.path.splitext(name)[1].lower()}")
+                elif not kind and not flat:
+                    outside += 1
+                else:
+                    found.append((split, kind, prefix + name, f"{folder}{os.sep}{name}", field))
+    classes = [] if flat else sorted({kind for _, kind, _, _, _ in found})
+    if fixed and flat:
+        raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
+    other = [kind for kind in classes if fixed and kind not in fixed]
+    if other:
+        raise UsageError(
+            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes ({', '.join(fixed[:8])}"
+            f"{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at the end of the classes."
+        )
+    if not found and outside:
+        raise SourceError(
+            f"{source} holds {outside} pictures and no class folders; one folder for each class is expected. "
+            f"Use flat=True for images without labels."
+        )
+    if not found:
+        seen = (
+            ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
+        )
+        raise SourceError(
+            f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like."
+        )
+    _count(ignored, "pictures outside a class folder", outside)
+    if classes:
+        _count(
+            ignored,
+            "folders without pictures",
+            len({name for root in roots.values() for name in _folders(root)} - set(classes)),
+        )
+    decided = [
+        f"classes: {alike} look alike" for alike in look_alikes(dict.fromkeys([*fixed, *classes]))
+    ]
+    numbers = {name: str(number).encode() for number, name in enumerate(fixed or classes)}
+    keys = {split: Keys() for split in roots}
+    items = []
+    for split, kind, name, path, field in found:
+        parts: tuple[tuple[str, bytes | str], ...] = (
+            ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
+        )
+        stem = name.rpartition(".")[0]
+        key = keys[split].key(stem)
+        items.append(FileSample(key, parts, split, "", kind, 0, name if key != stem else ""))
+    labels = (Label("label", "class", "cls", classes=tuple(fixed or classes)),) if classes else ()
+    return Listing(
+        source,
+        items,
+        labels,
+        {
+            "kind": "folder",
+            "classes": len(fixed or classes),
+            **stated_classes(fixed),
+            **({"decided": decided} if decided else {}),
+        },
+        ignored,
+        root=source,
+        stratum="label" if classes else "",
+    )
+
+
+def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
+    if times:
+        ignored[reason] = ignored.get(reason, 0) + times
+
+
+def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
+    """{folder: split} where `source` has folders named train and val or test, else nothing. Other folders are counted."""
+    folders = _folders(source)
+    named = {folder: SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS}
+    if "train" not in named.values() or len(named) < 2:
+        return {}
+    if len(set(named.values())) < len(named):
+        raise SourceError(
+            f"{source} holds {', '.join(sorted(named))}, of which two mean one split. Keep one folder for each."
+        )
+    _count(ignored, "folders beside the splits", len(folders) - len(named))
+    with os.scandir(source) as entries:
+        beside = [entry.name for entry in entries if entry.is_file() and not is_litter(entry.name)]
+    _count(ignored, "files beside the splits", len(beside))
+    order = list(dict.fromkeys(SPLITS.values()))
+    return dict(sorted(named.items(), key=lambda one: order.index(one[1])))
+
+
+def _folders(root: str) -> list[str]:
+    try:
+        with os.scandir(root) as entries:
+            return sorted(
+                entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name)
+            )
+    except OSError as error:
+        raise SourceError(f"{root} cannot be listed: {error.strerror}.") from error
+
+
+def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[str]]]:
+    """(path below root with forward slashes, path, names of its files) of each folder, all sorted; links are followed."""
+
+    def failed(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be listed: {error.strerror}.") from error
+
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(root, onerror=failed, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            raise SourceError(
+                f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link."
+            )
+        seen.add(real)
+        names = sorted(name for name in files if not is_litter(name))
+        kept = sorted(name for name in folders if not is_litter(name))
+        _count(
+            ignored, "hidden or system files", len(files) + len(folders) - len(names) - len(kept)
+        )
+        folders[:] = kept
+        for path in [folder, *names]:
+            if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
+                raise SourceError(
+                    f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it."
+                )
+        below = os.path.relpath(folder, root).replace(os.sep, "/")
+        yield "" if below == "." else below, folder, names

@@ -1,0 +1,341 @@
+"""Existing tars to a stream: re-shard, shuffle, filter, merge, split, drop and rename fields. One forward pass.
+
+What the index knows of the shards (splits, labels, checksums) goes along: bytes that are not those that were packed are bad
+samples. Sets that number their classes differently are not merged, since the same number would mean two things.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from wdstrain.conversion.catalog import SpanCatalog, sample_meta
+from wdstrain.conversion.listing import (
+    BadSample,
+    BadSamples,
+    Part,
+    Stream,
+    StreamSample,
+    field_name,
+    file_mark,
+    split_of,
+)
+from wdstrain.conversion.options import TarsOptions
+from wdstrain.conversion.shard_plan import batches
+from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
+from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.native.checksum import crc32
+from wdstrain.shards.declare import with_label
+from wdstrain.shards.expressions import Expression
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index_io import info_of, is_wdstrain_index, labels_of, read_document
+from wdstrain.shards.resolve import open_index
+from wdstrain.shards.values import scalar
+from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of
+from wdstrain.storage.files import read_whole
+from wdstrain.storage.remote import is_remote
+
+_BLOCK = 16 << 20  # bytes read at a time
+
+
+def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None) -> Stream:
+    """Return the chosen samples of shards in their order.
+
+    Raises UsageError for fields that no shard has and for sets whose labels differ, SourceError for
+    keys that no shard has.
+    """
+    urls, out = addresses_of(options), os.fspath(options.out)
+    keep, drop, rename, keys = options.keep, options.drop, options.rename, options.keys
+    if options.classes is not None and options.label is None:
+        raise UsageError("classes name the values of a label. Give label too.")
+    if archives := archives_in(urls):
+        return _stream_archives(archives, options)
+    index = open_index(urls, note=note)
+    if keep and drop:
+        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
+    for field in [*keep, *drop, *(rename or {})]:
+        if field not in index.fields:
+            raise UsageError(
+                f"no shard has a field '{field}'. Fields are: {', '.join(index.fields)}"
+            )
+    gone = [field for field in rename or {} if (field not in keep if keep else field in drop)]
+    if gone:
+        raise UsageError(
+            f"the field '{gone[0]}' is renamed and would not stay. Rename it, or leave it out."
+        )
+    _check_replaced(index, out)
+    everything = len(index)
+    index = index if options.where is None else index.where(options.where)
+    condition = Expression(options.select) if options.select is not None else None
+    wanted = read_keys(keys) if keys is not None else None
+    if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
+        raise SourceError(
+            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A key is a name up to its "
+            f"first dot; take out those that are not there."
+        )
+    names = {
+        field: (rename or {}).get(field, field)
+        for field in index.fields
+        if (field in keep if keep else field not in drop)
+    }
+    try:
+        names = {field: field_name(name) for field, name in names.items()}
+    except SampleError as error:
+        raise UsageError(f"{error}. Choose another name.") from None
+    if not names or len(set(names.values())) < len(names):
+        raise UsageError(
+            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once."
+        )
+    labels = _labels(index, names)
+    if options.label is not None:
+        labels = _with_declared(index, labels, options)
+    unknown = (
+        sorted(condition.names - {field.partition(".")[0] for field in index.fields})
+        if condition is not None
+        else []
+    )
+    if unknown:
+        raise UsageError(
+            f"{options.select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
+        )
+    renamed = tuple(
+        replace(label, field=names[label.field]) for label in labels if label.field in names
+    )
+    stratum = next((label for label in labels if label.kind == "class"), None)
+    classes = frozenset(stratum.classes if stratum is not None else ())
+    title = (
+        urls[0]
+        if len(urls) == 1 and not is_remote(urls[0])
+        else ", ".join(sorted({folder_of(s.path) or "." for s in index.shards}))
+    )
+    ignored: dict[str, int] = dict(index.info.get("ignored", {})) if "made" in index.info else {}
+    if len(index) < everything:
+        ignored["samples that do not meet the condition"] = everything - len(index)
+
+    def entries(quarantine: BadSamples) -> Iterator[StreamSample]:
+        for number, parts in _read(index):
+            key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
+            split = shard.split or split_of(shard.name)
+            try:
+                if wanted is not None and key not in wanted:
+                    _count(ignored, "keys that were not asked for")
+                    continue
+                _check(index, number, parts)
+                if condition is not None and not condition.holds(
+                    dict(parts), key=key, shard=shard.name, split=split
+                ):
+                    _count(ignored, "samples that do not meet the condition")
+                    continue
+                kept = [(names[field], data) for field, data in parts if field in names]
+                if not kept:
+                    raise SampleError(f"it has none of the fields {', '.join(names)}")
+                kind = _class(parts, stratum, classes)
+            except SampleError as error:
+                quarantine.put(BadSample(shard.shown, 0, key, str(error)))
+                continue
+            yield StreamSample(key, kept, split, stratum=kind)
+
+    source = stated(options)
+    source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
+    total = None if condition or wanted is not None else len(index)
+    mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())} {labels}"
+    mark += repr([shard.split for shard in index.shards])
+    return Stream(
+        str(title),
+        entries,
+        lambda: renamed,
+        source,
+        total,
+        mark,
+        ignored,
+        resplit=True,
+        stratum=stratum.name if stratum else "",
+    )
+
+
+def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
+    """Return the samples of compressed tars and zip archives."""
+    if options.where is not None or options.label is not None:
+        raise UsageError(
+            "archives have no index, which where and label need. Use select for a condition on the "
+            "bytes, or convert the archives first."
+        )
+    if options.keep and options.drop:
+        raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
+    fields = ArchiveFields(
+        keep=frozenset(options.keep),
+        drop=frozenset(options.drop),
+        rename=dict(options.rename or {}),
+        condition=Expression(options.select) if options.select is not None else None,
+        keys=read_keys(options.keys) if options.keys is not None else None,
+    )
+    return stream_archives(paths, fields, stated(options))
+
+
+def addresses_of(options: TarsOptions) -> list[str]:
+    """Return the addresses of the shards as texts."""
+    urls = options.urls
+    return [os.fspath(url) for url in ([urls] if isinstance(urls, (str, os.PathLike)) else urls)]
+
+
+def stated(options: TarsOptions) -> dict[str, Any]:
+    """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
+    keys = None
+    if options.keys is not None:
+        keys = blake2b(
+            "\n".join(sorted(read_keys(options.keys))).encode(), digest_size=8
+        ).hexdigest()
+    addresses, out = addresses_of(options), os.fspath(options.out)
+    inside = [address for address in addresses if _within(address, out)] if out else []
+    places = (
+        [address if is_remote(address) else os.path.relpath(address, out) for address in addresses]
+        if inside
+        else []
+    )
+    asked: dict[str, Any] = {
+        "keep": list(options.keep),
+        "drop": list(options.drop),
+        "rename": dict(options.rename or {}),
+        "select": options.select,
+        "keys": keys,
+    }
+    for name in ("where", "label", "classes"):
+        if (value := getattr(options, name)) is not None:
+            asked[name] = value if isinstance(value, str) else list(value)
+    return {"kind": "tars", **asked, "in_place": places}
+
+
+def _origin(index: Index) -> list[dict[str, Any]]:
+    """Return what the indexes beside the shards record about how their sets were made."""
+    places = dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards)
+    infos = [
+        info_of(read_document(place))
+        for place in places
+        if read_whole(place) is not None and is_wdstrain_index(place)
+    ]
+    names = ("source", "options", "split", "appended", "removed", "repaired")
+    return [{name: info[name] for name in names if name in info} for info in infos]
+
+
+def _check_replaced(index: Index, out: str) -> None:
+    """Raise UsageError if shards of `out` would go that are no sources, where others of it are sources: the rest of the set."""
+    place = f"{out.rstrip('/')}/{INDEX_NAME}"
+    mine = {_real(shard.path) for shard in index.shards}
+    if not out or not mine & {
+        _real(f"{out.rstrip('/')}/{os.path.basename(path)}") for path in mine
+    }:
+        return
+    if read_whole(place) is None or not is_wdstrain_index(place):
+        return
+    rows = [os.path.basename(row["url"]) for row in read_document(place)["shardlist"]]
+    left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
+    if left:
+        raise UsageError(
+            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, which would be lost: the result "
+            f"replaces all shards of that folder, and these are not among the sources. Name all of them, or another folder."
+        )
+
+
+def _real(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
+
+
+def _within(address: str, folder: str) -> bool:
+    """Whether an address means a folder, its index, or shards in it."""
+    if is_remote(address) or is_remote(folder):
+        return folder.rstrip("/") in (address.rstrip("/"), address.rpartition("/")[0])
+    real = os.path.realpath(folder)
+    return real in (os.path.realpath(address), os.path.realpath(os.path.dirname(address) or "."))
+
+
+def _read(index: Index) -> Iterator[tuple[int, list[Part]]]:
+    numbers = np.arange(len(index))
+    file = index.shard_of(numbers).astype(np.int32)
+    catalog = SpanCatalog(
+        "", [s.path for s in index.shards], file, index.offsets, index.fields, sample_meta((), 0)
+    )
+    for group in batches(numbers, catalog.sizes, _BLOCK):
+        for number, parts in zip(group.tolist(), catalog.fetch(group), strict=True):
+            assert not isinstance(parts, SampleError)
+            yield number, parts
+
+
+def _check(index: Index, number: int, parts: list[Part]) -> None:
+    if len(index.offsets.member_crc):
+        first = int(index.offsets.member_first[number])
+        for place, (field, data) in enumerate(parts):
+            crc = int(index.offsets.member_crc[first + place])
+            if crc and crc32(data) != crc:
+                raise SampleError(
+                    f"the bytes of its {field} are not those that were packed (crc32)"
+                )
+
+
+def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
+    """The labels of the sets, which must agree on those whose fields are kept."""
+    found: dict[tuple[Label, ...], str] = {}
+    for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
+        labels: tuple[Label, ...] = ()
+        if read_whole(place) is not None and is_wdstrain_index(place):
+            labels = tuple(
+                label for label in labels_of(read_document(place)) if label.field in names
+            )
+        found.setdefault(labels, place)
+    if len(found) > 1 and any(found):
+        raise UsageError(
+            f"these sets differ in their labels, or some have none: a class number would mean two things. Convert each by "
+            f"itself, or drop the label's field. One that has labels: {folder_of(next(found[one] for one in found if one))}"
+        )
+    return next(iter(found), ())
+
+
+def _with_declared(
+    index: Index, labels: tuple[Label, ...], options: TarsOptions
+) -> tuple[Label, ...]:
+    """Return the labels with the one that the options declare, in the place of one of its name."""
+    assert options.label is not None
+    declared = with_label(index, options.label, options.classes).labels[-1]
+    stays = declared.field in options.keep if options.keep else declared.field not in options.drop
+    if not stays:
+        raise UsageError(f"the label {options.label!r} is in a field that would not stay. Keep it.")
+    others = [one for one in labels if declared.place != one.place and declared.name != one.name]
+    return (*others, declared)
+
+
+def _count(ignored: dict[str, int], reason: str) -> None:
+    ignored[reason] = ignored.get(reason, 0) + 1
+
+
+def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> str:
+    """The name of a sample's class, for stratified splits and for counting. classes: those of the label."""
+    data = next((data for field, data in parts if label is not None and field == label.field), None)
+    if label is None or data is None:
+        return ""
+    try:
+        value = str(scalar(memoryview(data), label.column))
+    except (SampleError, ValueError):
+        return ""
+    if value in classes and label.column is not None:
+        return value
+    return (
+        label.classes[int(value)]
+        if value.isdecimal() and int(value) < len(label.classes)
+        else value
+    )
+
+
+def read_keys(path: str) -> set[str]:
+    """Return the keys in a file with one key on each line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = {line.strip() for line in file if line.strip()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} cannot be read as a list of keys ({error}).") from error
+    if not found:
+        raise SourceError(f"{path} holds no keys; one on each line is expected.")
+    return found

@@ -1,0 +1,482 @@
+"""A table as a source: images, label columns, and every other column kept as JSON.
+
+Labels are decided from all rows before the first is packed (`label_kinds`). A single class column is
+stored as `cls`, as all readers expect; others are read from the JSON by their column. Images that
+are files make a `Listing`; images whose bytes are in the table make a `Stream`, so that memory does
+not grow with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.conversion.classes import check_classes, fixed_classes, look_alikes, stated_classes
+from wdstrain.conversion.images import field_of, looks_like_image
+from wdstrain.conversion.label_kinds import KINDS, decide
+from wdstrain.conversion.listing import (
+    BadSample,
+    BadSamples,
+    FileSample,
+    Keys,
+    Listing,
+    Part,
+    Source,
+    Stream,
+    StreamSample,
+    field_name,
+    file_mark,
+    tidy,
+)
+from wdstrain.conversion.options import TableOptions
+from wdstrain.conversion.sources.table_cells import Changes, Table, joined_column
+from wdstrain.conversion.sources.table_files import FrameTable, read_files
+from wdstrain.conversion.sources.table_images import Image, ImageColumn, PathRule, bytes_image
+from wdstrain.conversion.sources.table_paths import TableFiles, find_files
+from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.runtime.machine import collector_paused
+from wdstrain.runtime.options import as_list
+from wdstrain.shards.columns import ColumnBuilder, as_label
+from wdstrain.shards.conditions import TableRows, matching
+from wdstrain.shards.index import Label
+from wdstrain.storage.remote import is_remote
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+# options that decide the bytes of samples
+_OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by", "split_by")
+
+
+@collector_paused()
+def open_table(options: TableOptions) -> Source:
+    """Return the rows of a table as a source.
+
+    options.table: a file, folder or glob, an address hf://datasets/OWNER/NAME, several of them, or a pandas
+    DataFrame. What was decided is in `source["decided"]`. Raises UsageError for columns that do not
+    exist or may mean two things, SourceError for a table or the first row that cannot be read.
+    """
+    table = options.table
+    bad_samples = BadSamples(collect=options.on_error == "skip")
+    files = None if _is_frame(table) else find_files(table)
+    opened = (
+        FrameTable(table)
+        if files is None
+        else read_files(files.name, files.paths, bad_samples, header=options.header)
+    )
+    reading = _Rows(opened, files, options)
+    if reading.images.holds_bytes:
+        return reading.stream()
+    return reading.listing(bad_samples)
+
+
+def _is_frame(table: Any) -> bool:
+    return hasattr(table, "columns") and hasattr(table, "to_dict")
+
+
+class _Rows:
+    """The rows of a table that meet the condition, with what was decided for all of them."""
+
+    def __init__(self, table: Table, files: TableFiles | None, options: TableOptions) -> None:
+        self._table, self._files, self._options = table, files, options
+        self.images = ImageColumn(table, options.image)
+        asked = _asked_labels(table, options, [] if self.images.kept else self.images.columns)
+        stratify = options.stratify
+        deciding = (*(name for name, _ in asked), options.group_by, options.split_by, stratify)
+        for name in deciding:
+            if name is not None:
+                _check_column(table, name)
+        self._read(asked, stratify)
+        self.labels = self._decide(asked)
+        classes = [label for label in self.labels if label.kind == "class"]
+        self._as_cls = classes[0].name if len(classes) == len(self.labels) == 1 else None
+        if self._as_cls is not None:
+            self.labels = (replace(classes[0], field="cls", column=None),)
+        self._stratum = stratify or (classes[0].name if classes else None)
+        self._numbers = {
+            name: str(number).encode()
+            for number, name in enumerate(classes[0].classes if classes else ())
+        }
+        self._file_splits: dict[str, str] = {}
+        if not options.split_by and not options.split and files is not None:
+            self._file_splits = files.splits()
+        self._decided += _split_lines(self._file_splits)
+
+    def _read(self, asked: list[tuple[str, str | None]], stratify: str | None) -> None:
+        """Read the columns that decide something. Others are read to count what JSON cannot hold."""
+        table, options, images = self._table, self._options, self.images
+        paths = [] if images.holds_bytes else images.columns
+        deciding = (*(name for name, _ in asked), options.group_by, options.split_by, stratify)
+        kept = {name for name in deciding if name is not None}
+        if options.where is not None:  # a superset of the columns that it names
+            kept |= {name for name in table.columns if name in options.where} - table.binary
+        columns = [name for name in table.columns if name not in table.binary or name in kept]
+        if images.holds_bytes and not table.binary:  # of a DataFrame
+            columns = [name for name in columns if name not in images.columns]
+        self._changes: Changes = {}
+        self._cells: dict[str, list[Any]] = {name: [] for name in columns if name in kept}
+        self._paths: list[str] = []
+        count = 0
+        for batch in table.batches(columns, changes=self._changes):
+            count += len(batch.rows)
+            for name, cells in self._cells.items():
+                cells += batch.cells[name]
+        for batch in table.batches(paths, raw=paths) if paths else ():
+            cells = [batch.cells[name] for name in paths]
+            self._paths += [
+                images.path(dict(zip(paths, row, strict=True))) for row in zip(*cells, strict=True)
+            ]
+        if not count:
+            raise SourceError(f"{table.name} has no rows that could be read.")
+        self._chosen = np.ones(count, np.bool_)
+        if options.where is not None:
+            self._chosen = _matching(table, self._cells, options.where, count)
+            if not self._chosen.any():
+                raise SourceError(
+                    f"{table.name}: no row of {count} meets where={options.where!r}. Change the condition."
+                )
+            places = np.flatnonzero(self._chosen).tolist()
+            self._cells = {c: [cells[i] for i in places] for c, cells in self._cells.items()}
+            self._paths = [self._paths[i] for i in places] if paths else []
+
+    def _decide(self, asked: list[tuple[str, str | None]]) -> tuple[Label, ...]:
+        """Return the labels of all rows; their values and bad rows are kept."""
+        table, options = self._table, self._options
+        fixed = fixed_classes(options.classes, options.like, asked)
+        for name, kind in asked:
+            if kind == "class":
+                _check_spellings(table, name, self._chosen)
+        decisions = [
+            decide(
+                table.name,
+                name,
+                kind or (fixed[name].kind if name in fixed else None),
+                self._cells[name],
+                table.classes.get(name, ()),
+                fixed[name].classes if name in fixed else (),
+            )
+            for name, kind in asked
+        ]
+        self.labels = tuple([decision.label for decision in decisions])
+        self._values = {decision.label.name: decision.values for decision in decisions}
+        self._bad: dict[int, str] = {}
+        for decision in decisions:
+            self._bad = {**decision.bad, **self._bad}
+        if len(self._bad) == int(self._chosen.sum()):
+            raise SourceError(
+                f"{table.name}: no row has all its labels ({', '.join(self._values)})."
+            )
+        self._decided = [line for decision in decisions for line in decision.lines]
+        return tuple(decision.label for decision in decisions)
+
+    # --- sources ----------------------------------------------------------------------------------
+
+    def listing(self, bad_samples: BadSamples) -> Listing:
+        """Return the rows whose images are files."""
+        files, root = self._files, self._options.root
+        base = root if root is not None else files.base if files is not None else ""
+        paths = [path for path in self._paths if path]
+        rule = PathRule(base, paths, has_root=root is not None, is_file=files is not None)
+        keys, items = Keys(), []
+        firsts: dict[str, str] = {}  # an image -> the key of the first row that has it
+        find = lambda place, cell, file, row: rule.image(self._paths[place])  # noqa: E731
+        for image, sample, row in self._samples(find, bad_samples):
+            stem = os.path.splitext(image.name)[0]
+            key = keys.key(stem)
+            name = image.name if key != stem else ""
+            identity = firsts.setdefault(image.identity, key)
+            items.append(
+                FileSample(
+                    key,
+                    tuple(sample.parts),
+                    sample.split,
+                    sample.group,
+                    sample.stratum,
+                    row,
+                    name,
+                    identity,
+                )
+            )
+        twice = len(items) - len(firsts)
+        again = [f"images: {twice} rows name an image that an earlier row names too"]
+        decided = [rule.decision(), *self._lines(), *(again if twice else [])]
+        return Listing(
+            self._table.name,
+            items,
+            self.labels,
+            self._source(decided),
+            self._ignored(),
+            bad_samples.bad,
+            stratum=self._stratum or "",
+        )
+
+    def stream(self) -> Stream:
+        """Return the rows whose images are bytes in the table."""
+        files, column = self._files, self.images.columns[0]
+
+        def find(place: int, cell: Any, file: str, row: int) -> Image:
+            prefix = "" if files is None else files.key_prefix(file)
+            return bytes_image(cell, f"{prefix}row-{row:09d}")
+
+        def samples(bad_samples: BadSamples) -> Iterator[StreamSample]:
+            for image, sample, _ in self._samples(find, bad_samples):
+                key = os.path.splitext(image.name)[0]
+                yield sample._replace(key=key, identity=image.identity)
+
+        local = files is not None and not any(map(is_remote, files.paths))
+        asked = [getattr(self._options, name) for name in _OF_SAMPLES]
+        return Stream(
+            self._table.name,
+            samples,
+            lambda: self.labels,
+            self._source([f"images: bytes in the column '{column}'", *self._lines()]),
+            total=int(self._chosen.sum()),
+            mark=f"{file_mark(*files.paths)} {asked} {self.labels}" if files and local else None,
+            ignored=self._ignored(),
+            stratum=self._stratum or "",
+        )
+
+    def _source(self, decided: list[str]) -> dict[str, Any]:
+        options = self._options
+        asked = {"group_by": options.group_by, "split_by": options.split_by, "where": options.where}
+        return {
+            "kind": "table",
+            "image": options.image,
+            "labels": [label.name for label in self.labels],
+            **{name: value for name, value in asked.items() if value is not None},
+            **stated_classes(check_classes(options.classes)),
+            "decided": decided,
+        }
+
+    def _ignored(self) -> dict[str, int]:
+        left = len(self._chosen) - int(self._chosen.sum())
+        return {"rows that do not meet the condition": left} if left else {}
+
+    def _lines(self) -> list[str]:
+        """Return what was decided and changed, except for the images."""
+        lines = list(self._decided)
+        split_by, images = self._options.split_by, self.images
+        if split_by is not None:
+            splits = dict.fromkeys(map(_text, self._cells[split_by]))
+            lines += [
+                f"split {split_by}: the splits {alike} look alike" for alike in look_alikes(splits)
+            ]
+        for name, counts in self._changes.items():
+            if name not in self._values and (images.kept or name not in images.columns):
+                lines += [
+                    f"column {name}: {change} in json ({count} value{'s' * (count > 1)})"
+                    for change, count in counts.items()
+                ]
+        return lines
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _samples(
+        self, find: _Find, bad_samples: BadSamples
+    ) -> Iterator[tuple[Image, StreamSample, int]]:
+        """Yield (image, sample without a key, its row) of the rows that can be used."""
+        images, table = self.images, self._table
+        apart = [] if images.kept else images.columns
+        columns = [name for name in table.columns if name not in apart or images.holds_bytes]
+        image_column = apart[0] if images.holds_bytes else None
+        number = place = -1  # of all rows, and of those that meet the condition
+        for batch in table.batches(columns):
+            for i, row in enumerate(batch.rows):
+                number += 1
+                if not self._chosen[number]:
+                    continue
+                place += 1
+                cells = {name: values[i] for name, values in batch.cells.items()}
+                reason = self._bad.get(place)
+                cell = None if image_column is None else cells.pop(image_column)
+                split = self._split(place, batch.file)
+                if reason is None and self._options.split_by and not split:
+                    reason = f"the split column '{self._options.split_by}' is empty"
+                if reason is not None:
+                    bad_samples.put(BadSample(batch.file, row, "", reason))
+                    continue
+                try:
+                    image = find(place, cell, batch.file, row)
+                    parts = self._parts(image, cells, place)
+                except (
+                    SourceError,
+                    SampleError,
+                    ValueError,
+                ) as error:  # of a NUL, a lone surrogate
+                    shown = self._paths[place] if self._paths else _path_shown(cell)
+                    bad_samples.put(BadSample(batch.file, row, shown, str(error)))
+                    continue
+                sample = StreamSample(
+                    None, parts, split, self._group(place), self._stratum_of(place)
+                )
+                yield image, sample, row
+
+    def _parts(self, image: Image, cells: dict[str, Any], place: int) -> list[Any]:
+        cells |= {name: values[place] for name, values in self._values.items()}
+        parts: list[Any] = [(image.field, image.content)]
+        if self._as_cls is not None:
+            parts.append(("cls", self._numbers[str(cells.pop(self._as_cls))]))
+        parts += _other_fields(cells)
+        fields = [name for name, _ in parts]
+        if len(set(fields)) < len(fields):
+            raise SampleError(
+                f"two of its columns would be one field: {', '.join(fields)}; rename one of them"
+            )
+        return parts
+
+    def _split(self, place: int, file: str) -> str:
+        if self._options.split_by is not None:
+            return _text(self._cells[self._options.split_by][place])
+        return self._file_splits.get(file, "")
+
+    def _group(self, place: int) -> str:
+        """Return the group of a row; "" for a row without one, which is a group by itself."""
+        column = self._options.group_by
+        text = "" if column is None else _text(self._cells[column][place])
+        return f"{column}={text}" if text else ""
+
+    def _stratum_of(self, place: int) -> str:
+        name = self._stratum
+        if name is None:
+            return ""
+        return str((self._values[name] if name in self._values else self._cells[name])[place])
+
+
+_Find = Callable[[int, Any, str, int], Image]  # (place, cell, file, row) -> the image of a row
+
+
+def _split_lines(splits: dict[str, str]) -> list[str]:
+    if not splits:
+        return []
+    counts = ", ".join(f"{split} ({count})" for split, count in Counter(splits.values()).items())
+    return [f"splits: those in the names of the files, {counts}"]
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def _asked_labels(
+    table: Table, options: TableOptions, image: list[str]
+) -> list[tuple[str, str | None]]:
+    """Return (column, kind or None) of each label."""
+    asked = [_name_and_kind(label, table.columns) for label in as_list(options.label)]
+    names = [*image, *(name for name, _ in asked)]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"a column is named twice: {', '.join(names)}. The image and each label are columns of their own."
+        )
+    return asked
+
+
+def _name_and_kind(label: str, columns: list[str]) -> tuple[str, str | None]:
+    name, colon, kind = label.rpartition(":")
+    if not colon or label in columns or name not in columns:
+        return label, None
+    if kind not in KINDS:
+        raise UsageError(f"label={label!r}: the kind must be one of {', '.join(KINDS)}.")
+    return name, kind
+
+
+def _check_column(table: Table, name: str) -> None:
+    if name not in table.columns:
+        raise UsageError(
+            f"{table.name} has no column '{name}'. Its columns are: {', '.join(table.columns)}."
+            f"{joined_column(name, table.columns)}"
+        )
+
+
+def _check_spellings(table: Table, name: str, chosen: npt.NDArray[np.bool_]) -> None:
+    """Raise UsageError if two texts of a class column are one fraction, such as 1.1 and 1.10."""
+    first: dict[float, str] = {}
+    number = 0
+    for texts, values in zip(table.batches([name], raw=[name]), table.batches([name]), strict=True):
+        for cell, value in zip(texts.cells[name], values.cells[name], strict=True):
+            number += 1
+            if not isinstance(value, float) or not isinstance(cell, str) or value.is_integer():
+                continue
+            text = cell.strip()
+            if chosen[number - 1] and first.setdefault(value, text) != text:
+                raise UsageError(
+                    f"{table.name}: the column '{name}' holds {first[value]} and {text}, which are one number and two "
+                    f"names. Write both the same way if they are one class; put a letter before each if they are two, "
+                    f"such as v{text}."
+                )
+
+
+def _matching(
+    table: Table, cells: dict[str, list[Any]], where: str, count: int
+) -> npt.NDArray[np.bool_]:
+    """Return which rows meet a condition. bool[count]"""
+    builder = ColumnBuilder(("json", name) for name in cells)
+    for row in zip(*cells.values(), strict=True) if cells else ():
+        builder.add_values((("json", name), value) for name, value in zip(cells, row, strict=True))
+    columns = [
+        as_label(column, column.name, "class", table.classes[str(column.entry)])
+        if column.entry in table.classes and column.kind == "integer"
+        else column
+        for column in builder.finish()
+    ]
+    return matching(TableRows(tuple(columns), count, tuple(table.columns)), where)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value).strip()
+
+
+def _path_shown(cell: Any) -> str:
+    """Return what a cell holds instead of an image, for an error."""
+    cell = cell.get("path") if isinstance(cell, dict) else cell
+    return str(cell)[:200] if isinstance(cell, (str, int, float)) else ""
+
+
+# --- other columns --------------------------------------------------------------------------------
+
+
+def _other_fields(cells: dict[str, Any]) -> list[Part]:
+    """Return the fields of the other columns: one json, and a field for bytes, which JSON lacks.
+
+    Bytes inside of lists and dicts leave the name of their field in their place.
+    """
+    fields: list[Part] = []
+    kept: dict[str, Any] = {}
+    for name, value in cells.items():
+        is_file = isinstance(value, dict) and set(value) == {"bytes", "path"}
+        data = value.get("bytes") if is_file else value
+        if isinstance(data, bytes):
+            _without_bytes(data, _part_of_name(name), fields)
+        else:
+            kept[name] = _without_bytes(value, _part_of_name(name), fields)
+    return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
+
+
+def _without_bytes(value: Any, name: str, fields: list[Part]) -> Any:
+    """Return a value with the name of a field in the place of bytes, which are added to `fields`."""
+    if isinstance(value, bytes):
+        try:
+            kind = field_of(value) if looks_like_image(value) else "bin"
+        except SourceError:  # of a format that several extensions stand for
+            kind = "bin"
+        fields.append((field_name(f"{name}.{kind}"), value))
+        return fields[-1][0]
+    if isinstance(value, list):
+        return [_without_bytes(item, f"{name}.{i}", fields) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {
+            key: _without_bytes(item, f"{name}.{_part_of_name(key)}", fields)
+            for key, item in value.items()
+        }
+    return value
+
+
+@lru_cache(maxsize=1024)
+def _part_of_name(column: str) -> str:
+    """Return the name of a column as a part of a field's name."""
+    return tidy(column.replace("/", "_"))

@@ -1,0 +1,142 @@
+"""A torchvision data set by the name of its class, as shards: its splits kept, its files' own bytes where it has files.
+
+Data sets that list their files (`samples` or `imgs`) are packed from these; the others are asked item by item, and their
+pictures stored as PNG, which loses nothing. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from wdstrain.conversion.listing import Stream
+from wdstrain.conversion.sources.iterable import stream_samples
+from wdstrain.errors import SourceError, UsageError
+
+_NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
+
+
+def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Stream:
+    """The splits of a data set. splits: which, by torchvision's names; default: all that the data set has.
+
+    Raises UsageError for a name or split that torchvision has not, SourceError for a split that is not in `root` or damaged.
+    """
+    import torchvision.datasets  # half a second; only who asks for it waits
+
+    kind: Any = getattr(torchvision.datasets, name, None)
+    if kind is None or name not in torchvision.datasets.__all__:
+        near = [
+            one for one in torchvision.datasets.__all__ if one.lower().startswith(name[:3].lower())
+        ]
+        raise UsageError(
+            f"torchvision has no data set '{name}'{'; perhaps ' + ', '.join(near) if near else ''}."
+        )
+    parameters = inspect.signature(kind).parameters
+    strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
+    if strange:
+        raise UsageError(
+            f"{name} has the splits train and test, and no '{strange[0]}'. Leave out splits for both."
+        )
+    known = (
+        ["train", "test"]
+        if "train" in parameters
+        else _known(kind, root)
+        if "split" in parameters
+        else [""]
+    )
+    wanted = (
+        list(splits) or [one for one in _NAMES if known is None or one in known]
+        if known != [""]
+        else [""]
+    )
+    if not splits and known and "trainval" in known and not {"train", "val"} & set(known):
+        wanted = ["trainval", *wanted]
+    found: dict[str, Any] = {}
+    reasons, failed = [], []
+    for split in wanted:
+        arguments: dict[str, Any] = (
+            {"train": split == "train"}
+            if "train" in parameters
+            else {"split": split}
+            if split
+            else {}
+        )
+        try:
+            found["val" if split == "valid" else split] = kind(root, **arguments)
+        except (
+            Exception
+        ) as error:  # data sets raise what they like for files and splits that are not there
+            reasons.append(
+                f"{split or name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            )
+            failed.append(split)
+            if splits:
+                raise SourceError(
+                    f"{name} in {root} has no split '{split}' ({reasons[-1]})."
+                ) from error
+    if not found:
+        raise SourceError(
+            f"{name} is not in {root} as torchvision expects it ({'; '.join(reasons)}). Download it first."
+        )
+    if failed and known is not None:
+        raise SourceError(
+            f"{name} in {root}: the split '{failed[0]}' is not there or cannot be read ({reasons[0]}). Fix it, or name the splits "
+            f"to convert: splits={[split for split in wanted if split not in failed]}"
+        )
+    passed = [
+        *reasons,
+        *(f"split {one}, which was not asked for" for one in known or () if one not in wanted),
+    ]
+    files = {split: _Files(one) for split, one in found.items() if _has_files(one)}
+    parts = files if len(files) == len(found) else found
+    classes = getattr(next(iter(found.values())), "classes", ())
+    source = {"kind": "torchvision", "name": name, "splits": list(found)}
+    fields = None if parts is files else ("png", "cls")
+    stream = stream_samples(
+        None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source
+    )
+    return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
+
+
+def _known(kind: Any, root: str) -> list[str] | None:
+    """The splits that a data set has, from what it says to a name that none has; None if it does not say."""
+    try:
+        kind(root, split=" ")
+    except Exception as error:  # data sets raise what they like
+        _, says, names = str(error).partition("Valid values are ")
+        return re.findall(r"'([^']*)'", names) if says else None
+    return None
+
+
+class _Files:
+    """The files of a data set that lists them, with their own bytes and names."""
+
+    def __init__(self, data: Any) -> None:
+        self._rows = data.samples
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        path, target = self._rows[number]
+        with open(path, "rb") as file:
+            data = file.read()
+        return {str(path).rpartition(".")[2].lower(): data, "cls": int(target)}
+
+
+def _has_files(data: Any) -> bool:
+    rows = getattr(data, "samples", None)
+    return (
+        isinstance(rows, list) and bool(rows) and isinstance(rows[0], tuple) and len(rows[0]) == 2
+    )
+
+
+def _texts(classes: Any) -> tuple[str, ...]:
+    return (
+        tuple(classes)
+        if isinstance(classes, (list, tuple)) and all(isinstance(one, str) for one in classes)
+        else ()
+    )

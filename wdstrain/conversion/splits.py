@@ -1,0 +1,140 @@
+"""Which split each sample goes to, decided on integers.
+
+A sample goes where the hash of its key falls, so it stays in its split when others are added; samples with
+equal images go together. With `stratify` the shares are exact within each class. With groups, whole
+groups are dealt out so that the sizes of the splits and their classes come near the shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise, permutations
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.conversion.catalog import Hashes, SampleMeta
+from wdstrain.conversion.options import Options
+from wdstrain.order.rng import bits
+from wdstrain.shards.offsets import Ints
+
+
+def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
+    """The split of each sample in the order, as its place in the split's names. int64[len(order)]"""
+    if meta.grouped:
+        return _dealt_groups(meta, order, list((options.split or {}).values()))
+    edges = np.cumsum(list((options.split or {}).values()))
+    if not options.stratify:
+        # by where the hash falls: a sample stays in its split when others are added
+        at = meta.side[order] / 2.0**64
+        return np.asarray(
+            np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64
+        )
+    strata = meta.stratum[order]
+    counts = np.bincount(strata, minlength=len(meta.strata))
+    # ties are broken by a hash of the name, so that it is not always the first classes that have one more
+    ties = bits(
+        np.array([Hashes(options.seed).of(name) for name in meta.strata], np.uint64), "rounding"
+    )
+    shares = _rounded(
+        counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable")
+    )
+    found = np.zeros(len(order), np.int64)
+    sides = np.lexsort(
+        (meta.side[order], strata)
+    )  # class by class, each in the order of its hashes
+    found[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
+    return found
+
+
+def _dealt_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:
+    """Return the split of each sample; samples of one group are in the same split.
+
+    Groups are dealt out from the largest to the smallest, those of one size by their hash. Each goes
+    to the split where it takes most off the distance between what the splits have and their shares:
+    the sum over all samples and over each class of (has - share)^2 / share.
+    """
+    side, strata = meta.side[order], meta.stratum[order]
+    groups, code, sizes = np.unique(side, return_inverse=True, return_counts=True)
+    # for each group: (classes, samples of each), and all samples as a class of its own
+    everything = len(meta.strata)
+    pairs, counts = np.unique(np.stack([code, strata]), axis=1, return_counts=True)
+    firsts = np.searchsorted(pairs[0], np.arange(len(groups) + 1))
+    share = np.array(shares)[:, None]
+    totals = np.append(np.bincount(strata, minlength=everything), len(order))
+    wanted = share * np.maximum(totals, 1)
+    has = np.zeros_like(wanted)
+    split = np.zeros(len(groups), np.int64)
+    for group in np.lexsort((groups, -sizes)).tolist():
+        rows = slice(firsts[group], firsts[group + 1])
+        classes = np.append(pairs[1][rows], everything)
+        amount = np.append(counts[rows], sizes[group])
+        goal = wanted[:, classes]
+        change = (amount * (2 * (has[:, classes] - goal) + amount) / goal).sum(axis=1)
+        split[group] = int(np.argmin(change))
+        has[split[group], classes] += amount
+    return np.asarray(split[code], np.int64)
+
+
+def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints:
+    """Samples of each class in each split: int64[classes, splits].
+
+    Rows add up to `counts`. Each number, and the sum of each column, is its exact share rounded up or down. What has the
+    largest remainder is rounded up; order: of the classes, where remainders are equal.
+    """
+    exact = np.round(counts[:, None] * shares, 9)  # 0.1 * 30 is 3, not a little more
+    made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
+    up = np.zeros(exact.shape, bool)
+    most = np.argsort(-remainder, axis=1, kind="stable")
+    np.put_along_axis(
+        up, most, np.arange(len(shares)) < (counts - made.sum(axis=1))[:, None], axis=1
+    )
+    sums = np.round(exact.sum(axis=0), 6)
+    low, high = np.floor(sums).astype(np.int64), np.ceil(sums).astype(np.int64)
+    wanted = low.copy()
+    wanted[np.argsort(low - sums, kind="stable")[: int(counts.sum() - low.sum())]] += 1
+
+    def movable(a: int, b: int) -> Ints:
+        """Classes that can round up in split b instead of a, the best first."""
+        rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
+        return np.asarray(
+            rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64
+        )
+
+    def columns() -> Ints:
+        return np.asarray(made.sum(axis=0) + up.sum(axis=0), np.int64)
+
+    for a, b in permutations(range(len(shares)), 2):
+        excess = columns() - wanted
+        rows = movable(a, b)[: max(0, min(int(excess[a]), -int(excess[b])))]
+        up[rows, a], up[rows, b] = False, True
+    while ((now := columns()) < low).any() or (
+        now > high
+    ).any():  # of three splits or more, rarely: by way of others
+        starts, ends = (now > high, now < high) if (now > high).any() else (now > low, now < low)
+        path = _path(
+            np.flatnonzero(starts).tolist(),
+            set(np.flatnonzero(ends).tolist()),
+            movable,
+            len(shares),
+        )
+        for a, b in pairwise(path):
+            row = movable(a, b)[0]
+            up[row, a], up[row, b] = False, True
+    return made + up
+
+
+def _path(
+    starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int
+) -> list[int]:
+    """Splits on a shortest path from one of `starts` to one of `ends`. One exists, since the exact shares are a solution."""
+    paths = [[start] for start in starts]
+    seen = set(starts)
+    for path in paths:  # grows while it is gone through
+        if path[-1] in ends:
+            return path
+        for number in range(count):
+            if number not in seen and len(movable(path[-1], number)):
+                seen.add(number)
+                paths.append([*path, number])
+    raise AssertionError("no rounding meets the shares of the splits")

@@ -1,0 +1,205 @@
+"""Upload of a set into a bucket: shards as they are finished, the index last.
+
+While shards are written, each goes into the folder `.unfinished` of the bucket under its checksum,
+and its local file gives its disk space back. At the end the server copies them to their names. An
+object is whole or missing, and without an index there is no set, so nobody reads half of one.
+`resume` uploads only what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from wdstrain.conversion.output_dir import RENAMED_NAME, SKIPPED_NAME, is_foreign
+from wdstrain.conversion.result import ConversionResult, Progress, Step
+from wdstrain.errors import ShardError, StorageError, UsageError
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index_io import TABLE_NAME, read_document
+from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
+from wdstrain.storage.files import put_whole, read_whole, user_cache, write_whole
+from wdstrain.storage.local import open_source
+from wdstrain.storage.object_store import copy, list_folder_of, put, read_object, remove
+
+_BEGUN = ".begun.json"  # in the uploaded folder: names of objects that may be replaced or removed
+_READ = 8 << 20  # bytes of one request
+_BESIDE = (TABLE_NAME, SKIPPED_NAME, RENAMED_NAME)
+
+_DONE = ".uploaded"  # ending of a file beside the local folder: checksums of uploaded shards
+
+Uploaded = Callable[[int, int, int], None]  # receives objects uploaded, objects in all, bytes
+
+
+class ShardUploads:
+    """Shards of an unfinished set that are in its bucket already."""
+
+    def __init__(self, address: str, folder: str) -> None:
+        """folder: where the set is made on this machine."""
+        self._address, self._list = address, folder + _DONE
+        self._sums = set((read_whole(self._list) or b"").decode().split())
+
+    def add(self, shard: Shard, path: str) -> None:
+        """Upload a shard that was written, and free the disk space of its file.
+
+        The file keeps its size, by which `resume` knows that the shard is complete.
+        """
+        if shard.sha256 not in self._sums:
+            put(self._staged(shard.sha256), path, shard.sha256)
+            self._sums.add(shard.sha256)
+            write_whole(self._list, "\n".join(sorted(self._sums)).encode())
+        try:
+            os.truncate(path, 0)
+            os.truncate(path, shard.bytes)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}.") from error
+
+    def move(self, shard: Shard, path: str) -> None:
+        """Give a shard its name in the bucket. path: its local file, if it was not uploaded."""
+        target = _at(self._address, shard.name)
+        if shard.sha256 not in self._sums:
+            put(target, path, shard.sha256)
+            return
+        try:
+            copy(self._staged(shard.sha256), target, shard.sha256, shard.bytes)
+        except StorageError:
+            self._fetch(shard, path)  # raises if the upload is gone
+            put(target, path, shard.sha256)
+
+    def clear(self) -> None:
+        """Remove the unfinished objects."""
+        for sha256 in self._sums:
+            remove(self._staged(sha256))
+        self._sums.clear()
+        with suppress(FileNotFoundError):
+            os.unlink(self._list)
+
+    def _staged(self, sha256: str) -> str:
+        return _at(self._address, f"{UNFINISHED}/{sha256}")
+
+    def _fetch(self, shard: Shard, path: str) -> None:
+        """Download an uploaded shard again, for a server that cannot copy."""
+        with (
+            open_source(self._staged(shard.sha256), shard.bytes) as source,
+            put_whole(path) as file,
+        ):
+            for start in range(0, shard.bytes, _READ):
+                file.write(source.read(start, min(_READ, shard.bytes - start)))
+
+
+def deliver_result(
+    done: ConversionResult, folder: str, address: str, progress: Progress | None
+) -> ConversionResult:
+    """Move the finished set in a folder into a bucket."""
+    report = progress or (lambda step: None)
+    uploads = ShardUploads(address, folder)
+    _deliver(
+        done.index,
+        folder,
+        address,
+        uploads,
+        lambda number, total, size: report(Step("uploading", number, total, size, len(done.bad))),
+    )
+    uploads.clear()
+    shutil.rmtree(folder)
+    shards = tuple(replace(s, path=f"{address.rstrip('/')}/{s.name}") for s in done.index.shards)
+    return replace(done, index=replace(done.index, shards=shards))
+
+
+def outgoing(address: str) -> str:
+    """Return the folder in the user's cache where a set for a bucket is made."""
+    return user_cache(
+        "outgoing", hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest()
+    )
+
+
+def check_free(address: str, *, overwrite: bool) -> None:
+    """Raise UsageError if a set is there and may not be replaced, or foreign files would be."""
+    listed = read_object(_at(address, INDEX_NAME))
+    _check_index(address, listed)
+    if listed is not None and not overwrite:
+        raise UsageError(
+            f"{address} holds a set already. Choose another place, or replace it with "
+            f"overwrite=True."
+        )
+    if not overwrite:
+        _check_names(address, set(), None)
+
+
+def _deliver(
+    index: Index, folder: str, address: str, uploads: ShardUploads, uploaded: Uploaded
+) -> None:
+    """Put the set in a folder into a bucket. An existing set is replaced: its index goes first.
+
+    Raises UsageError, before anything is put, if a foreign object would be replaced, or would be
+    taken for part of the set.
+    """
+    shards = {shard.name: shard for shard in index.shards}
+    names = sorted(
+        (name for name in os.listdir(folder) if name != INDEX_NAME and not name.startswith(".")),
+        key=lambda name: (name == TABLE_NAME, name),
+    )
+    listed = read_object(_at(address, INDEX_NAME))
+    _check_index(address, listed)
+    # Names of an interrupted attempt, whose old index may be gone.
+    former = {str(name) for name in json.loads(read_whole(os.path.join(folder, _BEGUN)) or b"[]")}
+    if listed is not None:
+        with suppress(ShardError):
+            former |= {
+                *(row["url"] for row in read_document(_at(address, INDEX_NAME))["shardlist"]),
+                *_BESIDE,
+            }
+    _check_names(address, former, {shard.split for shard in index.shards})
+    write_whole(os.path.join(folder, _BEGUN), json.dumps(sorted({*former, *names})).encode())
+    if listed is not None and listed != read_whole(os.path.join(folder, INDEX_NAME)):
+        remove(_at(address, INDEX_NAME))
+    size = 0
+    for number, name in enumerate([*names, INDEX_NAME]):
+        path = os.path.join(folder, name)
+        if name in shards:
+            uploads.move(shards[name], path)
+        else:
+            put(_at(address, name), path, _sha256(path))
+        size += os.path.getsize(path)
+        uploaded(number + 1, len(names) + 1, size)
+    for name in sorted(former - {*names, INDEX_NAME}):
+        remove(_at(address, os.path.basename(name)))
+
+
+def _check_index(address: str, listed: bytes | None) -> None:
+    if listed is not None and is_foreign(listed):
+        raise UsageError(
+            f"{_at(address, INDEX_NAME)} is no index of this package and would be replaced. Choose "
+            f"another place, or move it away."
+        )
+
+
+def _check_names(address: str, former: set[str], splits: set[str] | None) -> None:
+    """Raise UsageError for foreign objects that would be replaced, or be taken for shards.
+
+    former: names that may be replaced. splits: of the new set; None: not known yet.
+    """
+    for name in list_folder_of(_at(address, "")):
+        split = name.rpartition("-")[0]
+        shard = name.endswith(".tar") and (splits is None or split in splits)
+        if name not in former and (shard or name in _BESIDE):
+            raise UsageError(
+                f"{address} holds {name}, which no index lists and which would be replaced or taken "
+                f"for part of the new set. Choose another place, or move it away."
+            )
+
+
+def _at(address: str, name: str) -> str:
+    return f"{address.rstrip('/')}/{name}"
+
+
+def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Look at shards: what they hold, samples, damage, and what an epoch will do."""

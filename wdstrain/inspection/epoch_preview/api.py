@@ -1,0 +1,267 @@
+"""`wt.plan_epoch`: what an epoch of a `Loader` will do, without reading a sample.
+
+The orders are those of real plans: of the chosen buffer, and of others. Of a large epoch, memory and
+shuffle quality are computed in parts. Classes come from the column of the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from wdstrain.errors import UsageError
+from wdstrain.inspection.epoch_preview.render import fragment, lines, verdict
+from wdstrain.inspection.epoch_preview.result import BufferQuality, Preview
+from wdstrain.inspection.epoch_preview.shuffle_quality import class_mix, neighbors, parts_of
+from wdstrain.inspection.epoch_preview.simulate import (
+    Held,
+    Reads,
+    held_in,
+    places_in,
+    reads_of,
+    share_of,
+)
+from wdstrain.loader.loader import Loader
+from wdstrain.loader.planning import open_shards
+from wdstrain.order.plan import Plan, Tail, integer
+from wdstrain.shards.index import Index, Label
+from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
+from wdstrain.shards.offsets import Ints
+from wdstrain.storage.addresses import Urls
+from wdstrain.storage.remote import is_remote
+
+_MAX_SAMPLES = 1 << 21  # of an epoch for which memory is computed
+_MAX_MIXED = 1 << 18  # of an epoch for which shuffle quality is computed, for each buffer
+_MAX_LABELS = 20_000  # that are read from local shards, if the index has no column
+
+Progress = Callable[[int, int], None]
+
+
+class EpochPreview(Preview):
+    """What an epoch will do. Prints as a table, and shows figures in a notebook."""
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"EpochPreview({self.samples} samples, {self.world_size} ranks, {self.steps} steps, "
+            f"well shuffled: {self.is_good})"
+        )
+
+    def _repr_html_(self) -> str:
+        return fragment(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-able values."""
+        good = self.smallest_good
+        return {
+            **asdict(self),
+            "is_good": self.is_good,
+            "smallest_good_buffer": None if good is None else good.buffer,
+            "verdict": verdict(self),
+        }
+
+
+def plan_epoch(
+    urls: Urls | Index,
+    *,
+    batch_size: int = 64,
+    world_size: int = 1,
+    lanes: int | None = None,
+    shuffle: bool = True,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    tail: Tail = "drop",
+    label: str | None = None,
+    where: str | None = None,
+    progress: Progress | None = None,
+) -> EpochPreview:
+    """Return what an epoch of a `Loader` with these options will do on all of its ranks.
+
+    label: a label with classes; default: the only one. Its classes come from the index. If that has
+    no column of them, up to 20 000 labels are read (200 from a server), and `progress` is called.
+    where: only samples for which this condition on the columns holds.
+    Raises what `Loader` raises, and UsageError for a label that does not exist or has no classes.
+    """
+    epoch = integer("epoch", epoch, 0)
+    index = urls if isinstance(urls, Index) else open_shards(urls)
+    index = index if where is None else index.where(where)
+
+    def loader(buffer: int | None, *, shuffled: bool) -> Loader:
+        return Loader(
+            index,
+            batch_size=batch_size,
+            lanes=lanes,
+            seed=seed,
+            tail=tail,
+            shuffle=shuffled,
+            shuffle_buffer=buffer,
+            rank=0,
+            world_size=world_size,
+        )
+
+    chosen, why = _label(index, label)
+    plan = loader(shuffle_buffer, shuffled=shuffle).plan(epoch)
+    assert isinstance(plan, Plan)
+    widest = loader(2**31 - 1, shuffled=True).shuffle_buffer
+    reads = [
+        [reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in range(world_size)
+    ]
+    held, steps, is_whole = _held(index, plan)
+    codes, read = None, 0
+    if chosen is not None:
+        codes, read, why = _class_codes(index, chosen, progress)
+    plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
+    plans = plans if shuffle else [plan, *plans]
+    sizes = tuple(_quality(index, one, codes) for one in plans)
+    options = index.info.get("options")
+    return EpochPreview(
+        samples=len(index),
+        shards=len(index.shards),
+        bytes=sum(shard.bytes for shard in index.shards),
+        is_remote=any(is_remote(shard.path) for shard in index.shards),
+        batch_size=batch_size,
+        world_size=world_size,
+        lanes=plan.lane_count,
+        shuffle=shuffle,
+        shuffle_buffer=plan.window,
+        seed=seed,
+        epoch=epoch,
+        tail=tail,
+        steps=plan.steps,
+        left_out=plan.left_out,
+        exactly_once=is_whole and _is_once(plan, [one for of_rank in reads for one in of_rank]),
+        steps_measured=steps,
+        ranks=tuple(
+            share_of(index, plan, rank, reads[rank], held[rank]) for rank in range(world_size)
+        ),
+        quality=next(one for one in sizes if one.buffer == plan.window and one.shuffle == shuffle),
+        sizes=sizes,
+        was_shuffled=isinstance(options, dict) and options.get("shuffle") is True,
+        label=chosen.name if chosen is not None else None,
+        labels_read=read,
+        why_no_classes=why,
+    )
+
+
+# --- reads and memory -----------------------------------------------------------------------------
+
+
+def _held(index: Index, plan: Plan) -> tuple[list[Held], int, bool]:
+    """Return (what each rank holds at the computed steps, their number, no place occurs twice)."""
+    parts, held, is_whole = parts_of(plan, _MAX_SAMPLES), [], True
+    for rank in range(plan.world_size):
+        sums = [np.zeros((2, stop - first), np.int64) for first, stop in parts]
+        for lane in plan.lanes_of(rank):
+            for total, (first, stop) in zip(sums, parts, strict=True):
+                places = places_in(plan, lane, first, stop)
+                is_whole = is_whole and len(np.unique(places.position)) == len(places.position)
+                total += np.stack(held_in(index, plan, lane, first, stop, places))
+        held.append(Held(*np.concatenate(sums, 1)))
+    return held, sum(stop - first for first, stop in parts), is_whole
+
+
+def _is_once(plan: Plan, reads: list[Reads]) -> bool:
+    """Return whether the lanes read different samples, and all that are not left out."""
+    lanes = [one for lane, one in enumerate(reads) if plan.lane_samples(lane)]
+    first = np.concatenate([one.ids for one in lanes])
+    count = np.concatenate([one.samples for one in lanes])
+    order = np.argsort(first)
+    is_apart = (first[order][1:] >= (first + count)[order][:-1]).all()
+    return bool(is_apart) and int(count.sum()) == plan.samples - plan.left_out
+
+
+# --- shuffle quality ------------------------------------------------------------------------------
+
+
+def _sizes(plan: Plan, widest: int) -> list[int]:
+    """Return the buffers to try: powers of two, the widest, and the chosen one.
+
+    From a lane's part of a batch to twice a lane, but none that holds millions of samples.
+    """
+    most = max(plan.samples_per_step_per_lane, _MAX_SAMPLES // plan.lane_count)
+    most = min(2 * plan.lane_samples(0), widest, most)
+    least = (plan.samples_per_step_per_lane - 1).bit_length()
+    sizes = {1 << power for power in range(least, most.bit_length())}
+    sizes |= {widest} if plan.samples <= _MAX_SAMPLES else set()
+    return sorted(sizes | {plan.window} if plan.shuffle else sizes)
+
+
+def _quality(index: Index, plan: Plan, codes: Ints | None) -> BufferQuality:
+    """Return how well a plan shuffles. codes: class of each sample, -1: unknown; None: no classes."""
+    parts, held, steps, ids = [], [], [], []
+    for first, stop in parts_of(plan, _MAX_MIXED):
+        lanes = [places_in(plan, lane, first, stop) for lane in range(plan.lane_count)]
+        parts.append(lanes)
+        for lane, places in enumerate(lanes):
+            held.append(held_in(index, plan, lane, first, stop, places))
+            inside = (places.step >= first) & (places.step < stop)
+            steps.append(places.step[inside])
+            ids.append(places.ids[inside])
+    mix = None
+    if codes is not None:
+        kinds = codes[np.concatenate(ids)]
+        known = kinds >= 0
+        mix = class_mix(
+            np.concatenate(steps)[known],
+            kinds[known],
+            size=plan.global_batch,
+            counts=np.bincount(codes[codes >= 0]),
+        )
+    lanes_per_rank = plan.lane_count / plan.world_size
+    samples, size = (
+        lanes_per_rank * float(np.concatenate(column).mean()) for column in zip(*held, strict=True)
+    )
+    near = neighbors(plan, index.first, parts)
+    return BufferQuality(plan.window, plan.shuffle, samples, size, near, mix)
+
+
+def _class_codes(
+    index: Index, label: Label, progress: Progress | None
+) -> tuple[Ints | None, int, str]:
+    """Return (class of each sample, labels read from shards, why there are no classes)."""
+    column = next((one for one in index.columns if one.place == label.place), None)
+    if column is not None:
+        values = column.values if column.kind == "class" else column.values.dictionary_encode()
+        return np.asarray(pc.fill_null(values.indices, -1)).astype(np.int64), 0, ""
+    remote = any(is_remote(shard.path) for shard in index.shards)
+    if len(index) > (MOST_FAR if remote else _MAX_LABELS):
+        name = label.field if label.column is None else f"{label.field}.{label.column}"
+        return None, 0, f"the index has no column of them. Run: wdstrain index DIR --columns {name}"
+    codes, numbers, read = np.full(len(index), -1, np.int64), dict[str, int](), 0
+    for i, data in label_bytes(index, label.field, np.arange(len(index))):
+        names = classes_in(data, label.column, index.label_in_sample(label, i).classes)
+        if len(names) == 1:
+            codes[i] = numbers.setdefault(names[0], len(numbers))
+        read += 1
+        if progress is not None:
+            progress(read, len(index))
+    return codes, read, "" if len(numbers) > 1 else "all samples have one class, or none"
+
+
+def _label(index: Index, name: str | None) -> tuple[Label | None, str]:
+    """Return (the label with classes, why there is none)."""
+    labels = {label.name: label for label in index.labels}
+    is_plain = "cls" in index.fields and not index.shard_labels
+    if is_plain and not any(label.field == "cls" for label in index.labels):
+        labels.setdefault("cls", Label("cls", "class", "cls"))
+    if name is not None:
+        if name not in labels:
+            known = ", ".join(labels) or "none"
+            raise UsageError(f"there is no label {name!r}. The index has: {known}.")
+        if labels[name].kind != "class":
+            raise UsageError(f"label {name!r} has the kind {labels[name].kind}: must be class.")
+        return labels[name], ""
+    with_classes = [label for label in labels.values() if label.kind == "class"]
+    if len(with_classes) == 1:
+        return with_classes[0], ""
+    if with_classes:
+        names = ", ".join(label.name for label in with_classes)
+        return None, f"there are several labels. Choose one (label): {names}"
+    return None, "there is no label with classes"

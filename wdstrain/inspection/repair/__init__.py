@@ -1,0 +1,1 @@
+"""Copy intact samples out of damaged shards."""

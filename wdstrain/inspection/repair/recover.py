@@ -1,0 +1,263 @@
+"""Which samples of a damaged shard are intact, and what is lost.
+
+With checksums in the index, a sample is intact if its bytes match them: at the offset in the index,
+where the scan found it, or shifted like its neighbors. Without, the headers decide: all samples are
+taken; those next to damage only if they have the fields that most samples have. Changed bytes within
+a field are then not noticed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from wdstrain.inspection.verify.cross_shard import field_kind
+from wdstrain.inspection.verify.forward_reader import ForwardReader
+from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
+from wdstrain.inspection.verify.shard_check import key_of, repeated_keys
+from wdstrain.loader.stats import Finding
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Offsets
+
+_SHIFTS = 8  # distances at which lost samples are searched
+
+
+class IntactSample(NamedTuple):
+    """A sample to copy. members: (field, offset, size, crc32). is_suspect: it is next to damage."""
+
+    key: str
+    start: int
+    members: list[tuple[str, int, int, int]]
+    is_suspect: bool = False
+
+
+@dataclass
+class Recovery:
+    """Intact samples of one shard, in order. lost: other samples; gaps: bytes without samples."""
+
+    intact: Iterator[IntactSample]
+    count: int
+    lost: list[Finding] = field(default_factory=list)
+    gaps: list[Finding] = field(default_factory=list)
+
+
+def recover(reader: ForwardReader, expected: Index | None) -> Recovery:
+    """Read a shard and return what is intact. Raises StorageError or ShardError."""
+    found = scan_shard(reader)
+    table = found.offsets()
+    if expected is not None and len(expected.offsets.member_crc):
+        return _by_checksums(found, table, expected, reader)
+    return _by_headers(found, table, expected, reader.shown)
+
+
+def _by_checksums(
+    found: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
+) -> Recovery:
+    listed, shown = expected.offsets, reader.shown
+    crcs, offsets = crcs_at(listed, table, reader), listed.member_offset.copy()
+    bad = np.flatnonzero(crcs != listed.member_crc)
+    hit = np.unique(np.searchsorted(listed.member_first, bad, side="right") - 1)
+    lost = set(hit.tolist())
+    shifts: Counter[int] = Counter()
+    mine = _places(found, table, {expected.key(i) for i in lost}) if lost else {}
+    for i in sorted(lost):
+        rows = range(*listed.member_first[i : i + 2].tolist())
+        there = (
+            {name: rest for name, *rest in _members(found, table, mine[key])}
+            if (key := expected.key(i)) in mine
+            else {}
+        )
+        wanted = [[int(listed.member_size[row]), int(listed.member_crc[row])] for row in rows]
+        names = [name for name, _, _ in expected.members(i)]
+        if [there[name][1:] if name in there else None for name in names] == wanted:
+            moved = [there[name][0] for name in names]
+            shifts[moved[0] - int(offsets[rows[0]])] += 1
+            offsets[rows.start : rows.stop] = moved
+            lost.discard(i)
+    for i in sorted(lost):
+        rows = range(*listed.member_first[i : i + 2].tolist())
+        for shift, _ in shifts.most_common(_SHIFTS):
+            if all(_lies(reader, listed, row, shift) for row in rows):
+                offsets[rows.start : rows.stop] += shift
+                lost.discard(i)
+                break
+    findings = [_lost(expected, crcs.tolist(), i, shown) for i in sorted(lost)]
+
+    def intact() -> Iterator[IntactSample]:
+        for i in range(len(expected)):
+            if i not in lost:
+                rows = range(*listed.member_first[i : i + 2].tolist())
+                names = [expected.fields[listed.member_field[row]] for row in rows]
+                members = [
+                    (
+                        name,
+                        int(offsets[row]),
+                        int(listed.member_size[row]),
+                        int(listed.member_crc[row]),
+                    )
+                    for name, row in zip(names, rows, strict=True)
+                ]
+                yield IntactSample(expected.key(i), int(listed.start[i]), members)
+
+    return Recovery(
+        intact(), len(expected) - len(lost), findings, _unlisted(found, table, expected, shown)
+    )
+
+
+def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown: str) -> Recovery:
+    again: dict[int, list[int]] = {}  # the first place of a key -> its others
+    for place, first in repeated_keys(found, table):
+        again.setdefault(first, []).append(place)
+    others = {place for places in again.values() for place in places}
+    twice = {place for place, _, _ in found.twice}
+    result = Recovery(iter(()), 0)
+    taken: list[IntactSample] = []
+    for place in range(len(found)):
+        key, start = key_of(table, place), int(table.start[place])
+        if place in others:
+            continue
+        if twice & {place, *again.get(place, [])}:
+            result.lost.append(Finding(shown, key, "", start, "two of its members have one name"))
+            continue
+        members, is_suspect = _members(found, table, place), place in found.suspects
+        for more in again.get(place, []):
+            rest = _members(found, table, more)
+            if {name for name, *_ in members} & {name for name, *_ in rest}:
+                why = f"its key came before, at offset {start}"
+                result.lost.append(Finding(shown, key, "", int(table.start[more]), why))
+                continue
+            members, is_suspect = members + rest, is_suspect or more in found.suspects
+        taken.append(IntactSample(key, start, members, is_suspect))
+    known = _known(expected, taken) if found.damages else {}
+    usual = Counter(_kind(one) for one in taken).most_common(1)[0][0] if taken else frozenset()
+    sound = []
+    for one in taken:
+        wanted = known.pop(one.key, None)
+        if (
+            wanted is not None
+            and sorted((name, size) for name, _, size, _ in one.members) != wanted[1]
+        ):
+            result.lost.append(
+                Finding(
+                    shown, one.key, "", one.start, "its fields are not those that its index says"
+                )
+            )
+        elif wanted is None and one.is_suspect and _kind(one) != usual:
+            lacks = " and ".join(sorted(usual - _kind(one)))
+            why = (
+                f"lacks what the others have: {lacks}"
+                if lacks
+                else "has other fields than the others"
+            )
+            result.lost.append(
+                Finding(shown, one.key, "", one.start, f"it is next to damage and {why}")
+            )
+        else:
+            sound.append(one)
+    unseen = "its headers are damaged, and its index has no checksums to know its bytes by"
+    result.lost += [Finding(shown, key, "", start, unseen) for key, (start, _) in known.items()]
+    if expected is None or not _known(expected, taken):
+        result.gaps = [
+            Finding(
+                shown,
+                "",
+                "",
+                one.start,
+                one.reason
+                + (
+                    f"; bytes {one.start} to {one.stop} hold no sample"
+                    if one.stop > one.start
+                    else ""
+                ),
+            )
+            for one in found.damages
+        ]
+    result.intact, result.count = iter(sound), len(sound)
+    return result
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _members(found: ShardScan, table: Offsets, place: int) -> list[tuple[str, int, int, int]]:
+    """Return (field, offset, size, crc32) of the members of a sample of the scan."""
+    rows = range(*table.member_first[place : place + 2].tolist())
+    return [
+        (
+            found.fields[table.member_field[m]],
+            int(table.member_offset[m]),
+            int(table.member_size[m]),
+            int(table.member_crc[m]),
+        )
+        for m in rows
+    ]
+
+
+def _places(found: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
+    """Return the number of the first sample of the scan with each of these keys."""
+    places: dict[str, int] = {}
+    for place in range(len(found)):
+        if (key := key_of(table, place)) in keys:
+            places.setdefault(key, place)
+    return places
+
+
+def _lies(reader: ForwardReader, listed: Offsets, row: int, shift: int) -> bool:
+    """Return whether the bytes of a member are `shift` bytes after their offset in the index."""
+    offset, size = int(listed.member_offset[row]) + shift, int(listed.member_size[row])
+    return (
+        0 <= offset <= reader.size - size
+        and reader.reread_crc32(offset, size) == listed.member_crc[row]
+    )
+
+
+def _lost(expected: Index, crcs: list[int], i: int, shown: str) -> Finding:
+    """Return the finding for the first changed member of a sample."""
+    first = int(expected.offsets.member_first[i])
+    for row, (name, offset, size) in enumerate(expected.members(i), first):
+        if crcs[row] != expected.offsets.member_crc[row]:
+            gone = f"the shard has ended before byte {offset + size}, where it should"
+            why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
+            return Finding(shown, expected.key(i), name, offset, why)
+    raise AssertionError(f"sample {i} is intact")
+
+
+def _unlisted(found: ShardScan, table: Offsets, expected: Index, shown: str) -> list[Finding]:
+    """Return a finding for samples that the index does not list: the shard was replaced."""
+    strange = np.flatnonzero(~np.isin(table.start, expected.offsets.start)).tolist()
+    if not strange:
+        return []
+    keys = set(expected.keys(np.arange(len(expected))))
+    unknown = [place for place in strange if key_of(table, place) not in keys]
+    if not unknown:
+        return []
+    where = f"the first '{key_of(table, unknown[0])}' at offset {table.start[unknown[0]]}"
+    reason = f"holds {len(unknown)} samples that its index does not list, {where}; they are not copied. Run: wdstrain index on it first"
+    return [Finding(shown, "", "", int(table.start[unknown[0]]), reason)]
+
+
+def _known(
+    expected: Index | None, taken: list[IntactSample]
+) -> dict[str, tuple[int, list[tuple[str, int]]]]:
+    """Return (start, fields with sizes) by key, as an index without checksums says.
+
+    {} if it does not list all samples of the shard.
+    """
+    if expected is None:
+        return {}
+    known = {
+        expected.key(i): (
+            int(expected.offsets.start[i]),
+            sorted((name, size) for name, _, size in expected.members(i)),
+        )
+        for i in range(len(expected))
+    }
+    return known if all(one.key in known for one in taken) else {}
+
+
+def _kind(one: IntactSample) -> frozenset[str]:
+    return frozenset([field_kind(name) for name, *_ in one.members])

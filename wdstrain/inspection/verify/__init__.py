@@ -1,0 +1,1 @@
+"""Read shards completely and compare them with their index."""

@@ -1,0 +1,129 @@
+"""Read a shard once, forward, in large blocks, and hash it meanwhile.
+
+Reading and hashing release the GIL, so shards are checked in parallel threads. Files are not mapped:
+a file that is truncated meanwhile would kill the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from wdstrain.errors import ShardError, StorageError
+from wdstrain.native.checksum import crc32
+from wdstrain.storage.local import LocalFile, Source
+from wdstrain.storage.remote import is_remote, open_remote, redacted
+
+_BLOCK = 4 << 20  # bytes of one read
+_BEHIND = 2 << 20  # bytes that are kept behind what is asked for
+_WHOLE = 16 << 20  # bytes of the largest member that is held whole to be hashed
+
+
+def checksums(parts: Iterable[bytes | memoryview], length: int) -> tuple[int, int]:
+    """Return the crc32 of a member, and a 64-bit hash that is valid within this process.
+
+    The crc32 detects damage, but not duplicates: 16 of its bits are equal for most PNG files.
+    """
+    if length <= _WHOLE:
+        data = b"".join(parts)
+        return crc32(data), hash(data)
+    crc, hashed = 0, hashlib.blake2b(digest_size=8)
+    for part in parts:
+        crc = crc32(part, crc)
+        hashed.update(part)
+    return crc, int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+class ForwardReader:
+    """Reads a shard from its first byte to its last.
+
+    stopping: set by another thread to end it. tick: called with the number of bytes read.
+    Raises StorageError if the shard cannot be read.
+    """
+
+    def __init__(self, path: str, stopping: threading.Event, tick: Callable[[int], None]) -> None:
+        self.shown = redacted(path) if is_remote(path) else path
+        self._source: Source = (
+            open_remote(path, stopping=stopping) if is_remote(path) else LocalFile(path)
+        )
+        self._stopping, self._tick = stopping, tick
+        self.size = self._source.size
+        self._hash = hashlib.sha256()
+        self._base, self._held = 0, memoryview(b"")  # the bytes from base on that are held
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Return bytes, fewer only at the end. offset: at most 2 MiB before that of the last call."""
+        if self._base <= offset and (at := offset - self._base) + length <= len(
+            self._held
+        ):  # the usual case
+            return self._held[at : at + length]
+        stop = min(offset + length, self.size)
+        while self._base + len(self._held) < stop:
+            self._more(max(self._base, offset - _BEHIND), stop)
+        assert offset >= self._base
+        return self._held[offset - self._base : max(offset, stop) - self._base]
+
+    def parts(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield the bytes of a member in blocks. After that only later bytes can be read."""
+        stop = offset + length
+        while offset < stop:
+            end = self._base + len(self._held)
+            if offset >= end:
+                self._more(end, stop)
+                continue
+            part = self._held[offset - self._base : stop - self._base]
+            yield part
+            offset += len(part)
+
+    def checksums(self, offset: int, length: int) -> tuple[int, int]:
+        """Return crc32 and hash of a member; see `checksums`."""
+        at = offset - self._base
+        if at + length <= len(self._held):  # the usual case
+            return checksums([self._held[at : at + length]], length)
+        return checksums(self.parts(offset, length), length)
+
+    def reread_crc32(self, offset: int, length: int) -> int:
+        """Return the crc32 of bytes that were passed; they are read again."""
+        found, stop = 0, offset + length
+        while offset < stop:
+            part = self._read(offset, min(stop - offset, _BLOCK))
+            found, offset = crc32(part, found), offset + len(part)
+        return found
+
+    def finish(self) -> str:
+        """Read to the end and return the sha256 of the shard."""
+        while self._base + len(self._held) < self.size:
+            self._more(self._base + len(self._held), self.size)
+        return self._hash.hexdigest()
+
+    def interrupt(self) -> None:
+        """End a read in another thread."""
+        if not isinstance(self._source, LocalFile):
+            self._source.stop()
+
+    def _more(self, keep: int, stop: int) -> None:
+        """Read the next block, up to `stop` if that is near, and drop the bytes before `keep`."""
+        end = self._base + len(self._held)
+        keep = min(keep, end)
+        data = self._read(end, min(max(_BLOCK, min(stop - end, 2 * _BLOCK)), self.size - end))
+        self._hash.update(data)
+        self._tick(len(data))
+        kept = self._held[keep - self._base :]
+        self._held, self._base = memoryview(bytes(kept) + data if kept else data), keep
+
+    def _read(self, offset: int, length: int) -> bytes:
+        if self._stopping.is_set():
+            raise StorageError(f"{self.shown}: reading was stopped.")
+        data = self._source.read(offset, length)
+        if not data:
+            raise ShardError(
+                f"{self.shown} ends at offset {offset}: it was cut while it was read. Run this again."
+            )
+        return data
+
+    def __enter__(self) -> ForwardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._source.close()

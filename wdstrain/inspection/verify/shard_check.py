@@ -1,0 +1,240 @@
+"""Compare one shard with its index and with the rules of the tar format.
+
+Each finding has a place. With checksums in the index, damage is reported for each sample that it
+hit. Of one shard at most 1000 findings are listed; the others are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from wdstrain.decode.image_formats import EXTENSIONS
+from wdstrain.inspection.verify.decode_check import NOT_FINITE, DecodeCheck, FieldReaders
+from wdstrain.inspection.verify.forward_reader import ForwardReader
+from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
+from wdstrain.loader.stats import Finding
+from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints, Offsets
+
+_MOST = 1000  # findings of one shard that are listed
+_EMPTY = "it has 0 bytes"
+_COMPARED = (
+    "start",
+    "stop",
+    "keys",
+    "member_first",
+    "member_field",
+    "member_offset",
+    "member_size",
+)
+
+
+@dataclass
+class ShardCheck:
+    """Result of checking a shard. scan: None if it could not be read to its end.
+
+    starts: offset of each sample. compared: the index has checksums. columns: samples whose value
+    was compared with the index, by column. left_out: findings that are only counted.
+    """
+
+    path: str
+    shown: str
+    findings: list[Finding] = field(default_factory=list)
+    scan: ShardScan | None = None
+    starts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of its samples
+    compared: bool = False  # its bytes, with checksums of an index
+    left_out: int = 0  # findings that were counted only
+    columns: Counter[str] = field(default_factory=Counter)  # samples of each that were compared
+
+    def add(self, key: str, name: str, offset: int, reason: str) -> None:
+        if len(self.findings) < _MOST:
+            self.findings.append(Finding(self.shown, key, name, offset, reason))
+        else:
+            self.left_out += 1
+
+    def close(self) -> None:
+        """Add a finding with the number of findings that are not listed."""
+        if self.left_out:
+            reason = (
+                f"has {self.left_out} more findings than the {len(self.findings)} that are listed"
+            )
+            self.findings.append(Finding(self.shown, "", "", 0, reason))
+            self.left_out = 0
+
+
+def check_shard(
+    reader: ForwardReader, expected: Index | None, path: str, decode_check: DecodeCheck | None
+) -> ShardCheck:
+    """Read a shard once and compare it. Raises StorageError or ShardError if it cannot be read."""
+    done = ShardCheck(path, reader.shown)
+    labels = expected.labels if expected is not None else ()
+    columns = ColumnBuilder([one.place for one in expected.columns] if expected is not None else [])
+    scan = done.scan = scan_shard(
+        reader,
+        FieldReaders(labels, is_finite=True) if decode_check is not None else None,
+        decode_check,
+        columns=columns,
+    )
+    table = scan.offsets()
+    done.starts = table.start
+    if expected is not None and reader.size != expected.shards[0].bytes:
+        done.add("", "", 0, f"has {reader.size} bytes, its index says {expected.shards[0].bytes}")
+    for damage in scan.damages:
+        nothing = (
+            f"; bytes {damage.start} to {damage.stop} hold no sample"
+            if damage.stop > damage.start
+            else ""
+        )
+        done.add("", "", damage.start, damage.reason + nothing)
+    _grouping(done, scan, table)
+    _empty(done, scan, table, {label.field for label in labels} | {"cls"})
+    if expected is not None:
+        _compare(done, scan, table, expected, reader)
+        _compare_columns(done, scan, expected, columns)
+    empty = {one.offset for one in done.findings if one.reason == _EMPTY}
+    failures = decode_check.failures if decode_check is not None else []
+    alike = Counter(reason for _, _, _, reason in failures if reason.endswith(NOT_FINITE))
+    for key, name, offset, reason in failures:
+        if offset in empty:  # reported as such
+            continue
+        if count := alike.pop(reason, 0):  # one finding for all of them
+            more = f"; so is that of {count - 1} more in this shard" if count > 1 else ""
+            done.add(key, name, offset, f"{reason}, and cannot be trained on{more}")
+        elif not reason.endswith(NOT_FINITE):
+            done.add(key, name, offset, reason)
+    done.close()
+    return done
+
+
+def key_of(table: Offsets, place: int) -> str:
+    """Return the key of a sample."""
+    first, stop = table.key_first[place : place + 2]
+    return table.keys[first:stop].tobytes().decode("utf-8", "surrogateescape")
+
+
+def repeated_keys(scan: ShardScan, table: Offsets) -> list[tuple[int, int]]:
+    """Return (number, number of the first) of each sample whose key occurred before in the shard."""
+    names = scan.key_hashes
+    order = np.argsort(names, kind="stable")
+    again = np.flatnonzero(names[order][1:] == names[order][:-1]) + 1
+    firsts: dict[str, int] = {}
+    twice = []
+    for at in again.tolist():
+        before, place = int(order[at - 1]), int(order[at])
+        key = key_of(table, place)
+        if key_of(table, before) == key:  # not only equal hashes
+            twice.append((place, firsts.setdefault(key, before)))
+    return sorted(twice)
+
+
+def _grouping(done: ShardCheck, scan: ShardScan, table: Offsets) -> None:
+    for place, name, offset in scan.twice:
+        done.add(
+            key_of(table, place),
+            name,
+            offset,
+            "it is the second member of this name. Pack the shard again",
+        )
+    for place, first in repeated_keys(scan, table):
+        where = (
+            f"its members are in two places, the first at offset {table.start[first]}; the fields of "
+            f"a sample must be adjacent"
+        )
+        done.add(key_of(table, place), "", int(table.start[place]), where)
+
+
+def _empty(done: ShardCheck, scan: ShardScan, table: Offsets, labels: set[str]) -> None:
+    """Add images and labels of 0 bytes."""
+    rows = np.flatnonzero(table.member_size == 0)
+    for row, place in zip(
+        rows.tolist(),
+        (np.searchsorted(table.member_first, rows, side="right") - 1).tolist(),
+        strict=True,
+    ):
+        name = scan.fields[table.member_field[row]]
+        if name in labels or name.rpartition(".")[2] in EXTENSIONS:
+            done.add(key_of(table, place), name, int(table.member_offset[row]), _EMPTY)
+
+
+def _compare(
+    done: ShardCheck, scan: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
+) -> None:
+    """Compare checksums and offsets with those in the index."""
+    mine, listed = expected.shards[0].sha256, expected.offsets
+    done.compared = bool(mine) or len(listed.member_crc) > 0
+    changed = not mine or mine != scan.sha256
+    clean, before = not scan.damages, len(done.findings)
+    if changed and len(listed.member_crc):
+        crcs = crcs_at(listed, table, reader)
+        for row in np.flatnonzero(crcs != listed.member_crc).tolist():
+            place = int(np.searchsorted(listed.member_first, row, side="right")) - 1
+            name, offset, size = expected.members(place)[row - int(listed.member_first[place])]
+            gone = f"the shard has ended before byte {offset + size}, where it should"
+            why = gone if crcs[row] < 0 else "the bytes are not those that were packed"
+            done.add(expected.key(place), name, offset, why)
+    fields = {name: number for number, name in enumerate(expected.fields)}
+    numbers = np.array([fields.get(name, -1) for name in scan.fields] or [0], np.int64)
+    same = {
+        name: np.array_equal(getattr(table, name), getattr(listed, name))
+        for name in _COMPARED
+        if name != "member_field"
+    }
+    same["member_field"] = np.array_equal(numbers[table.member_field], listed.member_field)
+    differing = [name for name in _COMPARED if not same[name]]
+    if clean and differing:
+        others = f"holds other samples than its index says ({', '.join(differing)}). Run: wdstrain index on it"
+        done.add("", "", 0, others)
+    elif clean and mine and changed and len(done.findings) == before:
+        said = ", though every field is as packed" if len(listed.member_crc) else ""
+        done.add("", "", 0, f"has another sha256 than its index says{said}")
+
+
+def _compare_columns(
+    done: ShardCheck, scan: ShardScan, expected: Index, builder: ColumnBuilder
+) -> None:
+    """Compare the columns of the index with the values in the shard."""
+    damaged = {(one.key, one.field) for one in done.findings}
+    offsets: list[dict[str, int]] = []  # of each sample, where its fields with values lie
+    for number in range(len(expected)):
+        members = expected.members(number)
+        offsets.append({name: at for name, at, _ in members if at in scan.values})
+        builder.add_values(pair for at in offsets[-1].values() for pair in scan.values[at])
+    by_place = {column.place: column for column in builder.finish()}
+    for column in expected.columns:
+        stored = by_place[column.place]
+        if column.kind in ("class", "number", "multi"):
+            stored = as_label(stored, column.name, column.kind, column.classes)
+        name = column.field if column.entry is None else f"{column.field}.{column.entry}"
+        done.columns[name] = sum(column.field in fields for fields in offsets)
+        for number, indexed, value in _differences(column, stored):
+            key, offset = expected.key(number), offsets[number].get(column.field)
+            if offset is None or (key, column.field) in damaged:  # another finding names it
+                continue
+            reason = (
+                f"the index has {_shown(indexed)} in its column {column.name}, the shard "
+                f"{_shown(value)}. Run: wdstrain index FOLDER --columns {name}"
+            )
+            done.add(key, column.field, offset, reason)
+
+
+def _differences(indexed: Column, stored: Column) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (number of the sample, value in the index, value in the shard) where they differ."""
+    count = len(indexed)
+    both = join_columns([(count, [indexed]), (count, [stored])])
+    if both and both[0].kind == indexed.kind:
+        values = both[0].values.to_pylist()
+    else:  # values of other types
+        values = [*indexed.values.to_pylist(), *stored.values.to_pylist()]
+    for number, (one, other) in enumerate(zip(values[:count], values[count:], strict=True)):
+        if one != other and not (one != one and other != other):  # NaN equals NaN here
+            yield number, one, other
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else repr(value)[:80]

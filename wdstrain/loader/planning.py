@@ -1,0 +1,201 @@
+"""From shards and options to epoch plans: which samples an epoch has, and in which order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any
+
+from wdstrain.decode.fields import Field, Image
+from wdstrain.decode.label_fields import reader_of
+from wdstrain.errors import UsageError
+from wdstrain.loader.options import LoaderOptions
+from wdstrain.loader.weighting import choose
+from wdstrain.order.mixture import TURNS, Mixture
+from wdstrain.order.plan import ORDER, Order, Plan
+from wdstrain.order.weighted_plan import WeightedPlan
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.resolve import open_index, require_one_split
+from wdstrain.storage.addresses import Urls
+
+# The default window has this many bytes; the shuffle buffer holds half of them on average.
+_WINDOW_BYTES = 256 << 20
+_WIDEST_WINDOW = 8  # times the longest lane; a wider window does not change the order any more
+_KEPT_PLANS = 4
+
+_log = logging.getLogger("wdstrain")
+
+
+@dataclass(frozen=True)
+class MixedSources:
+    """Sources of a mixture by name, with their shares, which add up to 1."""
+
+    indexes: dict[str, Index]
+    shares: tuple[Fraction, ...]
+
+    @property
+    def first_ids(self) -> dict[str, int]:
+        """The first sample id of each source in the index of all sources."""
+        starts = accumulate((len(index) for index in self.indexes.values()), initial=0)
+        return dict(zip(self.indexes, starts, strict=False))
+
+
+def open_shards(urls: Urls, *, may_be_short: bool = False) -> Index:
+    """Return the index of shards of one split.
+
+    may_be_short: local shards may have fewer bytes than their index says. Logs a warning if shards
+    without an index are scanned. Raises UsageError or ShardError.
+    """
+    return require_one_split(open_index(urls, note=_log.warning, may_be_short=may_be_short), urls)
+
+
+class EpochPlans:
+    """Plans of the epochs of a loader.
+
+    source: the chosen samples; a loader over them needs no `where` and no `balance`.
+    index: the same samples as one index. weighting: of these samples, if any.
+    shuffle_buffer: the window, in samples of a lane.
+    plan: returns the plan of an epoch. Raises PlanError for sizes that do not fit together.
+    """
+
+    def __init__(self, source: Urls | Index | MixedSources, options: LoaderOptions) -> None:
+        """Raises UsageError or ShardError."""
+        if isinstance(source, MixedSources):
+            index = join(list(source.indexes.values()))
+        elif isinstance(source, Index):
+            index = source
+        else:
+            index = open_shards(source, may_be_short=options.on_error != "raise")
+        self.index, self.weighting = choose(index, options.where, options.weights, options.balance)
+        self.source = source if isinstance(source, MixedSources) else self.index
+        lanes = options.lanes or options.ranks[1]
+        _check_field_names(self.index, options.fields or {})
+        self.shuffle_buffer = _window(self.index, options.shuffle_buffer, lanes)
+        make = self._factory(options)
+        self.plan: Callable[[int], Order] = lru_cache(maxsize=_KEPT_PLANS)(
+            lambda epoch: make(epoch=epoch)
+        )
+
+    def _factory(self, options: LoaderOptions) -> Callable[..., Order]:
+        """Return a function that makes the plan of an epoch."""
+        arguments: dict[str, Any] = {
+            "seed": options.seed,
+            "batch_size": options.batch_size,
+            "world_size": options.ranks[1],
+            "lanes": options.lanes,
+            "window": self.shuffle_buffer if options.shuffle else 1,
+            "shuffle": options.shuffle,
+        }
+        if isinstance(self.source, MixedSources):
+            if options.tail != "drop":
+                raise UsageError(
+                    f'tail="{options.tail}": a mixture ends with the first source that cannot fill '
+                    f'a step. Use tail="drop".'
+                )
+            counts = [index.counts for index in self.source.indexes.values()]
+            names, shares = list(self.source.indexes), self.source.shares
+            return partial(Mixture, counts=counts, names=names, shares=shares, **arguments)
+        arguments |= {"counts": self.index.counts, "tail": options.tail}
+        if self.weighting is None:
+            return partial(Plan, **arguments)
+        weights, strata = self.weighting.weights, self.weighting.strata
+        return partial(WeightedPlan, weights=weights, strata=strata, **arguments)
+
+    def identity(self) -> dict[str, Any]:
+        """Return the values that the order depends on, JSON-able, by name."""
+        plan = self.plan(0)
+        values: dict[str, Any] = {
+            "order": ORDER,
+            "data": self.index.fingerprint,
+            "seed": plan.seed,
+            "global_batch": plan.global_batch,
+            "lanes": plan.lane_count,
+            "shuffle": plan.shuffle,
+            "window": plan.window,
+            "tail": plan.tail,
+        }
+        if self.weighting is not None:
+            values["weights"] = self.weighting.fingerprint
+        if isinstance(self.source, MixedSources):
+            shares = zip(self.source.indexes, self.source.shares, strict=True)
+            values |= {"shares": {name: str(share) for name, share in shares}, "turns": TURNS}
+        return values
+
+    def check_identity(self, state: Mapping[str, Any]) -> None:
+        """Raise UsageError if a loader's state belongs to another order."""
+        identity = self.identity()
+        differences = [
+            f"{name} was {state.get(name)!r}, is {value!r}"
+            for name, value in identity.items()
+            if state.get(name) != value
+        ]
+        if "weights" in state and "weights" not in identity:
+            differences.append("weights were given, now there are none")
+        if differences:
+            raise UsageError(
+                f"this state belongs to another order: {'; '.join(differences)}. Use the same "
+                f"values, or start anew."
+            )
+
+    def buffered_megabytes(self, rank: int) -> float:
+        """Return how many MB of samples the shuffle buffer of a rank holds on average."""
+        plan = self.plan(0)
+        if not plan.shuffle:
+            return 0.0
+        samples = sum(min(plan.window / 2, plan.lane_samples(lane)) for lane in plan.lanes_of(rank))
+        return samples * _mean_bytes(self.index) / 1e6
+
+
+def _mean_bytes(index: Index) -> float:
+    """Return the mean size of a sample in its shard."""
+    return float((index.offsets.stop - index.offsets.start).sum()) / max(1, len(index))
+
+
+def _window(index: Index, requested: int | None, lanes: int) -> int:
+    """Return the window in samples of a lane. requested: None for the default."""
+    default = max(1, int(_WINDOW_BYTES // max(1.0, _mean_bytes(index)))) // lanes
+    widest = _WIDEST_WINDOW * -(-len(index) // lanes)
+    return max(1, min(default if requested is None else requested, widest))
+
+
+def _check_field_names(index: Index, fields: Mapping[str, Field]) -> None:
+    """Raise UsageError if a field looks for names of which the index has none."""
+    for name, field in fields.items():
+        if any(member in index.fields for member in field.names):
+            continue
+        readers = ", ".join(reader_of(label) for label in index.labels)
+        hint = f" Their labels are read with {readers}." if readers else ""
+        raise UsageError(
+            f"field {name!r} looks for {', '.join(field.names)}; these shards hold "
+            f"{', '.join(index.fields)}. Name one of those."
+            f"{'' if isinstance(field, Image) else hint}"
+        )
+
+
+def warn_of_class_numbers(index: Index) -> None:
+    """Log a warning if raw class numbers mean different classes in different sets of shards."""
+    labels_by_shard = index.shard_labels
+    for field in dict.fromkeys(
+        label.field for labels in labels_by_shard for label in labels if label.column is None
+    ):
+        class_labels = [
+            next((label for label in labels if label.place == (field, None)), None)
+            for labels in labels_by_shard
+        ]
+        examples = {  # a shard for each numbering
+            label.numbering if label is not None else "no label": shard.shown
+            for shard, label in zip(index.shards, class_labels, strict=True)
+        }
+        has_classes = any(label is not None and label.kind == "class" for label in class_labels)
+        if has_classes and len(examples) > 1:
+            _log.warning(
+                "%s has different class numbers in these sets: %s. Batches hold its bytes as they "
+                "were packed. fields={'label': wt.label('%s')} gives one numbering.",
+                field,
+                "; ".join(f"{numbering} ({shard})" for numbering, shard in examples.items()),
+                field,
+            )

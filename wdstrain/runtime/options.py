@@ -1,0 +1,137 @@
+"""Options that are declared once, as fields of a dataclass.
+
+The same fields are the keyword arguments of a public function (`takes`), its documentation, and the
+flags of a verb (`wdstrain.cli.flags`), so that these cannot differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from textwrap import fill
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+O = TypeVar("O")  # noqa: E741
+R = TypeVar("R")
+
+REQUIRED: Any = dataclasses.MISSING
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    metavar: str = "",
+    parse: Callable[[str], Any] | None = None,
+    flag: str | None = "",
+    several: bool = False,
+    negatable: bool = False,
+    no_help: str = "",
+    **more: Any,
+) -> Any:
+    """Return a dataclass field with what its keyword argument and its flag need.
+
+    default: value, or REQUIRED. help: starts with a verb or noun phrase, and gives the unit; the
+    default is added. metavar: name of the value in help texts. parse: makes the value of the flag's
+    text, or raises ValueError. flag: its name, if not made from that of the field; None: Python only.
+    several: may be given several times, or several words. negatable: there is --no-NAME too.
+    no_help: help of the flag --no-NAME, which an option that is True by default has. more: kept in the metadata for the module that declares the option.
+    """
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": help,
+            "metavar": metavar,
+            "parse": parse,
+            "flag": flag,
+            "several": several,
+            "negatable": negatable,
+            "no_help": no_help,
+            **more,
+        },
+    )
+
+
+def help_text(field: dataclasses.Field[Any]) -> str:
+    """Return the help text of an option with its default."""
+    text, default = str(field.metadata["help"]), field.default
+    if any(default is empty for empty in (REQUIRED, None, False, ())) or "(default" in text:
+        return text
+    return f"{text} (default: {default})"
+
+
+def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R]]:
+    """Return a decorator that gives a function the fields of `options` as its arguments.
+
+    The decorated function gets one object. Callers, type checkers and `help` see the fields.
+    """
+
+    def decorate(function: Callable[[O], R]) -> Callable[P, R]:
+        signature = _own_first(options)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = [name for name in kwargs if name not in signature.parameters]
+                near = get_close_matches(unknown[0], signature.parameters, 1) if unknown else []
+                hint = f". Did you mean {near[0]}?" if near else ""
+                raise TypeError(f"{function.__name__}() {error}{hint}") from None
+            return function(options(*args, **kwargs))
+
+        returns = inspect.signature(function).return_annotation
+        del vars(call)["__wrapped__"]  # pages of documentation would show its one argument
+        vars(call)["__signature__"] = signature.replace(return_annotation=returns)
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{_described(options)}"
+        return call
+
+    return decorate
+
+
+def _own_first(options: Any) -> inspect.Signature:
+    """Return the signature of a dataclass, with its own keywords before those of its base."""
+    signature, base = inspect.signature(options, eval_str=True), options.__mro__[1]
+    inherited = {field.name for field in dataclasses.fields(base)} if base is not object else set()
+    parameters = sorted(
+        signature.parameters.values(),
+        key=lambda one: (one.kind is one.KEYWORD_ONLY, one.name in inherited),
+    )
+    return signature.replace(parameters=parameters)
+
+
+def _described(options: Any) -> str:
+    """Return the lines of a docstring that explain each argument."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    lines = ["Arguments:"]
+    for name in _own_first(options).parameters:
+        text = f"{name}: {help_text(fields[name])}"
+        lines.append(fill(text, 96, initial_indent="    ", subsequent_indent="        "))
+    return "\n".join(lines)
+
+
+def parse_list(text: str) -> list[str]:
+    """Return the names of a list with commas between them."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """Return both sides of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not (equals and name.strip() and value.strip()):
+        raise ValueError(f"{text!r} is not a pair; write NAME=VALUE")
+    return name.strip(), value.strip()
+
+
+def parse_pairs(text: str) -> dict[str, str]:
+    """Return the pairs of A=B,C=D."""
+    return dict(map(parse_pair, parse_list(text)))
+
+
+def as_list(value: str | Sequence[str]) -> list[str]:
+    """Return names as a list; a single name may be given by itself."""
+    return [value] if isinstance(value, str) else list(value)

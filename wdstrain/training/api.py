@@ -1,0 +1,373 @@
+"""`wt.train` and `wt.evaluate`: they put the parts of a run together, and close them at the end.
+
+Everything that can be wrong is checked before the run's folder is touched: addresses, labels,
+classes, options, the model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from wdstrain.decode.fields import Field
+from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
+from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index
+from wdstrain.storage.addresses import Urls
+from wdstrain.training import weights as model_weights
+from wdstrain.training.callbacks import Callback
+from wdstrain.training.checkpoint import read_last
+from wdstrain.training.config import OF_EVALUATING, Config
+from wdstrain.training.data import (
+    TrainData,
+    addresses,
+    class_weights,
+    open_set,
+    train_loader,
+    val_loader,
+    without_augmentation,
+)
+from wdstrain.training.distributed import DistributedContext, device_of
+from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
+from wdstrain.training.images import (
+    ImageInput,
+    Normalization,
+    check_image_field,
+    image_field,
+    shape_of,
+)
+from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.models import ModelFactory, build, call_factory, check_shapes
+from wdstrain.training.optim import OptimizerFactory
+from wdstrain.training.progress import Reporter, reporting
+from wdstrain.training.run_dir import CHECKPOINTS, RunDir
+from wdstrain.training.run_logger import RunLogger
+from wdstrain.training.run_state import RunState
+from wdstrain.training.stop_signals import SignalHandler
+from wdstrain.training.tasks import Criterion, Task
+from wdstrain.training.trainer import Trainer
+
+
+@dataclass
+class TrainResult:
+    """Result of a run.
+
+    epochs: metrics of each epoch. best: validation metrics of the best epoch. model: with its
+    weights at the end. stop_reason: why training ended. monitor: the metric that chose the best.
+    """
+
+    folder: str
+    task: Task
+    model: nn.Module
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    stop_reason: str = ""
+    monitor: str = ""
+
+    @property
+    def val(self) -> dict[str, float]:
+        """Validation metrics of the last epoch."""
+        return self.epochs[-1].get("val", {}) if self.epochs else {}
+
+    def __repr__(self) -> str:
+        last = {name: round(value, 4) for name, value in self.val.items()}
+        return f"TrainResult({self.folder!r}, {len(self.epochs)} epochs, val={last})"
+
+
+@WorkerDeathsAsErrors()
+def train(
+    urls: Urls | Index,
+    out: str | os.PathLike[str],
+    *,
+    val: Urls | Index | None = None,
+    model: str | ModelFactory | nn.Module = "small",
+    image: Field | None = None,
+    val_image: Field | None = None,
+    criterion: Criterion | Mapping[str, Criterion] | None = None,
+    optimizer: str | OptimizerFactory = "adamw",
+    metrics: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Reporter | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train a model, validate it after each epoch, and keep the run in the folder `out`.
+
+    urls       shards to train on, or an Index. One that holds the splits train and val is both
+    val        shards to validate on
+    model      small, a torchvision model by name, timm:NAME, module:function, a function of the
+               number of outputs that returns a model, or a torch.nn.Module, of which a copy is
+               trained
+    image      field of the images, instead of wt.image(size=image_size, augment=augment).
+               uint8[3, h, w] is normalized as the weights expect it (by default as ImageNet),
+               other uint8 is divided by 255, other numbers become float32
+    val_image  the same for validation; default: `image` without augmentation
+    criterion  loss, (outputs, target) -> scalar or [b], with several labels a dict by label.
+               Numbers are standardized
+    optimizer  adamw, sgd, lion, or a function of parameter groups that returns an optimizer
+    metrics    torchmetrics by name, with several labels LABEL/NAME, for validation: updated with
+               probabilities of classes or with numbers
+    callbacks  objects like wt.Callback
+    resume     continue from the last checkpoint in `out`, or start if there is none. On a CPU with
+               deterministic=True the weights get the same bits as in a run that was never stopped
+    overwrite  replace an earlier run in `out`
+    progress   object with step(title, done, total, text, unit) and line(text) that shows progress;
+               default: stderr, or the notebook
+    options    as in `wdstrain train --help`, with _ for -: epochs, batch_size, lr, label, ...
+
+    Under torchrun every process calls this, and they share each batch. The first one writes. Raises
+    UsageError and ShardError before anything is written, and Stopped after a signal, when a
+    checkpoint was written.
+    """
+    if resume and overwrite:
+        raise UsageError("resume=True and overwrite=True exclude each other. Give one of them.")
+    config = _absolute(Config.of({**options, "model": _name(model), "optimizer": _name(optimizer)}))
+    folder, distributed = os.fspath(out), DistributedContext()
+    data = TrainData.of(urls, val, config)
+    checkpoint, unreadable = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
+    if data.val is None and (config.patience or config.schedule == "plateau" or config.monitor):
+        raise UsageError(
+            "patience, monitor and the schedule plateau need validation data. Give val=."
+        )
+    task = data.task(checkpoint)
+    device = device_of(config.device, distributed)
+    torch.manual_seed(config.seed)
+    train_field = image or image_field(config.image_size, config.augment)
+    val_field = val_image or without_augmentation(train_field)
+    example = check_image_field(
+        train_field,
+        channels_last=config.channels_last,
+        mixes=bool(config.mixup or config.cutmix),
+    )
+    net, loaded = _make_model(config, task, model, shape_of(example), checkpoint is None)
+    normalization = _normalization(checkpoint, loaded)
+    image_input = ImageInput.of(
+        val_field, check_image_field(val_field, channels_last=False, mixes=False), normalization
+    )
+    frozen = model_weights.freeze(net, config.freeze) if config.freeze else []
+    # lanes of the run that is resumed, so that it may have another number of processes
+    lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)
+    loader = train_loader(data.train, task, train_field, config, distributed, lanes)
+    validation = (
+        val_loader(data.val, task, val_field, config, distributed) if data.val is not None else None
+    )
+    with ExitStack() as stack:
+        reporter = stack.enter_context(reporting(progress, distributed.leads))
+        stack.callback(loader.close)
+        if validation is not None:
+            stack.callback(validation.close)
+        stack.enter_context(_arithmetic(config, device))
+        stack.enter_context(distributed.joined(device))
+        _check_agreement(
+            distributed, folder, (_position(checkpoint), data.train.fingerprint, vars(config))
+        )
+        signals = stack.enter_context(SignalHandler().watched())
+        # inside the handler: between the two, a signal could end the process before it reports
+        stack.enter_context(distributed.explained())
+        if config.channels_last:
+            net = net.to(memory_format=torch.channels_last)
+        setup = Setup(
+            task=task,
+            config=config,
+            image=image_input,
+            device=device,
+            distributed=distributed,
+            reporter=reporter,
+            objects=UserObjects(
+                criterion=criterion,
+                optimizer=None if isinstance(optimizer, str) else optimizer,
+                metrics=metrics or {},
+                callbacks=callbacks,
+            ),
+        )
+        logger = RunLogger(task)
+        run = RunState(net.to(device), loader, validation, setup, logger)
+        weights = [
+            class_weights(data.train, head, config.class_weights, device) for head in task.heads
+        ]
+        trainer = Trainer(run, weights=weights, frozen=frozen)
+        for line in _start_lines(trainer, data, frozen, loaded):
+            reporter.line(line)
+        if checkpoint is not None:
+            for reason in unreadable:
+                reporter.line(f"{reason} The checkpoint before it is used.")
+            run.load(checkpoint)
+            state = run.position
+            reporter.line(f"resuming at epoch {state.epoch + 1}, step {state.step} of {run.steps}")
+        if distributed.leads:
+            where = {"train": addresses(urls), "val": addresses(val) if val is not None else None}
+            run_dir = RunDir(folder, config.toml(where), overwrite=overwrite, resume=resume)
+            stack.callback(run_dir.close)
+            stack.callback(logger.close)
+            indexes = {"train": data.train} | ({"val": data.val} if data.val is not None else {})
+            logger.start(run_dir, config, run.position, indexes, run.steps)
+        trainer.fit(signals)
+        reporter.line(f"training ended: {trainer.stop_reason}")
+    state = run.position
+    return TrainResult(
+        folder,
+        task,
+        run.scored_model,
+        state.history,
+        state.best,
+        trainer.stop_reason,
+        trainer.monitor,
+    )
+
+
+@WorkerDeathsAsErrors()
+def evaluate(
+    checkpoint: str | os.PathLike[str],
+    urls: Urls | Index,
+    *,
+    model: ModelFactory | nn.Module | str | None = None,
+    image: Field | None = None,
+    criterion: Criterion | Mapping[str, Criterion] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    progress: Reporter | None = None,
+    **options: Any,
+) -> tuple[Task, dict[str, float]]:
+    """Return (task, metrics) of a checkpoint on shards; every sample counts once.
+
+    model, image, criterion, metrics: as they were given to `train`. A module:function that the
+    checkpoint names is not imported unless it is named here. options: batch_size, num_workers,
+    device, amp, on_error, cache_dir, cache_limit; the checkpoint has all others. Under torchrun
+    all processes share the samples.
+    """
+    distributed = DistributedContext()
+    loaded = LoadedCheckpoint.of(checkpoint, model=model, options=options, known=OF_EVALUATING)
+    source = loaded.image_source(image)
+    index = open_set(urls)
+    loaded.task.check(index)
+    config, task = loaded.config, loaded.task
+    device = device_of(config.device, distributed)
+    loader = val_loader(index, task, source, config, distributed)
+    with ExitStack() as stack:
+        reporter = stack.enter_context(reporting(progress, distributed.leads))
+        stack.callback(loader.close)
+        stack.enter_context(distributed.joined(device))
+        setup = Setup(
+            task=task,
+            config=config,
+            image=loaded.image,
+            device=device,
+            distributed=distributed,
+            reporter=reporter,
+            objects=UserObjects(criterion=criterion, metrics=metrics or {}),
+        )
+        found, _ = evaluate_pass(loaded.model.to(device), loader, setup, "evaluating")
+    return task, found
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _absolute(config: Config) -> Config:
+    """Return options with absolute paths, so that a run is resumed from any folder."""
+    paths: dict[str, str | None] = {"cache_dir": config.cache_dir}
+    if config.weights is not None and model_weights.is_file(config.weights):
+        paths["weights"] = config.weights
+    absolute: dict[str, Any] = {n: os.path.abspath(p) for n, p in paths.items() if p is not None}
+    return replace(config, **absolute)
+
+
+def _make_model(
+    config: Config,
+    task: Task,
+    model: str | ModelFactory | nn.Module,
+    image_shape: tuple[int, ...],
+    loads_weights: bool,
+) -> tuple[nn.Module, model_weights.LoadedWeights | None]:
+    """Return the model and the weights that it starts from. A checkpoint replaces them later."""
+    name, weights = config.model, config.weights if loads_weights else None
+    if isinstance(model, str):
+        pretrained = model_weights.uses_timm_weights(name, weights)
+        net = build(name, task.outputs, config.image_size, pretrained=pretrained)
+    else:
+        net = call_factory(model, name, task.outputs)
+    net = check_shapes(net, name, image_shape, task.outputs)
+    return net, model_weights.load(net, name, weights) if weights is not None else None
+
+
+def _normalization(
+    checkpoint: Mapping[str, Any] | None, loaded: model_weights.LoadedWeights | None
+) -> Normalization:
+    """Return the normalization of the checkpoint, or of the weights, or of ImageNet."""
+    if checkpoint is not None:
+        return ImageInput.from_state(checkpoint["image"]).normalization
+    return (loaded.normalization if loaded is not None else None) or Normalization()
+
+
+def _position(checkpoint: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    state = None if checkpoint is None else checkpoint["state"]
+    return None if state is None else (state["epoch"], state["step"])
+
+
+def _check_agreement(distributed: DistributedContext, folder: str, facts: object) -> None:
+    """Raise UsageError if the processes see different checkpoints, shards or options."""
+    if any(other != facts for other in distributed.gather(facts)):
+        raise UsageError(
+            f"rank {distributed.rank} of {distributed.size}: the processes of this job see different "
+            f"checkpoints in {folder}, different shards or different options. Give all of them the "
+            f"same, and a folder that all of them share."
+        )
+
+
+def _start_lines(
+    trainer: Trainer,
+    data: TrainData,
+    frozen: Sequence[str],
+    loaded: model_weights.LoadedWeights | None,
+) -> Iterator[str]:
+    """Yield what a run trains, on which data and where."""
+    config, device = trainer.config, trainer.setup.device
+    parameters = list(trainer.model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    yield f"model {config.model}: {count / 1e6:.2f} million parameters, on {device}"
+    validation = f"validates on {len(data.val)}" if data.val is not None else "no validation"
+    yield f"task: {trainer.task}; trains on {len(data.train)} samples, {validation}"
+    if loaded is not None:
+        fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
+        yield f"weights: {config.weights}{fresh}"
+    if frozen:
+        yield f"frozen: {len(frozen)} of {len(parameters)} parameter tensors"
+
+
+@contextmanager
+def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
+    """Set deterministic algorithms and TF32 for a run, and restore them after it."""
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    benchmark, precision = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    if config.deterministic:
+        if device.type == "cuda":  # cuBLAS reads it when it is first used
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if config.tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_float32_matmul_precision(precision)
+
+
+def _name(value: str | Callable[..., Any] | nn.Module) -> str:
+    """Return a name as options have it: module:function if it can be imported by that, else <name>."""
+    if isinstance(value, str):
+        return value
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", type(value).__name__)
+    is_importable = (
+        module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
+    )
+    return f"{module}:{name}" if is_importable else f"<{name.strip('<>')}>"

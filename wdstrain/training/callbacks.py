@@ -1,0 +1,70 @@
+"""Callbacks: code of the user's that runs at points of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from wdstrain.training.run_logger import TrainerState
+
+
+class RunningTrainer(Protocol):
+    """The part of a trainer that callbacks use.
+
+    state: epoch, step and history. is_leader: whether this process writes and reports. lr_scale:
+    factor on the learning rate of all further steps, which checkpoints keep.
+    """
+
+    lr_scale: float
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> Optimizer: ...
+    @property
+    def state(self) -> TrainerState: ...
+    @property
+    def is_leader(self) -> bool: ...
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step. Call it on every rank."""
+
+
+class Callback:
+    """Base class of callbacks. Override the methods that you need; each is called on every rank.
+
+    A callback may read `trainer.model`, `trainer.optimizer`, `trainer.state` and
+    `trainer.is_leader`, call `trainer.stop(reason)`, and set `trainer.lr_scale`.
+    """
+
+    def on_train_start(self, trainer: RunningTrainer) -> None:
+        """Before the first step, also of a resumed run."""
+
+    def on_step_end(self, trainer: RunningTrainer) -> None:
+        """After each step of the optimizer. Reading a loss here would wait for the GPU."""
+
+    def on_epoch_end(self, trainer: RunningTrainer, metrics: dict[str, Any]) -> None:
+        """After the validation of an epoch. metrics: the line of metrics.jsonl."""
+
+    def on_checkpoint(self, trainer: RunningTrainer, path: str) -> None:
+        """After a checkpoint was written, on the rank that wrote it."""
+
+    def on_train_end(self, trainer: RunningTrainer) -> None:
+        """After the last epoch, or when the run ended early; not after an error."""
+
+
+class Callbacks:
+    """Several callbacks that are called in order."""
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call one method of each callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook, None)
+            if method is not None:
+                method(*arguments)

@@ -1,0 +1,133 @@
+"""Checkpoints: complete or absent, the latest ones and the best, without pickled objects.
+
+A checkpoint is written under a hidden name, flushed and renamed. `last.pt` and `best.pt` are links
+to such files, and change atomically too. So a kill at any moment leaves the former checkpoint, and
+at most a hidden file, which the next run removes. Checkpoints hold plain values and tensors only,
+and are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from wdstrain.decode.worker_processes import worker_death_error
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.storage.files import publish
+
+LAST, BEST = "last.pt", "best.pt"
+FORMAT = 2  # of the contents of a checkpoint
+
+
+class Checkpoints:
+    """Checkpoints of one run in their folder. keep: latest checkpoints to keep, beside the best."""
+
+    def __init__(self, folder: str, keep: int) -> None:
+        self._folder, self._keep = folder, keep
+        for name in os.listdir(folder):
+            if name.startswith(".") and name.endswith(".tmp"):
+                with suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+
+    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> str:
+        """Write a checkpoint of this step of the run, and return its path. best: it is the best."""
+        name = f"step-{step:08d}.pt"
+        path, temporary = os.path.join(self._folder, name), self._temporary()
+        try:
+            torch.save(dict(state), temporary)
+            # a run goes on from last.pt, or from the last step where a kill came before there was one: what is behind these is not
+            # done again
+            if best:
+                self._name(temporary, BEST)
+            publish(temporary, path)
+            self._name(path, LAST)
+            for old in names(self._folder)[: -self._keep]:
+                if old != name:
+                    os.unlink(os.path.join(self._folder, old))
+            return path
+        except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
+            if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
+                raise death from error
+            free = shutil.disk_usage(self._folder).free / 1e6
+            why = (
+                error.strerror
+                if isinstance(error, OSError)
+                else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
+            )
+            raise StorageError(
+                f"the checkpoint {path} cannot be written ({why}). Those before it are whole."
+            ) from error
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+    def _name(self, path: str, other: str) -> None:
+        """Give a file another name, in place of whatever had it."""
+        temporary = self._temporary()
+        try:
+            try:
+                os.link(path, temporary)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, temporary)
+            publish(temporary, os.path.join(self._folder, other))
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+    def _temporary(self) -> str:
+        return os.path.join(self._folder, f".{uuid.uuid4().hex[:12]}.tmp")
+
+
+def names(folder: str) -> list[str]:
+    """Checkpoints of a folder by step, the oldest first."""
+    return sorted(
+        name for name in os.listdir(folder) if name.startswith("step-") and name.endswith(".pt")
+    )
+
+
+def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """(the last checkpoint of a folder that can be read, None if there is none; why later ones could not be)."""
+    refused: list[str] = []
+    if not os.path.isdir(folder):
+        return None, refused
+    for name in [LAST, *reversed(names(folder))]:
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            continue
+        try:
+            return read_checkpoint(path), refused
+        except UsageError as error:
+            refused.append(str(error))
+    if refused:
+        raise UsageError(f"no checkpoint in {folder} can be read: {refused[0]}")
+    return None, refused
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """A checkpoint as it was saved. Raises UsageError for a file that is missing or is none of ours."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as RUN/checkpoints/best.pt"
+        ) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UsageError(
+            f"{path} is no checkpoint of a run. Name one such as RUN/checkpoints/best.pt"
+        ) from error
+    if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
+        raise UsageError(
+            f"{path} is a checkpoint of something else: it lacks model, config or task."
+        )
+    if state.get("format") != FORMAT:
+        raise UsageError(
+            f"{path} is a checkpoint of another version of this program: its format is {state.get('format')}, this one reads {FORMAT}."
+        )
+    return state

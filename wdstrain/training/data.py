@@ -1,0 +1,233 @@
+"""Data of a run: train and validation sets, their labels, and the loaders."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wdstrain.decode.fields import Field, Image
+from wdstrain.decode.transforms import Augment
+from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.loader.loader import Loader
+from wdstrain.shards.declare import read_classes, with_label
+from wdstrain.shards.index import Index
+from wdstrain.shards.labels import (
+    classes_in,
+    complete_column,
+    even_part,
+    label_bytes,
+    recorded_counts,
+)
+from wdstrain.shards.resolve import open_index, require_one_split
+from wdstrain.shards.values import scalar
+from wdstrain.storage.addresses import Urls
+from wdstrain.storage.remote import is_remote, redacted
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.tasks import Task
+
+# Labels that are read where no column has them: to count classes, and for the mean of numbers.
+_COUNTED_LABELS, _AVERAGED_LABELS = 10_000, 2_000
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The sets of a run. label: to learn, as `Task.of` takes it."""
+
+    train: Index
+    val: Index | None
+    label: str | None
+
+    @classmethod
+    def of(cls, urls: Urls | Index, val: Urls | Index | None, config: Config) -> TrainData:
+        """Open train and validation set, with declared labels and only the chosen samples."""
+        train_index, val_index = _open_sets(urls, val)
+        label = config.label
+        if label is not None and not train_index.labels and not train_index.shard_labels:
+            train_index, val_index = _declare(train_index, val_index, label, config.classes)
+            label = train_index.labels[0].name
+        elif config.classes is not None:
+            raise UsageError(
+                "classes= names the classes of a field that no index declares as a label. Leave it "
+                "out, or name such a field with label=."
+            )
+        if config.where is not None:
+            train_index = train_index.where(config.where)
+            val_index = val_index.where(config.where) if val_index is not None else None
+        return cls(train_index, val_index, label)
+
+    def task(self, checkpoint: Mapping[str, Any] | None) -> Task:
+        """Return the task of the training set, checked against the validation set.
+
+        checkpoint: of a run to resume, whose scale of numbers is kept.
+        """
+        task = Task.of(self.train, self.label)
+        former = Task.from_state(checkpoint["task"]) if checkpoint is not None else None
+        task = former if former is not None and former.equals(task) else _scaled(task, self.train)
+        if self.val is not None:
+            task.check(self.val)
+        return task
+
+
+def _open_sets(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Index | None]:
+    """Return train and validation set. A set with the splits train and val is both."""
+    index = urls if isinstance(urls, Index) else open_index(urls)
+    if val is None and {"train", "val"} <= set(index.splits):
+        train, validation = (
+            index.pick([i for i, shard in enumerate(index.shards) if shard.split == split])
+            for split in ("train", "val")
+        )
+        return train, validation
+    train = index if isinstance(urls, Index) else require_one_split(index, urls)
+    return train, open_set(val) if val is not None else None
+
+
+def open_set(urls: Urls | Index) -> Index:
+    """Return the index of one split."""
+    return urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
+
+
+def _declare(
+    train: Index, val: Index | None, name: str, classes: str | None
+) -> tuple[Index, Index | None]:
+    """Return both sets with a label that is read from a field or a JSON entry."""
+    train = with_label(train, name, None if classes is None else read_classes(classes))
+    if val is not None and not val.labels and not val.shard_labels:
+        val = with_label(val, name, train.labels[0].classes or None)
+    return train, val
+
+
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def train_loader(
+    index: Index,
+    task: Task,
+    image: Field,
+    config: Config,
+    distributed: DistributedContext,
+    lanes: int | None,
+) -> Loader:
+    """Return the shuffled loader of the training set."""
+    return Loader(
+        index,
+        task.fields(image),
+        seed=config.seed,
+        shuffle_buffer=config.shuffle_buffer,
+        balance=config.balance,
+        lanes=lanes,
+        **_shared_options(config, distributed),
+    )
+
+
+def val_loader(
+    index: Index, task: Task, image: Field, config: Config, distributed: DistributedContext
+) -> Loader:
+    """Return a loader that delivers every sample once, in order."""
+    options = _shared_options(config, distributed)
+    return Loader(index, task.fields(image), shuffle=False, tail="keep", **options)
+
+
+def _shared_options(config: Config, distributed: DistributedContext) -> dict[str, Any]:
+    """Return the options of both loaders. batch_size is that of all processes together."""
+    if config.batch_size % distributed.size:
+        raise UsageError(
+            f"batch_size={config.batch_size} cannot be shared by {distributed.size} processes. "
+            f"Use a multiple of {distributed.size}."
+        )
+    return {
+        "batch_size": config.batch_size // distributed.size,
+        "num_workers": config.num_workers,
+        "rank": distributed.rank,
+        "world_size": distributed.size,
+        "on_error": config.on_error,
+        "cache_dir": config.cache_dir,
+        "cache_limit": config.cache_limit,
+    }
+
+
+def without_augmentation(field: Field) -> Field:
+    """Return an image field for validation; a field of the user's stays as it is."""
+    if type(field) is Image:
+        return replace(field, augment=Augment.parse(None))
+    return field
+
+
+def addresses(urls: Urls | Index) -> str | list[str]:
+    """Return addresses for config.toml: absolute paths, and no secrets of remote addresses."""
+    if isinstance(urls, Index):
+        return [str(addresses(shard.path)) for shard in urls.shards]
+    if isinstance(urls, (str, os.PathLike)):
+        scheme, separator, rest = os.fspath(urls).partition("://")
+        text = f"{scheme.lower()}://{rest}" if separator else scheme
+        if is_remote(text):
+            return redacted(text)
+        return text if "://" in text else os.path.abspath(text)
+    return [str(addresses(url)) for url in urls]
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def class_counts(index: Index, head: Head) -> dict[str, int]:
+    """Return samples by class: of the index's columns, else of an even part of the samples."""
+    return recorded_counts(index, head.target) or _count_labels(index, head)[0]
+
+
+def class_weights(index: Index, head: Head, option: str, device: torch.device) -> Tensor | None:
+    """Return weights for rare classes if the option asks for them and the head has classes."""
+    if option == "none" or isinstance(head, NumberHead):
+        return None
+    recorded = recorded_counts(index, head.target)
+    counts, samples = (recorded, len(index)) if recorded else _count_labels(index, head)
+    if not any(counts.values()):
+        raise UsageError(
+            f"class_weights={option}: no label {head.name!r} could be read. Leave it out."
+        )
+    weights = head.class_weights(counts, samples)
+    return None if weights is None else weights.to(device)
+
+
+def _scaled(task: Task, index: Index) -> Task:
+    """Return the task with mean and deviation of its numbers."""
+    scaled = (_scaled_head(h, index) if isinstance(h, NumberHead) else h for h in task.heads)
+    return Task(tuple(scaled))
+
+
+def _scaled_head(head: NumberHead, index: Index) -> NumberHead:
+    column = complete_column(index, head.target)
+    values = _read_numbers(index, head) if column is None else np.asarray(column.values)
+    finite = values[np.isfinite(values)] if len(values) else np.zeros(1)
+    mean, deviation = float(finite.mean()), float(finite.std())
+    is_constant = deviation <= 1e-12 * abs(mean)  # rounding errors are no deviation
+    return replace(head, mean=mean, deviation=1.0 if is_constant else deviation)
+
+
+def _read_numbers(index: Index, head: Head) -> npt.NDArray[np.float64]:
+    """Return the numbers of an even part of the samples, without unreadable ones."""
+    values = []
+    for _, data in label_bytes(index, head.target.field, even_part(index, _AVERAGED_LABELS)):
+        with suppress(WdstrainError, ValueError, TypeError):
+            values.append(float(scalar(data, head.target.column)))
+    return np.array(values, np.float64)
+
+
+def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
+    """Return (samples by class, number of labels that were read)."""
+    counts: Counter[str] = Counter()
+    samples = 0
+    for i, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_LABELS)):
+        label = index.label_in_sample(head.target, i)
+        counts.update(set(classes_in(data, head.target.column, label.classes)))
+        samples += 1
+    return {name: counts.get(name, 0) for name in head.classes}, samples

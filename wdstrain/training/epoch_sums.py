@@ -1,0 +1,86 @@
+"""Sums over one epoch of training: losses, samples, and one value per head. float64, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.tasks import Task
+
+
+class EpochSums:
+    """Sums of the epoch so far on this process.
+
+    They stay on the device, so that a step does not wait for it. Names: loss, samples, overflowed
+    (losses that 16 bits could not hold), bad (samples, counted by the loader), "head NAME".
+    """
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        heads = [f"head {head.name}" for head in task.heads if head.train_sum is not None]
+        self.names = ["loss", "samples", "overflowed", "bad", *heads]
+        self._values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self, outputs: Tensor, targets: Sequence[Tensor], losses: Tensor, *, may_overflow: bool
+    ) -> None:
+        """Add a batch. may_overflow: losses that are not finite are counted, and not added up."""
+        device = losses.device
+        losses, overflowed = losses.double(), torch.zeros((), dtype=torch.float64, device=device)
+        if may_overflow:
+            is_finite = losses.isfinite()
+            losses = losses.masked_fill(~is_finite, 0.0)
+            overflowed = (~is_finite).double().sum()
+        # torch.tensor would copy the count from the host, which waits for the device
+        count = torch.full((), len(losses), dtype=torch.float64, device=device)
+        sums = [losses.sum(), count, overflowed, torch.zeros_like(count)]
+        columns = self._task.split(outputs)
+        for head, own, target in zip(self._task.heads, columns, targets, strict=True):
+            values = head.train_values(own, target)
+            if values is not None:
+                sums.append(values.double().sum())
+        self._values += torch.stack(sums)
+
+    def read(self) -> dict[str, float]:
+        """Return the sums of this process by name. Waits for the device."""
+        return dict(zip(self.names, self._values.tolist(), strict=True))
+
+    def reduced(self, distributed: DistributedContext, bad: int) -> dict[str, float]:
+        """Return the sums of all processes by name. bad: bad samples of this process's loader."""
+        values = self._values.clone()
+        values[self.names.index("bad")] += bad
+        return dict(zip(self.names, distributed.reduce(values).tolist(), strict=True))
+
+    def load(self, sums: Mapping[str, float]) -> None:
+        """Set the sums, of all processes together, on one of them."""
+        values = [sums.get(name, 0.0) for name in self.names]
+        self._values.copy_(torch.tensor(values, dtype=torch.float64))
+
+    def clone(self) -> Tensor:
+        """Return the sums, for `restore`."""
+        return self._values.clone()
+
+    def restore(self, values: Tensor) -> None:
+        """Set the sums to an earlier state."""
+        self._values.copy_(values)
+
+    def clear(self) -> None:
+        """Start an epoch."""
+        self._values.zero_()
+
+
+class StepSnapshot:
+    """Sums and buffers (batch norms) before a step of several batches, which may be cut short."""
+
+    def __init__(self, sums: EpochSums, model: nn.Module) -> None:
+        self._sums, self._buffers = sums.clone(), [buffer.clone() for buffer in model.buffers()]
+
+    def restore(self, sums: EpochSums, model: nn.Module) -> None:
+        sums.restore(self._sums)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)

@@ -1,0 +1,109 @@
+"""One pass over samples without learning: metrics of a model, and some of its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.loader.device import to_device
+from wdstrain.loader.loader import Loader
+from wdstrain.training.callbacks import Callback
+from wdstrain.training.config import Config
+from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.images import ImageInput
+from wdstrain.training.metrics import EvalMetrics
+from wdstrain.training.optim import OptimizerFactory, autocast
+from wdstrain.training.previews import PreviewCollector
+from wdstrain.training.progress import Reporter
+from wdstrain.training.tasks import Criterion, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserObjects:
+    """Objects of the user's that take the place of options, or run beside them.
+
+    criterion: in place of the heads' losses; for each head by name, if there are several.
+    optimizer: makes the optimizer of parameter groups. metrics: torchmetrics by name.
+    """
+
+    criterion: Criterion | Mapping[str, Criterion] | None = None
+    optimizer: OptimizerFactory | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[Callback] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What training and evaluation of one task share."""
+
+    task: Task
+    config: Config
+    image: ImageInput
+    device: torch.device
+    distributed: DistributedContext
+    reporter: Reporter
+    objects: UserObjects = UserObjects()
+
+    def model_input(self, pixels: Tensor) -> Tensor:
+        """Return normalized images in the memory format of the model."""
+        is_last = self.config.channels_last
+        layout = torch.channels_last if is_last else torch.contiguous_format
+        return self.image.normalize(pixels).contiguous(memory_format=layout)
+
+
+def evaluate_pass(
+    model: nn.Module,
+    loader: Loader,
+    setup: Setup,
+    title: str,
+    *,
+    limit: int | None = None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return (metrics, details) of one pass over a loader, of all processes together.
+
+    Each sample counts once. A sample that cannot be read counts as bad, and its substitute not at
+    all. details: "heads" with confusion matrices and the like, "gallery" with the worst and random
+    predictions. limit: most batches. check_stop: called after each batch; raises to end the pass.
+    """
+    task = setup.task
+    model.eval()
+    metrics = EvalMetrics(task, setup.device, setup.objects.metrics)
+    previews = PreviewCollector(task)
+    steps = len(loader) if limit is None else min(limit, len(loader))
+    with torch.inference_mode():
+        batches = loader.epoch(0, until=1)
+        for step, batch in enumerate(to_device(batches, setup.device)):
+            if not batches.own.all():
+                batch = _select_rows(batch, torch.from_numpy(batches.own))
+            targets = task.targets(batch)
+            if len(batch["__key__"]):  # the last batch of a process may hold none
+                with autocast(setup.config, setup.device):
+                    outputs = model(setup.model_input(batch["image"])).float()
+                losses = task.losses(outputs, targets, criterion=setup.objects.criterion)
+                metrics.update(outputs, targets, losses)
+                previews.add(batch, outputs, targets, losses)
+            setup.reporter.step(title, step + 1, steps)
+            check_stop()
+            if step + 1 == steps < len(loader):
+                break
+    found, details = metrics.compute(setup.distributed.reduce)
+    bad = torch.tensor([loader.report()["bad"]], device=setup.device)
+    found["bad"] = float(setup.distributed.reduce(bad).item())
+    gallery = PreviewCollector.merged(setup.distributed.gather(previews.best()))
+    return found, {"heads": details, "gallery": gallery}
+
+
+def _select_rows(batch: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Return some rows of a batch. rows: bool[b]."""
+    kept = {
+        name: value[rows.to(value.device)]
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    keys = [key for key, keep in zip(batch["__key__"], rows.tolist(), strict=True) if keep]
+    return {**kept, "__key__": keys}

@@ -1,0 +1,158 @@
+"""A trained model for other programs: weights alone, TorchScript, torch.export, or ONNX.
+
+But for weights alone, what is exported takes pictures as they are, [b, 3, h, w] in 0 to 255, and normalizes them itself: that step
+is what is forgotten or done twice when a model moves elsewhere. What its outputs mean stands in a JSON file beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.shards.index_io import json_bytes
+from wdstrain.storage.files import put_whole, write_whole
+from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.models import ModelFactory
+
+Write = Callable[[LoadedCheckpoint, Tensor, str], None]
+
+
+class Normalizing(nn.Module):
+    """A model before which pictures of 0 to 255 are normalized, and after which numbers are as the labels have them.
+
+    float or uint8 [b, 3, h, w] to [b, outputs]; other uint8 is divided by 255, and other values are taken as they are.
+    """
+
+    def __init__(self, loaded: LoadedCheckpoint) -> None:
+        super().__init__()
+        self.model = loaded.model
+        columns = [head for head in loaded.task.heads for _ in range(head.outputs)]
+        self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
+        self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
+        image = loaded.image
+        mean, std = torch.tensor(0.0), torch.tensor(255.0 if image.dtype == "uint8" else 1.0)
+        if image.is_rgb:
+            values = (image.normalization.mean, image.normalization.std)
+            mean, std = (torch.tensor(value).view(1, 3, 1, 1) * 255 for value in values)
+        self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        outputs: Tensor = self.model((pixels.float() - self.mean) / self.std)
+        return outputs * self.scale + self.shift
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    model: ModelFactory | nn.Module | str | None = None,
+) -> list[str]:
+    """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
+
+    .pt     the state dict
+    .pt2    torch.export
+    .onnx   ONNX (pip install onnx onnxscript)
+
+    model: as it was given to `train`, where that was a function or its name.
+    """
+    path = os.fspath(out)
+    kind = os.path.splitext(path)[1].lower()
+    if kind not in _KINDS:
+        raise UsageError(f"{path}: its ending says of what kind it is to be: {', '.join(_KINDS)}.")
+    loaded = LoadedCheckpoint.of(checkpoint, model=model)
+    example = torch.rand(2, *loaded.image.shape) * 255
+    try:
+        _KINDS[kind](loaded, example, path)
+    except (OSError, UsageError, StorageError):
+        raise
+    except (
+        Exception
+    ) as error:  # what a model holds that cannot be exported, each exporter says in its own way
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise UsageError(
+            f"the model {loaded.config.model} cannot be exported as {kind}: {first.strip()}"
+        ) from error
+    about = {
+        "model": loaded.config.model,
+        "input": [None, *loaded.image.shape],
+        "normalized": _normalized(loaded, kind),
+        "outputs": [
+            {
+                "label": head.name,
+                "kind": head.kind,
+                "columns": head.outputs,
+                "classes": list(head.classes),
+            }
+            | (
+                {"mean": head.mean, "deviation": head.deviation}
+                if kind == ".pt" and head.kind == "number"
+                else {}
+            )
+            for head in loaded.task.heads
+        ],
+    }
+    beside = f"{path}.json"
+    write_whole(beside, json_bytes(about, indent=1))
+    return [path, beside]
+
+
+def _state(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+    with put_whole(path) as file:
+        torch.save(loaded.model.state_dict(), file)
+
+
+def _program(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(
+        Normalizing(loaded).eval(), (example,), dynamic_shapes=({0: batch},)
+    )
+    with put_whole(path) as file:
+        torch.export.save(program, file)
+
+
+def _onnx(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"ONNX needs {' and '.join(missing)}. Install them: pip install {' '.join(missing)}"
+        )
+    batch = torch.export.Dim("batch", min=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            Normalizing(loaded).eval(),
+            (example,),
+            input_names=["pictures"],
+            output_names=["outputs"],
+            dynamic_shapes=({0: batch},),
+            dynamo=True,
+            verbose=False,
+        )
+    if program is None:
+        raise UsageError("this version of torch makes no ONNX program. Use .pt2.")
+    with put_whole(path) as file:
+        file.write(program.model_proto.SerializeToString())
+
+
+def _normalized(loaded: LoadedCheckpoint, kind: str) -> str:
+    """Who normalizes the pictures, and how."""
+    if loaded.image.dtype != "uint8":
+        return "as it was trained: not at all"
+    if kind != ".pt":
+        return "by the model: give 0 to 255"
+    return (
+        f"by the caller: mean {loaded.image.normalization.mean}, std {loaded.image.normalization.std}"
+        if loaded.image.is_rgb
+        else "by the caller: divided by 255"
+    )
+
+
+_KINDS: dict[str, Write] = {".pt": _state, ".pt2": _program, ".onnx": _onnx}

@@ -1,0 +1,382 @@
+"""Heads: one class per kind of label, with its loss and its predictions in words.
+
+A head reads its target from a batch, takes its columns of the model's output, and gives one loss
+per sample. Its metrics are in `metrics`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wdstrain.decode.fields import Field
+from wdstrain.decode.label_fields import Number, label
+from wdstrain.errors import UsageError
+from wdstrain.shards.index import Label
+
+
+@dataclass(frozen=True)
+class Head(ABC):
+    """Learning of one label.
+
+    mean, deviation: of the numbers in the training data, which standardize them, so that they are
+    learned at the pace of other heads.
+    """
+
+    target: Label
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    kind: ClassVar[str]
+    main_metric: ClassVar[str]  # chooses the best checkpoint
+    train_sum: ClassVar[str | None] = "accuracy"  # metric of the training epoch, if there is one
+
+    @property
+    def name(self) -> str:
+        """Name of the label; in a batch "target " stands before it."""
+        return self.target.name
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; empty for numbers."""
+        return self.target.classes
+
+    @property
+    def outputs(self) -> int:
+        """Number of columns in the model's output."""
+        return len(self.classes)
+
+    def field(self) -> Field:
+        """Return the field that reads the target: int64[b], class numbers."""
+        return label(self.target.field, column=self.target.column, classes=self.classes)
+
+    @abstractmethod
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of each sample, float[b].
+
+        outputs: [b, self.outputs]. target: as `field` reads it, or shares of classes [b, classes].
+        smoothing: share of a label that is spread over all classes. weights: see `class_weights`.
+        """
+
+    def standardized(self, target: Tensor) -> Tensor:
+        """Return the target as a criterion of the user's gets it."""
+        return target
+
+    def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor | None:
+        """Return weights with which rare classes count as much as frequent ones.
+
+        float32[classes], whose mean over the samples is 1. None for numbers.
+        """
+        found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
+        present = found > 0
+        balanced = found.sum() / (present.sum() * found.clamp(min=1))
+        return torch.where(present, balanced, torch.ones_like(found))
+
+    @abstractmethod
+    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor | None:
+        """Return values [b] whose mean over an epoch of training is shown as `train_sum`."""
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Return the probability of each class, [b, classes]."""
+        return outputs.softmax(1)
+
+    def predicted_classes(self, outputs: Tensor) -> list[str]:
+        """Return the predicted classes of one row of outputs."""
+        return [self.classes[int(self.probabilities(outputs[None])[0].argmax())]]
+
+    def true_classes(self, target: Tensor) -> list[str]:
+        """Return the true classes of one target."""
+        return [self.classes[int(target)]]
+
+    def prediction_text(self, outputs: Tensor) -> str:
+        """Return the prediction of one row of outputs in words."""
+        best = float(self.probabilities(outputs[None]).max())
+        return f"{self.predicted_classes(outputs)[0]} {best:.0%}"
+
+    def target_text(self, target: Tensor) -> str:
+        """Return one target in words."""
+        return "|".join(self.true_classes(target))
+
+    def is_wrong(self, outputs: Tensor, target: Tensor) -> bool:
+        """Return whether one prediction is another class than the target."""
+        return self.predicted_classes(outputs) != self.true_classes(target)
+
+    def columns(self, *, probabilities: bool) -> list[str]:
+        """Return the names of a table's columns for predictions."""
+        names = [self.name, f"{self.name} probability"]
+        return names + ([f"{self.name}={name}" for name in self.classes] if probabilities else [])
+
+    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
+        """Return the cells of one row of outputs, for `columns`."""
+        shares = self.probabilities(outputs[None].double())[0].tolist()
+        best = max(range(len(shares)), key=shares.__getitem__)
+        cells = [self.classes[best], f"{shares[best]:.9g}"]
+        return cells + ([f"{share:.9g}" for share in shares] if probabilities else [])
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the kind of the label in words, such as "one of 10 classes"."""
+
+
+@dataclass(frozen=True)
+class ClassHead(Head):
+    """One of several classes: cross entropy over one logit per class."""
+
+    kind: ClassVar[str] = "class"
+    main_metric: ClassVar[str] = "accuracy"
+
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        return functional.cross_entropy(
+            outputs, target, weight=weights, label_smoothing=smoothing, reduction="none"
+        )
+
+    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return outputs.argmax(1) == (target.argmax(1) if target.ndim == 2 else target)
+
+    def describe(self) -> str:
+        return f"one of {len(self.classes)} classes"
+
+
+@dataclass(frozen=True)
+class BinaryHead(Head):
+    """One of two classes: one logit, for the second class."""
+
+    kind: ClassVar[str] = "binary"
+    main_metric: ClassVar[str] = "accuracy"
+
+    @property
+    def outputs(self) -> int:
+        return 1
+
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        share = target[:, 1:] if target.ndim == 2 else target[:, None].to(outputs.dtype)
+        return _binary_losses(outputs, share, smoothing, weights)
+
+    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs[:, 0] > 0).long() == (target.argmax(1) if target.ndim == 2 else target)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        second = outputs.sigmoid()
+        return torch.cat([1 - second, second], 1)
+
+    def describe(self) -> str:
+        return "one of two classes"
+
+
+@dataclass(frozen=True)
+class MultiLabelHead(Head):
+    """Any number of classes at once: one logit per class."""
+
+    kind: ClassVar[str] = "multi"
+    main_metric: ClassVar[str] = "mAP"
+    train_sum: ClassVar[str | None] = None
+
+    def field(self) -> Field:
+        """Return the field that reads the target: float32[b, classes], 0 or 1."""
+        return label(self.target.field, column=self.target.column, classes=self.classes, multi=True)
+
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        return _binary_losses(outputs, target, smoothing, weights)
+
+    def class_weights(self, counts: Mapping[str, int], samples: int) -> Tensor:
+        """Return float32[classes, 2]: for samples without the class and with it."""
+        found = torch.tensor([float(counts.get(name, 0)) for name in self.classes])
+        both = torch.stack([samples - found, found], 1)
+        balanced = samples / (2 * both.clamp(min=1))
+        return torch.where((both > 0).all(1, keepdim=True), balanced, torch.ones_like(both))
+
+    def train_values(self, outputs: Tensor, target: Tensor) -> None:
+        return None
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.sigmoid()
+
+    def predicted_classes(self, outputs: Tensor) -> list[str]:
+        shares = self.probabilities(outputs[None])[0].tolist()
+        return [name for name, share in zip(self.classes, shares, strict=True) if share > 0.5]
+
+    def true_classes(self, target: Tensor) -> list[str]:
+        return [n for n, share in zip(self.classes, target.tolist(), strict=True) if share > 0.5]
+
+    def prediction_text(self, outputs: Tensor) -> str:
+        return "|".join(self.predicted_classes(outputs))
+
+    def columns(self, *, probabilities: bool) -> list[str]:
+        return [self.name, *super().columns(probabilities=probabilities)[2:]]
+
+    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
+        classes = "|".join(self.predicted_classes(outputs.double()))
+        return [classes, *super().cells(outputs, probabilities=probabilities)[2:]]
+
+    def describe(self) -> str:
+        return f"any of {len(self.classes)} classes"
+
+
+@dataclass(frozen=True)
+class NumberHead(Head):
+    """A number: squared error of the standardized number."""
+
+    kind: ClassVar[str] = "number"
+    main_metric: ClassVar[str] = "mse"
+    train_sum: ClassVar[str | None] = "target_mean"
+
+    @property
+    def outputs(self) -> int:
+        return 1
+
+    def field(self) -> Field:
+        """Return the field that reads the target: float64[b], finite.
+
+        float32 is too coarse for times and coordinates before the mean is subtracted.
+        """
+        column = self.target.column
+        return Number((self.target.field,), column, is_finite=True, dtype="float64")
+
+    def losses(
+        self,
+        outputs: Tensor,
+        target: Tensor,
+        *,
+        smoothing: float = 0.0,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        return (outputs[:, 0] - self.standardized(target).to(outputs.dtype)) ** 2
+
+    def standardized(self, target: Tensor) -> Tensor:
+        return (target - self.mean) / self.deviation
+
+    def class_weights(self, counts: Mapping[str, int], samples: int) -> None:
+        return None
+
+    def values(self, outputs: Tensor) -> Tensor:
+        """Return predictions [b] on the scale of the labels."""
+        return outputs[:, 0] * self.deviation + self.mean
+
+    def train_values(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return target
+
+    def prediction_text(self, outputs: Tensor) -> str:
+        return f"{float(self.values(outputs[None])):.4g}"
+
+    def target_text(self, target: Tensor) -> str:
+        return f"{float(target):.4g}"
+
+    def is_wrong(self, outputs: Tensor, target: Tensor) -> bool:
+        """Return False: a number is off by more or less, never right or wrong."""
+        return False
+
+    def columns(self, *, probabilities: bool) -> list[str]:
+        return [self.name]
+
+    def cells(self, outputs: Tensor, *, probabilities: bool) -> list[str]:
+        # float32 has about 9 digits, which count from the leading digit of the deviation
+        extra = math.ceil(math.log10(max(abs(self.mean) / self.deviation, 1.0)))
+        value = float(self.values(outputs[None].double()))
+        return [number_text(float(f"{value:.{min(17, 9 + max(0, extra))}g}"))]
+
+    def describe(self) -> str:
+        return "a number"
+
+
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead)
+}
+
+# Kinds of heads that can learn a kind of label; the first is the default.
+_KINDS = {
+    "class": ("class", "binary", "number"),
+    "multi": ("multi",),
+    "number": ("number",),
+}
+
+
+def make_head(target: Label, kind: str = "") -> Head:
+    """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
+
+    Raises UsageError for a kind that cannot learn the label.
+    """
+    is_binary = target.kind == "class" and len(target.classes) == 2
+    possible = [
+        name
+        for name in _KINDS[target.kind]
+        if (name != "binary" or is_binary)
+        and (name != "number" or target.kind == "number" or target.column is not None)
+    ]
+    if kind and kind not in possible:
+        is_class = target.kind == "class"
+        reason = f"one of {len(target.classes)} classes" if is_class else f"of kind {target.kind}"
+        known = "" if kind in HEADS else f" Kinds are {', '.join(HEADS)}."
+        raise UsageError(
+            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. "
+            f"Use {' or '.join(possible)}.{known}"
+        )
+    fewest = 1 if target.kind == "multi" else 2
+    if target.kind != "number" and kind != "number" and len(target.classes) < fewest:
+        raise UsageError(
+            f"label {target.name!r} has {len(target.classes)} class: must have {fewest} or more."
+        )
+    return HEADS[kind or ("binary" if is_binary else possible[0])](target)
+
+
+def head_state(head: Head) -> dict[str, Any]:
+    """Return a head as plain values, for a checkpoint."""
+    target = {**vars(head.target), "classes": list(head.classes)}
+    return {"target": target, "kind": head.kind, "mean": head.mean, "deviation": head.deviation}
+
+
+def head_from_state(state: Mapping[str, Any]) -> Head:
+    """Return the head that `head_state` describes."""
+    target = {**state["target"], "classes": tuple(state["target"]["classes"])}
+    return HEADS[state["kind"]](Label(**target), state["mean"], state["deviation"])
+
+
+def number_text(value: float) -> str:
+    """Return a number with all its digits."""
+    return repr(value).removesuffix(".0")
+
+
+def _binary_losses(
+    outputs: Tensor, share: Tensor, smoothing: float, weights: Tensor | None
+) -> Tensor:
+    """Return the mean over the classes of each sample's binary cross entropies."""
+    aim = share * (1 - smoothing) + smoothing / 2
+    found = functional.binary_cross_entropy_with_logits(outputs, aim, reduction="none")
+    if weights is not None:
+        absent, present = weights if weights.ndim == 1 else weights.unbind(1)
+        found = found * torch.lerp(absent, present, share)
+    return found.mean(1)

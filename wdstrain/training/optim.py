@@ -1,0 +1,235 @@
+"""How weights change: optimizers, the learning rate of every step, moving averages, autocast.
+
+The learning rate is a function of the step and of the validations so far. It holds no state, so a
+resumed run needs none. Weight decay is for matrices only: norms and biases are not drawn to zero
+(He et al., "Bag of tricks", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from wdstrain.errors import UsageError
+from wdstrain.training.config import Config
+from wdstrain.training.models import import_function, last_layer
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+# One-cycle (Smith and Topin, 2017) as torch has it: share of steps that rise, first and last factor.
+_RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25 / 1e4
+_DROP = 0.1  # factor of the schedules step and plateau
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a factor of its peak, by step.
+
+    steps: of the optimizer in an epoch.
+    """
+
+    config: Config
+    steps: int
+
+    def __call__(self, step: int, plateaus: int = 0) -> float:
+        """Return the factor of a step. plateaus: how often validation stopped improving."""
+        config = self.config
+        lowest = config.min_lr / config.lr
+        return lowest + (1 - lowest) * self._share(step, plateaus)
+
+    def _share(self, step: int, plateaus: int) -> float:
+        config, total = self.config, self.config.epochs * self.steps
+        if config.schedule == "onecycle":
+            rise = max(1.0, _RISE * total - 1)
+            if step <= rise:
+                return _cosine(_FIRST, 1.0, step / rise)
+            return _cosine(1.0, _LAST, (step - rise) / max(1.0, total - 1 - rise))
+        warmup = round(config.warmup * self.steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        if config.schedule == "cosine":
+            return _cosine(1.0, 0.0, (step - warmup) / max(1, total - warmup))
+        if config.schedule == "step":
+            every = config.step_epochs or max(1, math.ceil(config.epochs / 3))
+            return float(_DROP ** (step // self.steps // every))
+        if config.schedule == "plateau":
+            return float(_DROP**plateaus)
+        return 1.0
+
+
+def count_plateaus(values: Sequence[float], patience: int, *, maximize: bool) -> int:
+    """Return how often `patience` epochs in a row did not improve on the best value before."""
+    best, waited, plateaus = -math.inf, 0, 0
+    for value in values:
+        score = value if maximize else -value
+        if score > best:
+            best, waited = score, 0
+            continue
+        waited += 1
+        if waited == patience:
+            plateaus, waited = plateaus + 1, 0
+    return plateaus
+
+
+def _cosine(begin: float, end: float, part: float) -> float:
+    """Return the value on half a cosine wave from begin to end."""
+    return float(end + (begin - end) * (1 + math.cos(math.pi * min(1.0, part))) / 2)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def make_optimizer(
+    model: nn.Module, config: Config, factory: OptimizerFactory | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's parameters.
+
+    factory: called with parameter groups, each with its learning rate and weight decay; else
+    config.optimizer names it. Frozen parameters are left out unless they are to be trained later.
+    """
+    groups = parameter_groups(model, config)
+    if factory is None and ":" in config.optimizer:
+        factory = import_function(config.optimizer)
+    if factory is not None:
+        optimizer = factory(groups)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer= returned {type(optimizer).__name__}: must be a torch.optim.Optimizer."
+            )
+        for group in optimizer.param_groups:  # of a factory that made groups of its own
+            group.setdefault("lr_scale", 1.0)
+        return optimizer
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0
+        )
+    if config.optimizer == "lion":
+        return Lion(groups, lr=config.lr)
+    on_cuda = all(p.is_cuda for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=config.lr, fused=on_cuda or None)
+
+
+def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return groups of parameters with "lr", "lr_scale" and "weight_decay".
+
+    lr_scale: factor on the learning rate, by `backbone_lr` and `layer_decay`.
+    """
+    scales = _learning_rate_scales(model, config)
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or config.unfreeze_epoch is not None:
+            groups.setdefault((scales[name], parameter.ndim > 1), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "lr": config.lr,
+            "lr_scale": scale,
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+        for (scale, decays), parameters in groups.items()
+    ]
+
+
+def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
+    """Return the factor of each parameter's learning rate, by name."""
+    names = [name for name, _ in model.named_parameters()]
+    if config.backbone_lr == 1.0 and config.layer_decay == 1.0:
+        return dict.fromkeys(names, 1.0)
+    last = f"{last_layer(model)[0]}."
+    depths: dict[str, int] = {}
+    for name in names:
+        if not name.startswith(last):
+            depths.setdefault(_block_of(name), len(depths))
+    return {
+        name: 1.0
+        if name.startswith(last)
+        else config.backbone_lr * config.layer_decay ** (len(depths) - depths[_block_of(name)])
+        for name in names
+    }
+
+
+def _block_of(name: str) -> str:
+    """Return the block of a parameter: its name up to the first part that ends with a number."""
+    match = re.match(r"(?:[^.]*\.)*?[^.]*\d(?=\.)", name)
+    return match.group() if match else name.rpartition(".")[0]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each group to lr times its scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023)."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters. closure: evaluates the model again and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                direction = torch.lerp(parameter.grad, average, first).sign_()
+                parameter.add_(direction, alpha=-group["lr"])
+                average.lerp_(parameter.grad, 1 - second)
+        return loss
+
+
+# --- averages, autocast ---------------------------------------------------------------------------
+
+
+class ModelEMA:
+    """Moving average of a model's weights, and of the means and variances of its batch norms.
+
+    The decay grows with the steps, (1 + n) / (10 + n), up to the given value, so a short run is no
+    average of its beginning. torch's AveragedModel has one decay from the start, and counts steps
+    on the device.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self._decay = deepcopy(model).requires_grad_(False), decay
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Add the weights after this step, counted from 0."""
+        mine, others = self.model.state_dict(), model.state_dict()
+        decay = min(self._decay, (1 + step) / (10 + step))
+        floats = [name for name, value in mine.items() if value.is_floating_point()]
+        if floats:
+            average = cast(Any, get_ema_multi_avg_fn)(decay)  # torch gives it no types
+            average([mine[name] for name in floats], [others[name] for name in floats], None)
+        for name in mine.keys() - set(floats):
+            mine[name].copy_(others[name])
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which the model runs: 16-bit arithmetic where config.amp says so."""
+    if config.amp == "none":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if config.amp == "bf16" else torch.float16)

@@ -1,0 +1,127 @@
+"""The folder of a run: config.toml, metrics.jsonl, steps.jsonl, checkpoints/, tensorboard/, report.html.
+
+`metrics.jsonl` has a line for each epoch, `steps.jsonl` one for each second or so. A resumed run
+first removes the lines after its checkpoint from both. One process at a time uses a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wdstrain.errors import StorageError, UsageError
+from wdstrain.runtime import file_locks
+from wdstrain.storage.files import write_whole
+
+CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
+    "config.toml",
+    "metrics.jsonl",
+    "steps.jsonl",
+    "report.html",
+    "tensorboard",
+    "checkpoints",
+)
+_LOCK = ".lock"
+_RUN_FILES = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS)
+
+
+class RunDir:
+    """The folder of a new run, or with `resume` of an earlier one. config: text of config.toml."""
+
+    def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
+        self.folder, self._fd = folder, -1
+        there = (
+            [name for name in os.listdir(folder) if name != _LOCK and not _is_incomplete(name)]
+            if os.path.isdir(folder)
+            else []
+        )
+        if there and CONFIG not in there:
+            raise UsageError(f"{folder} holds files that are not of a run. Choose another folder.")
+        if there and not overwrite and not resume:
+            raise UsageError(
+                f"{folder} holds a run already. Choose another folder, continue with resume=True, or replace it with overwrite=True."
+            )
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._lock()
+            if overwrite:
+                self._clear()
+            for name in os.listdir(folder):
+                if _is_incomplete(name):
+                    os.unlink(self.path(name))
+            write_whole(self.path(CONFIG), config.encode("utf-8", "replace"))
+            os.makedirs(self.path(CHECKPOINTS), exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"{folder} cannot be written: {error.strerror}. Choose another folder."
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.folder, name)
+
+    def log(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl or steps.jsonl."""
+        try:
+            with open(self.path(name), "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise StorageError(f"{self.path(name)} cannot be written: {error.strerror}.") from error
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl or steps.jsonl, without one that a kill cut off."""
+        found = []
+        with (
+            suppress(FileNotFoundError),
+            open(self.path(name), encoding="utf-8", errors="replace") as file,
+        ):
+            for line in file:
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+    def rewind(
+        self, epochs: Sequence[Mapping[str, Any]], is_before: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Keep these lines in metrics.jsonl, and in steps.jsonl those before the checkpoint."""
+        write_whole(self.path(METRICS), _text(epochs))
+        write_whole(
+            self.path(STEPS), _text([line for line in self.lines(STEPS) if is_before(line)])
+        )
+
+    def close(self) -> None:
+        """Unlock the folder for other processes."""
+        if self._fd >= 0:
+            file_locks.close_file(self._fd)
+            self._fd = -1
+
+    def _lock(self) -> None:
+        self._fd = file_locks.open_file(self.path(_LOCK), os.O_RDWR | os.O_CREAT, 0o644)
+        if file_locks.available and not file_locks.try_lock(self._fd, 0):
+            raise UsageError(
+                f"another process is training into {self.folder}. Wait for it, or choose another folder."
+            )
+
+    def _clear(self) -> None:
+        """Remove the files of a run, and nothing else."""
+        for name in set(os.listdir(self.folder)) & set(_RUN_FILES):
+            if os.path.isdir(self.path(name)) and not os.path.islink(self.path(name)):
+                shutil.rmtree(self.path(name))
+            else:
+                os.unlink(self.path(name))
+
+
+def _is_incomplete(name: str) -> bool:
+    """Return whether a file is an incomplete one that a kill left."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _text(lines: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()

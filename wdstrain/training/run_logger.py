@@ -1,0 +1,151 @@
+"""Writes the files of a run: lines, checkpoints, TensorBoard events and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from wdstrain.errors import StorageError
+from wdstrain.shards.index import Index
+from wdstrain.training.checkpoint import Checkpoints
+from wdstrain.training.config import Config
+from wdstrain.training.report import Data, write_report
+from wdstrain.training.run_dir import BOARD, CHECKPOINTS, METRICS, REPORT, STEPS, RunDir
+from wdstrain.training.tasks import Task
+from wdstrain.training.timing import STAGES
+
+
+@dataclass
+class TrainerState:
+    """Position and history of a run.
+
+    step: in the epoch, of batches. seconds: of the epoch so far, by stage. lr_scale: factor on the
+    learning rate, set by callbacks. plateaus: drops of the schedule "plateau" so far.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, float] | None = None
+    since_best: int = 0
+    lr_scale: float = 1.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    verdict: str = ""
+
+
+class RunLogger:
+    """Writes to the folder of a run. Before `start`, and on other ranks than 0, it writes nothing."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._run: RunDir | None = None
+
+    def start(
+        self,
+        run: RunDir,
+        config: Config,
+        state: TrainerState,
+        indexes: Mapping[str, Index],
+        steps: int,
+    ) -> None:
+        """Write to this folder from now on, without the lines after this position.
+
+        steps: of an epoch.
+        """
+        position = (state.epoch, state.step)
+        run.rewind(state.history, lambda line: (line["epoch"], line["step"]) <= position)
+        self._checkpoints = Checkpoints(run.path(CHECKPOINTS), config.keep)
+        self._board = TensorBoardLogger(run.path(BOARD), state.epoch * steps + state.step)
+        self._run, self._config, self._steps = run, config, steps
+        self._history = list(state.history)
+        self._data = {name: Data.of(index, self._task) for name, index in indexes.items()}
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Write the figures of the last second or so: position, loss, rates."""
+        if self._run is None:
+            return
+        with _storage_errors(self._run.folder):
+            self._run.log(STEPS, line)
+            self._board.step(line, line["epoch"] * self._steps + line["step"])
+
+    def epoch(self, metrics: dict[str, Any], details: dict[str, Any]) -> None:
+        """Write the metrics of an epoch and the report."""
+        if self._run is None:
+            return
+        self._history.append(metrics)
+        with _storage_errors(self._run.folder):
+            self._run.log(METRICS, metrics)
+            self._board.epoch(metrics, (metrics["epoch"] + 1) * self._steps)
+            steps = self._run.lines(STEPS)
+            write_report(
+                self._run.path(REPORT),
+                self._task,
+                self._config,
+                self._history,
+                steps,
+                details,
+                self._data,
+            )
+
+    def save(self, state: dict[str, Any], step: int, *, best: bool) -> str | None:
+        """Write a checkpoint, and return its path; None where nothing is written."""
+        if self._run is None:
+            return None
+        return self._checkpoints.save(state, step, best=best)
+
+    def close(self) -> None:
+        """Close the folder, so that another process may use it."""
+        if self._run is not None:
+            with suppress(OSError):  # the last events, on a full disk
+                self._board.close()
+            self._run.close()
+            self._run = None
+
+
+_STEP_VALUES = ("loss", "lr", "samples_per_second")
+
+
+class TensorBoardLogger:
+    """Writes TensorBoard events. Steps count from the start of the run.
+
+    Events after the position of a resumed run are purged.
+    """
+
+    def __init__(self, folder: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        self._writer = SummaryWriter(folder, purge_step=step + 1)
+
+    def step(self, line: Mapping[str, Any], step: int) -> None:
+        for name in _STEP_VALUES:
+            self._add(f"step/{name}", line[name], step)
+        seconds = {name: line[name] for name in line if name.endswith("_seconds")}
+        whole = max(1e-9, sum(seconds.values()))
+        for name, value in seconds.items():
+            self._add(f"time/{name.removesuffix('_seconds')}", value / whole, step)
+
+    def epoch(self, metrics: Mapping[str, Any], step: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and name not in ("epoch", "lr"):
+                self._add(f"train/{name}", value, step)
+        for part in ("val", "val_raw"):
+            for name, value in metrics.get(part, {}).items():
+                self._add(f"{part}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        self._writer.add_scalar(name, value, step)
+
+
+@contextmanager
+def _storage_errors(folder: str) -> Iterator[None]:
+    """Raise errors of writing as StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}.") from error

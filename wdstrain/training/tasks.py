@@ -1,0 +1,172 @@
+"""The task: which labels of an index are learned, with one head for each.
+
+The model returns one row of outputs per image, and each head has its columns of it, so any model
+with a number of outputs fits. Losses are per sample. The loss of a batch is their mean, so
+processes that share a batch get the same gradient as one process that has it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wdstrain.decode.fields import Field
+from wdstrain.errors import UsageError
+from wdstrain.shards.index import Index, Label
+from wdstrain.training.heads import Head, head_from_state, head_state, make_head
+
+# (outputs [b, columns], target) -> loss, a scalar or [b]. By the name of the head if there are
+# several.
+Criterion = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Learning of some labels from images."""
+
+    heads: tuple[Head, ...]
+
+    @classmethod
+    def of(cls, index: Index, labels: str | None = None) -> Task:
+        """Return the task of an index.
+
+        labels: NAME or NAME:KIND with a comma between; None: the only label of the index. Raises
+        UsageError if the index has no such label, or several and none is named.
+        """
+        known = {label.name: label for label in index.labels}
+        _check_numbering(index, known, labels)
+        if not known:
+            raise UsageError(
+                "the index declares no labels. Name the field or the JSON entry that holds them, "
+                "such as label=cls or label=json.kind, or declare it once: "
+                "wdstrain index URL --label cls"
+            )
+        if labels is None and len(known) > 1:
+            raise UsageError(
+                f"the index has several labels: {', '.join(known)}. Name some with label=a,b."
+            )
+        heads = tuple(_parse_head(known, word) for word in (labels or next(iter(known))).split(","))
+        if len({head.name for head in heads}) < len(heads):
+            raise UsageError(f"label={labels!r} names a label twice.")
+        return cls(heads)
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs of the model."""
+        return sum(head.outputs for head in self.heads)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several heads; then metrics are named HEAD/METRIC."""
+        return len(self.heads) > 1
+
+    def metric_name(self, head: Head, name: str) -> str:
+        """Return the name of a head's metric."""
+        return f"{head.name}/{name}" if self.has_several else name
+
+    def fields(self, image: Field) -> dict[str, Field]:
+        """Return the fields of a batch: "image", and "target NAME" for each head."""
+        return {"image": image, **{f"target {head.name}": head.field() for head in self.heads}}
+
+    def targets(self, batch: Mapping[str, Any]) -> list[Tensor]:
+        """Return the target of each head."""
+        return [batch[f"target {head.name}"] for head in self.heads]
+
+    def split(self, outputs: Tensor) -> Sequence[Tensor]:
+        """Return the columns of each head."""
+        return torch.split(outputs.float(), [head.outputs for head in self.heads], 1)
+
+    def losses(
+        self,
+        outputs: Tensor,
+        targets: Sequence[Tensor],
+        *,
+        smoothing: float = 0.0,
+        weights: Sequence[Tensor | None] = (),
+        criterion: Criterion | Mapping[str, Criterion] | None = None,
+    ) -> Tensor:
+        """Return the sum of the heads' losses for each sample, float[b].
+
+        weights: of classes, by head. criterion: of the user's, in place of the heads' own losses.
+        """
+        parts = zip(self.heads, self.split(outputs), targets, strict=True)
+        total = torch.zeros(len(outputs), device=outputs.device)
+        for i, (head, columns, target) in enumerate(parts):
+            own = criterion.get(head.name) if isinstance(criterion, Mapping) else criterion
+            if own is not None:
+                loss = own(columns, head.standardized(target))
+                total = total + (loss.flatten(1).mean(1) if loss.ndim > 1 else loss)
+            else:
+                weight = weights[i] if weights else None
+                total = total + head.losses(columns, target, smoothing=smoothing, weights=weight)
+        return total
+
+    def check(self, index: Index) -> None:
+        """Raise UsageError for shards whose labels are not among the learned ones.
+
+        Classes are compared by name. Other numbers for the same names are no error.
+        """
+        given = {label.name: label for label in index.labels}
+        for head in self.heads:
+            other, learned = given.get(head.name), head.target.numbering
+            if other is None and (reason := index.disagreement(*head.target.place)):
+                raise UsageError(
+                    f"{reason}. The model learns: {learned}. Pack the sets with one numbering."
+                )
+            if other is None:
+                raise UsageError(
+                    f"these shards have no label {head.name!r}, but {', '.join(given) or 'none'}. "
+                    f"The model learns: {learned}. Convert them with this label."
+                )
+            if other.kind != head.target.kind or not set(other.classes) <= set(head.classes):
+                raise UsageError(
+                    f"the classes of these shards are {other.numbering}, the model learns {learned}: "
+                    f"every class must be learned. Convert the shards with the same class names."
+                )
+
+    def equals(self, other: Task) -> bool:
+        """Return whether the same is learned, whatever the scale of numbers."""
+        return [(head.target, head.kind) for head in self.heads] == [
+            (head.target, head.kind) for head in other.heads
+        ]
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return plain values, for a checkpoint."""
+        return [head_state(head) for head in self.heads]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> Task:
+        """Return the task that `state` describes."""
+        return cls(tuple(map(head_from_state, state)))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{head.name} ({head.describe()})" for head in self.heads)
+
+
+def _check_numbering(index: Index, known: Mapping[str, Label], labels: str | None) -> None:
+    """Raise UsageError for a label whose classes differ between the shards of the index."""
+    differing = {
+        label.name: label
+        for shard in index.shard_labels
+        for label in shard
+        if label.name not in known
+    }
+    for name, label in differing.items():
+        if name == (labels or "").strip() or (not known and labels is None):
+            raise UsageError(
+                f"{index.disagreement(*label.place)}. Pack them together, or leave some out."
+            )
+
+
+def _parse_head(known: Mapping[str, Label], word: str) -> Head:
+    """Return the head that NAME or NAME:KIND describes."""
+    name, kind = word.strip(), ""
+    if name not in known:
+        name, _, kind = (part.strip() for part in word.partition(":"))
+    if name not in known:
+        raise UsageError(f"the index has no label {name!r}. It has: {', '.join(known)}.")
+    return make_head(known[name], kind)

@@ -1,0 +1,234 @@
+"""Weights to start from, and parameters that are frozen.
+
+`load` takes torchvision's weights by name, timm's, or a file: a state dict, a checkpoint of a run,
+or one of another trainer. A classifier of another shape starts anew, and is named.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from wdstrain.errors import UsageError
+from wdstrain.training.images import Normalization
+from wdstrain.training.models import TIMM, last_layer
+
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
+_NESTED = ("model", "state_dict")  # keys of checkpoints under which a state dict lies
+# Heads of torchvision's Inception models that only training from scratch uses.
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """fresh: parameters that were not in the weights. normalization: that the weights expect."""
+
+    fresh: tuple[str, ...]
+    normalization: Normalization | None
+
+
+def is_file(weights: str) -> bool:
+    """Return whether weights name a file, and not a member of an enumeration such as DEFAULT."""
+    return os.path.exists(weights) or os.sep in weights or weights.endswith(_FILE_SUFFIXES)
+
+
+def uses_timm_weights(model_name: str, weights: str | None) -> bool:
+    """Return whether timm itself loads the weights when it creates the model."""
+    return model_name.startswith(TIMM) and weights is not None and not is_file(weights)
+
+
+def load(model: nn.Module, model_name: str, weights: str) -> LoadedWeights:
+    """Load weights into a model.
+
+    weights: a file, or for a model of torchvision the name of its weights, such as DEFAULT or
+    IMAGENET1K_V2, and for a model of timm DEFAULT, which `models.build(pretrained=True)` has loaded.
+    Raises UsageError for weights that are missing, or of another model, naming the differences.
+    """
+    if is_file(weights):
+        return _load_file(model, weights)
+    if model_name.startswith(TIMM):
+        return _timm_weights(model, weights)
+    if model_name == "small" or ":" in model_name:
+        raise UsageError(
+            f"weights={weights}: the model {model_name} has none by name. Give a file."
+        )
+    return _load_torchvision(model, model_name, weights)
+
+
+def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> LoadedWeights:
+    from torchvision.models import get_model_weights
+
+    members = get_model_weights(model_name)
+    if weights not in members.__members__:
+        names = ", ".join(members.__members__) or "none"
+        raise UsageError(
+            f"weights={weights}: {model_name} has no such weights and no such file exists. "
+            f"It has: {names}."
+        )
+    member = members[weights]
+    try:
+        state = member.get_state_dict(progress=False, check_hash=True)
+    except (OSError, RuntimeError) as error:
+        cache = os.path.join(torch.hub.get_dir(), "checkpoints")
+        raise UsageError(
+            f"weights={weights} of {model_name} cannot be downloaded ({error}). Download {member.url} "
+            f"elsewhere, and put it into {cache} or give it as weights=FILE."
+        ) from error
+    transforms = member.transforms()
+    normalization = Normalization(tuple(transforms.mean), tuple(transforms.std))
+    return LoadedWeights(_copy_weights(model, state, weights), normalization)
+
+
+def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
+    if weights != "DEFAULT":
+        raise UsageError(
+            f"weights={weights}: timm's weights are DEFAULT. Name others in the model, as in "
+            f"timm:vit_small_patch16_224.augreg_in1k."
+        )
+    config = cast(Any, model).pretrained_cfg
+    normalization = Normalization(tuple(config["mean"]), tuple(config["std"]))
+    classifier = config.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    fresh = [name for name in model.state_dict() if name.startswith(tuple(f"{h}." for h in heads))]
+    if config.get("num_classes") == getattr(model, "num_classes", None):
+        fresh = []  # timm keeps a classifier of the right size
+    return LoadedWeights(tuple(fresh), normalization)
+
+
+def _load_file(model: nn.Module, path: str) -> LoadedWeights:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(f"weights={path} cannot be read: {error.strerror or error}.") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise UsageError(
+            f"weights={path} cannot be loaded by torch.load with weights_only=True. "
+            f"Save a state dict: torch.save(model.state_dict(), FILE)."
+        ) from error
+    normalization = _saved_normalization(value)
+    for name in _NESTED:
+        if isinstance(value, Mapping) and isinstance(value.get(name), Mapping):
+            value = value[name]
+    is_state = isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
+    if not is_state:
+        raise UsageError(f"weights={path} holds no state dict of names and tensors.")
+    return LoadedWeights(_copy_weights(model, value, path), normalization)
+
+
+def _saved_normalization(checkpoint: Any) -> Normalization | None:
+    """Return the normalization of a checkpoint of a run; None for other files."""
+    image = checkpoint.get("image") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(image, Mapping) or "mean" not in image:
+        return None
+    return Normalization(tuple(image["mean"]), tuple(image["std"]))
+
+
+def _copy_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> tuple[str, ...]:
+    """Copy weights, but for a last layer of another shape; return the names that stay fresh."""
+    wanted, last = model.state_dict(), f"{last_layer(model)[0]}."
+    given = _without_prefixes(state, wanted)
+    fresh = [
+        name
+        for name, value in wanted.items()
+        if name.startswith(last) and (name not in given or given[name].shape != value.shape)
+    ]
+    differences = [
+        f"{name} is missing" for name in wanted if name not in given | dict.fromkeys(fresh)
+    ]
+    differences += [
+        f"{name} is unknown" for name in given if name not in wanted and not name.startswith(last)
+    ]
+    differences += [
+        f"{name} is {list(given[name].shape)}, not {list(value.shape)}"
+        for name, value in wanted.items()
+        if name in given and name not in fresh and given[name].shape != value.shape
+    ]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UsageError(
+            f"weights={source} are of another model: {'; '.join(differences[:3])}{more}. "
+            f"Give the model that they are of."
+        )
+    kept = {n: value for n, value in given.items() if n in wanted and n not in fresh}
+    model.load_state_dict({**wanted, **kept})
+    return tuple(fresh)
+
+
+def _without_prefixes(
+    state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return a state dict without the prefixes of wrappers, and without auxiliary heads."""
+    names = list(state)
+    unwrapped: list[str] = []
+    while names != unwrapped:
+        unwrapped = names
+        for prefix in _PREFIXES:
+            is_own = any(name.startswith(prefix) for name in wanted)
+            if not is_own and all(name.startswith(prefix) for name in names):
+                names = [name.removeprefix(prefix) for name in names]
+    renamed = dict(zip(names, state.values(), strict=True))
+    return {
+        name: value
+        for name, value in renamed.items()
+        if name in wanted or not name.startswith(_AUXILIARY)
+    }
+
+
+def freeze(model: nn.Module, patterns: str) -> list[str]:
+    """Freeze parameters, and return their names.
+
+    patterns: parts of names with a comma between them: `layer1` for all of layer1, `*.bn?.*`, or
+    `backbone` for all but the last layer. Raises UsageError for a pattern that matches nothing, and
+    if nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen: set[str] = set()
+    for pattern in (part.strip() for part in patterns.split(",")):
+        matching = _matching(model, names, pattern)
+        if not matching:
+            raise UsageError(
+                f"freeze={pattern!r} matches no parameter. Names are such as {', '.join(names[:4])}."
+            )
+        frozen.update(matching)
+    if len(frozen) == len(names):
+        raise UsageError(f"freeze={patterns!r} leaves no parameter to train.")
+    set_frozen(model, frozen)
+    return sorted(frozen)
+
+
+def _matching(model: nn.Module, names: Iterable[str], pattern: str) -> list[str]:
+    if pattern == "backbone":
+        last = f"{last_layer(model)[0]}."
+        return [name for name in names if not name.startswith(last)]
+    return [
+        name
+        for name in names
+        if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
+    ]
+
+
+def set_frozen(model: nn.Module, names: Iterable[str]) -> None:
+    """Freeze these parameters, and train all others."""
+    frozen = set(names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+
+
+def train_mode(model: nn.Module) -> None:
+    """Set the training mode. Frozen modules keep the means and variances of their batch norms."""
+    model.train()
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        has_state = bool(own) or any(True for _ in module.buffers(recurse=False))
+        if has_state and not any(parameter.requires_grad for parameter in own):
+            module.eval()
