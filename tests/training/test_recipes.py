@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
+import wdstrain as wt
 from wdstrain.decode import augment_policies
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
@@ -357,8 +360,14 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, Any], words
         Config.of(options)
 
 
-def test_every_option_says_what_it_is() -> None:
-    assert all(option.metadata["text"] for option in OPTIONS.values())
+def test_help_lists_every_option_with_its_text() -> None:
+    page, signature = inspect.getdoc(wt.train) or "", inspect.signature(wt.train)
+    for name, field in OPTIONS.items():
+        assert name in signature.parameters
+        assert re.search(rf"^    {name}: \S", page, re.MULTILINE), name
+        assert field.metadata["help"], name
+    with pytest.raises(TypeError, match="'epoch'. Did you mean epochs"):
+        wt.train("shards", "run", epoch=3)
 
 
 # --- optimizers --------------------------------------------------------------------------------

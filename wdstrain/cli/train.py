@@ -1,4 +1,4 @@
-"""The verbs of training: train, evaluate, predict, export. Their options are made from the fields of `Config`."""
+"""The verbs of training: train, evaluate, predict, export. Their flags are made from the option classes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import os
 from typing import Any
 
 from wdstrain.cli.common import result, selected, urls, verb, where
+from wdstrain.cli.flags import add_options, given
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import print_message
-from wdstrain.training.config import (
-    OF_EVALUATING,
-    OF_PREDICTING,
-    OPTIONS,
-    Config,
-    is_made,
-    kinds,
-    read_config,
-)
+from wdstrain.training.config import Config, is_made, read_config
+from wdstrain.training.options import GROUPS, EvaluateOptions, PredictOptions
 
 
 def add_training(verbs: Any) -> None:
@@ -53,10 +47,8 @@ def add_training(verbs: Any) -> None:
     train.add_argument(
         "--config", metavar="FILE", help="options in a .toml or .yaml file; flags win over it"
     )
-    for name in OPTIONS:
-        _add_option(train, name)
+    add_options(train, Config, groups=GROUPS)
     train.set_defaults(
-        options=tuple(OPTIONS),
         interrupted="Run it again with --resume to go on from the last checkpoint.",
     )
 
@@ -97,10 +89,8 @@ def add_training(verbs: Any) -> None:
     )
     where(evaluate)
     where(predict)
-    for one, names in ((evaluate, OF_EVALUATING), (predict, OF_PREDICTING)):
-        one.set_defaults(options=(*names, "model"))
-        for name in names:
-            _add_option(one, name)
+    add_options(evaluate, EvaluateOptions)
+    add_options(predict, PredictOptions)
 
     export = verb(
         verbs,
@@ -123,30 +113,6 @@ def add_training(verbs: Any) -> None:
         )
 
 
-def _add_option(parser: argparse.ArgumentParser, name: str) -> None:
-    """An option as its field says it is. What nobody gave is absent afterwards, so that a file can say it."""
-    option, (kind, _) = OPTIONS[name], kinds()[name]
-    flag, text = f"--{name.replace('_', '-')}", option.metadata["text"]
-    default = "" if option.default in (None, False) else f" (default: {option.default})"
-    words: dict[str, Any] = {
-        "dest": name,
-        "default": argparse.SUPPRESS,
-        "help": f"{text}{default}".replace("%", "%%"),
-    }
-    if kind is bool:
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, **words)
-    elif choices := option.metadata["choices"]:
-        parser.add_argument(flag, choices=choices, **words)
-    else:
-        parser.add_argument(flag, type=kind, metavar=option.metadata["metavar"] or None, **words)
-
-
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        name: getattr(arguments, name) for name in arguments.options if hasattr(arguments, name)
-    }
-
-
 def _train(arguments: argparse.Namespace) -> int:
     from wdstrain.training.api import train
     from wdstrain.training.distributed import DistributedContext, last_words
@@ -162,7 +128,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.config:
         more, where = read_config(arguments.config)
         options, data = {**options, **more}, {**data, **where}
-    named = {**(more if arguments.config else {}), **_given(arguments)}
+    flags = given(arguments, Config)
+    named = {**(more if arguments.config else {}), **flags}
     for name in ("model", "optimizer"):  # a run's folder may be somebody else's
         value = str(options.get(name, ""))
         if name not in named and is_made(value):
@@ -171,7 +138,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 f"{saved} names {name}={value}, and functions that a run names are not called. "
                 f"Give it: --{name} {again}"
             )
-    options |= _given(arguments)
+    options |= flags
     addresses = arguments.urls or data.get("train")
     if not addresses:
         raise UsageError(
@@ -221,7 +188,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.metrics import metrics_text
 
-    task, metrics = evaluate(arguments.checkpoint, selected(arguments), **_given(arguments))
+    task, metrics = evaluate(
+        arguments.checkpoint,
+        selected(arguments),
+        model=arguments.model,
+        **given(arguments, EvaluateOptions),
+    )
     if DistributedContext().leads:
         result(
             arguments,
@@ -234,15 +206,16 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     from wdstrain.training.inference import predict
 
-    given = selected(arguments)
-    addresses = given[0] if isinstance(given, list) and len(given) == 1 else given
+    chosen = selected(arguments)
+    addresses = chosen[0] if isinstance(chosen, list) and len(chosen) == 1 else chosen
     done = predict(
         arguments.checkpoint,
         addresses,
         arguments.out,
         probabilities=arguments.probabilities,
         embeddings=arguments.embeddings,
-        **_given(arguments),
+        model=arguments.model,
+        **given(arguments, PredictOptions),
     )
     rows = [("rows", str(done.rows)), ("with errors", str(done.bad)), ("table", arguments.out)]
     result(arguments, {"rows": done.rows, "bad": done.bad, "out": arguments.out}, rows)

@@ -94,12 +94,16 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R
 
 
 def _own_first(options: Any) -> inspect.Signature:
-    """Return the signature of a dataclass, with its own keywords before those of its base."""
-    signature, base = inspect.signature(options, eval_str=True), options.__mro__[1]
-    inherited = {field.name for field in dataclasses.fields(base)} if base is not object else set()
+    """Return the signature of a dataclass, with its own keywords before those of its bases."""
+    signature = inspect.signature(options, eval_str=True)
+    bases = (base for base in options.__bases__ if dataclasses.is_dataclass(base))
+    inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     parameters = sorted(
         signature.parameters.values(),
-        key=lambda one: (one.kind is one.KEYWORD_ONLY, one.name in inherited),
+        key=lambda parameter: (
+            parameter.kind is parameter.KEYWORD_ONLY,
+            parameter.name in inherited,
+        ),
     )
     return signature.replace(parameters=parameters)
 

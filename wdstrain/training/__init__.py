@@ -1,6 +1,7 @@
 """Train models of torchvision, or the user's own, on shards.
 
-api.py            train, evaluate                            config.py        every option: flags, files, Python
+api.py            train, evaluate                            options.py       every option, by purpose
+arguments.py      arguments of the public functions          config.py        checked options, from flags or files
 tasks.py          what is learned, from the index's labels   label_counts.py  samples per class, mean of numbers
 models.py         a model by name; weights, the last layer   optim.py         optimizers, learning rate, EMA
 trainer.py        epochs of training and validation          evaluation.py    one pass without learning

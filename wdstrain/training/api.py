@@ -7,8 +7,7 @@ classes, options, the model.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,15 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from wdstrain.decode.fields import Field
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index
-from wdstrain.storage.addresses import Urls
+from wdstrain.runtime.options import takes
 from wdstrain.training import weights as model_weights
-from wdstrain.training.callbacks import Callback
+from wdstrain.training.arguments import EvaluateArguments, TrainArguments, given_options
 from wdstrain.training.checkpoint import read_last
-from wdstrain.training.config import OF_EVALUATING, Config
+from wdstrain.training.config import Config
 from wdstrain.training.data import (
     TrainData,
     addresses,
@@ -45,13 +42,12 @@ from wdstrain.training.images import (
 )
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory, build, call_factory, check_shapes
-from wdstrain.training.optim import OptimizerFactory
-from wdstrain.training.progress import Reporter, reporting
+from wdstrain.training.progress import reporting
 from wdstrain.training.run_dir import CHECKPOINTS, RunDir
 from wdstrain.training.run_logger import RunLogger
 from wdstrain.training.run_state import RunState
 from wdstrain.training.stop_signals import SignalHandler
-from wdstrain.training.tasks import Criterion, Task
+from wdstrain.training.tasks import Task
 from wdstrain.training.trainer import Trainer
 
 
@@ -81,56 +77,26 @@ class TrainResult:
         return f"TrainResult({self.folder!r}, {len(self.epochs)} epochs, val={last})"
 
 
+@takes(TrainArguments)
 @WorkerDeathsAsErrors()
-def train(
-    urls: Urls | Index,
-    out: str | os.PathLike[str],
-    *,
-    val: Urls | Index | None = None,
-    model: str | ModelFactory | nn.Module = "small",
-    image: Field | None = None,
-    val_image: Field | None = None,
-    criterion: Criterion | Mapping[str, Criterion] | None = None,
-    optimizer: str | OptimizerFactory = "adamw",
-    metrics: Mapping[str, Any] | None = None,
-    callbacks: Sequence[Callback] = (),
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: Reporter | None = None,
-    **options: Any,
-) -> TrainResult:
+def train(arguments: TrainArguments) -> TrainResult:
     """Train a model, validate it after each epoch, and keep the run in the folder `out`.
-
-    urls       shards to train on, or an Index. One that holds the splits train and val is both
-    val        shards to validate on
-    model      small, a torchvision model by name, timm:NAME, module:function, a function of the
-               number of outputs that returns a model, or a torch.nn.Module, of which a copy is
-               trained
-    image      field of the images, instead of wt.image(size=image_size, augment=augment).
-               uint8[3, h, w] is normalized as the weights expect it (by default as ImageNet),
-               other uint8 is divided by 255, other numbers become float32
-    val_image  the same for validation; default: `image` without augmentation
-    criterion  loss, (outputs, target) -> scalar or [b], with several labels a dict by label.
-               Numbers are standardized
-    optimizer  adamw, sgd, lion, or a function of parameter groups that returns an optimizer
-    metrics    torchmetrics by name, with several labels LABEL/NAME, for validation: updated with
-               probabilities of classes or with numbers
-    callbacks  objects like wt.Callback
-    resume     continue from the last checkpoint in `out`, or start if there is none. On a CPU with
-               deterministic=True the weights get the same bits as in a run that was never stopped
-    overwrite  replace an earlier run in `out`
-    progress   object with step(title, done, total, text, unit) and line(text) that shows progress;
-               default: stderr, or the notebook
-    options    as in `wdstrain train --help`, with _ for -: epochs, batch_size, lr, label, ...
 
     Under torchrun every process calls this, and they share each batch. The first one writes. Raises
     UsageError and ShardError before anything is written, and Stopped after a signal, when a
     checkpoint was written.
     """
+    urls, val, model, optimizer = (
+        arguments.urls,
+        arguments.val,
+        arguments.model,
+        arguments.optimizer,
+    )
+    resume, overwrite = arguments.resume, arguments.overwrite
     if resume and overwrite:
         raise UsageError("resume=True and overwrite=True exclude each other. Give one of them.")
-    config = _absolute(Config.of({**options, "model": _name(model), "optimizer": _name(optimizer)}))
-    folder, distributed = os.fspath(out), DistributedContext()
+    config = _absolute(arguments.config())
+    folder, distributed = os.fspath(arguments.out), DistributedContext()
     data = TrainData.of(urls, val, config)
     checkpoint, unreadable = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     if data.val is None and (config.patience or config.schedule == "plateau" or config.monitor):
@@ -140,8 +106,8 @@ def train(
     task = data.task(checkpoint)
     device = device_of(config.device, distributed)
     torch.manual_seed(config.seed)
-    train_field = image or image_field(config.image_size, config.augment)
-    val_field = val_image or without_augmentation(train_field)
+    train_field = arguments.image or image_field(config.image_size, config.augment)
+    val_field = arguments.val_image or without_augmentation(train_field)
     example = check_image_field(
         train_field,
         channels_last=config.channels_last,
@@ -160,7 +126,7 @@ def train(
         val_loader(data.val, task, val_field, config, distributed) if data.val is not None else None
     )
     with ExitStack() as stack:
-        reporter = stack.enter_context(reporting(progress, distributed.leads))
+        reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)
         if validation is not None:
             stack.callback(validation.close)
@@ -182,10 +148,10 @@ def train(
             distributed=distributed,
             reporter=reporter,
             objects=UserObjects(
-                criterion=criterion,
+                criterion=arguments.criterion,
                 optimizer=None if isinstance(optimizer, str) else optimizer,
-                metrics=metrics or {},
-                callbacks=callbacks,
+                metrics=arguments.metrics or {},
+                callbacks=arguments.callbacks,
             ),
         )
         logger = RunLogger(task)
@@ -223,35 +189,25 @@ def train(
     )
 
 
+@takes(EvaluateArguments)
 @WorkerDeathsAsErrors()
-def evaluate(
-    checkpoint: str | os.PathLike[str],
-    urls: Urls | Index,
-    *,
-    model: ModelFactory | nn.Module | str | None = None,
-    image: Field | None = None,
-    criterion: Criterion | Mapping[str, Criterion] | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    progress: Reporter | None = None,
-    **options: Any,
-) -> tuple[Task, dict[str, float]]:
+def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
     """Return (task, metrics) of a checkpoint on shards; every sample counts once.
 
-    model, image, criterion, metrics: as they were given to `train`. A module:function that the
-    checkpoint names is not imported unless it is named here. options: batch_size, num_workers,
-    device, amp, on_error, cache_dir, cache_limit; the checkpoint has all others. Under torchrun
-    all processes share the samples.
+    Under torchrun all processes share the samples.
     """
     distributed = DistributedContext()
-    loaded = LoadedCheckpoint.of(checkpoint, model=model, options=options, known=OF_EVALUATING)
-    source = loaded.image_source(image)
-    index = open_set(urls)
+    loaded = LoadedCheckpoint.of(
+        arguments.checkpoint, model=arguments.model, options=given_options(arguments)
+    )
+    source = loaded.image_source(arguments.image)
+    index = open_set(arguments.urls)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task
     device = device_of(config.device, distributed)
     loader = val_loader(index, task, source, config, distributed)
     with ExitStack() as stack:
-        reporter = stack.enter_context(reporting(progress, distributed.leads))
+        reporter = stack.enter_context(reporting(arguments.progress, distributed.leads))
         stack.callback(loader.close)
         stack.enter_context(distributed.joined(device))
         setup = Setup(
@@ -261,7 +217,7 @@ def evaluate(
             device=device,
             distributed=distributed,
             reporter=reporter,
-            objects=UserObjects(criterion=criterion, metrics=metrics or {}),
+            objects=UserObjects(criterion=arguments.criterion, metrics=arguments.metrics or {}),
         )
         found, _ = evaluate_pass(loaded.model.to(device), loader, setup, "evaluating")
     return task, found
@@ -359,15 +315,3 @@ def _arithmetic(config: Config, device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms)
         torch.backends.cudnn.benchmark = benchmark
         torch.set_float32_matmul_precision(precision)
-
-
-def _name(value: str | Callable[..., Any] | nn.Module) -> str:
-    """Return a name as options have it: module:function if it can be imported by that, else <name>."""
-    if isinstance(value, str):
-        return value
-    module = getattr(value, "__module__", None)
-    name = getattr(value, "__qualname__", type(value).__name__)
-    is_importable = (
-        module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
-    )
-    return f"{module}:{name}" if is_importable else f"<{name.strip('<>')}>"

@@ -30,16 +30,17 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.loader.device import to_device
 from wdstrain.loader.loader import Loader
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.files import put_whole
-from wdstrain.training.config import OF_PREDICTING
+from wdstrain.training.arguments import PredictArguments, given_options
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead, number_text
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
-from wdstrain.training.models import ModelFactory, last_layer
+from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
 from wdstrain.training.progress import Reporter, reporting
 
@@ -54,34 +55,24 @@ class PredictResult:
     bad: int
 
 
+@takes(PredictArguments)
 @WorkerDeathsAsErrors()
-def predict(
-    checkpoint: str | os.PathLike[str],
-    urls: Urls | Index,
-    out: str | os.PathLike[str],
-    *,
-    model: ModelFactory | nn.Module | str | None = None,
-    image: Field | None = None,
-    probabilities: bool = False,
-    embeddings: bool = False,
-    progress: Reporter | None = None,
-    **options: Any,
-) -> PredictResult:
-    """Write predictions to the file `out`, .csv or .parquet: one row per image.
+def predict(arguments: PredictArguments) -> PredictResult:
+    """Write predictions to the file `out`: one row per image.
 
-    urls: shards, or a folder of images. Columns: key; for each label the prediction, its
-    probability (of classes), and the target where the shards have it; error. model, image: as they
-    were given to `train`. probabilities: one more column for each class. embeddings: the input of
-    the last layer, a column of lists (JSON in a CSV file). options: batch_size, num_workers,
-    device, amp, cache_dir, cache_limit; the checkpoint has all others.
+    Columns: key; for each label the prediction, its probability (of classes), and the target where
+    the shards have it; error.
     """
-    path = os.fspath(out)
+    path, urls = os.fspath(arguments.out), arguments.urls
     if os.path.splitext(path)[1].lower() not in _WRITERS:
         raise UsageError(f"out={path}: must end in {' or '.join(_WRITERS)}.")
-    loaded = LoadedCheckpoint.of(checkpoint, model=model, options=options, known=OF_PREDICTING)
+    loaded = LoadedCheckpoint.of(
+        arguments.checkpoint, model=arguments.model, options=given_options(arguments)
+    )
     device = device_of(loaded.config.device, DistributedContext())
-    predictor = _Predictor(loaded, loaded.image_source(image), device, embeddings)
-    with reporting(progress, True) as reporter:
+    source = loaded.image_source(arguments.image)
+    predictor = _Predictor(loaded, source, device, arguments.embeddings)
+    with reporting(arguments.progress, True) as reporter:
         if _is_image_folder(urls):
             known: list[Head] = []
             rows = _rows_of_folder(os.fspath(urls), predictor, reporter)  # type: ignore[arg-type]
@@ -89,7 +80,7 @@ def predict(
             index = urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
             known = _comparable_heads(index, loaded, reporter)
             rows = _rows_of_shards(index, predictor, known, reporter)
-        return _write(path, rows, predictor, known, probabilities)
+        return _write(path, rows, predictor, known, arguments.probabilities)
 
 
 def _comparable_heads(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> list[Head]:

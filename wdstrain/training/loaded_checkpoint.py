@@ -8,7 +8,7 @@ whatever the stranger names.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.training.checkpoint import read_checkpoint
-from wdstrain.training.config import Config, check_known, is_made
+from wdstrain.training.config import Config, is_made
 from wdstrain.training.images import ImageInput, shape_of
 from wdstrain.training.models import ModelFactory, build, call_factory
 from wdstrain.training.tasks import Task
@@ -43,16 +43,13 @@ class LoadedCheckpoint:
         *,
         model: ModelFactory | nn.Module | str | None = None,
         options: Mapping[str, Any] | None = None,
-        known: Collection[str] = (),
     ) -> LoadedCheckpoint:
         """Load a checkpoint.
 
         model: makes the model, where the checkpoint names neither "small" nor a model of
-        torchvision or timm. known: names that `options` may have. Raises UsageError for a file that
-        is no checkpoint, and for weights of another model.
+        torchvision or timm. options: in place of those of training. Raises UsageError for a file
+        that is no checkpoint, and for weights of another model.
         """
-        for name in options or {}:
-            check_known(name, known, "options here; the checkpoint has those of training")
         state = read_checkpoint(os.fspath(path))
         trained = {
             name: value for name, value in state["config"].items() if name not in _OF_MACHINE

@@ -1,0 +1,141 @@
+"""Arguments of the public functions of training: options of a run, and objects of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from torch import nn
+
+from wdstrain.decode.fields import Field
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.index import Index
+from wdstrain.storage.addresses import Urls
+from wdstrain.training.callbacks import Callback
+from wdstrain.training.config import Config
+from wdstrain.training.models import ModelFactory
+from wdstrain.training.optim import OptimizerFactory
+from wdstrain.training.options import EvaluateOptions, PredictOptions, RunOptions
+from wdstrain.training.progress import Reporter
+from wdstrain.training.tasks import Criterion
+
+Path = str | os.PathLike[str]
+Criteria = Criterion | Mapping[str, Criterion] | None
+
+_PROGRESS = (
+    "object with step(title, done, total, text, unit) and line(text) that shows progress "
+    "(default: stderr, or the notebook)"
+)
+_CHECKPOINT = "file of a run, such as RUN/checkpoints/best.pt"
+_MODEL = (
+    "as it was given to train. A function that the checkpoint names is not imported unless it is "
+    "named here"
+)
+
+
+@dataclass(frozen=True)
+class TrainArguments(RunOptions):
+    """Arguments of `wt.train`."""
+
+    urls: Urls | Index = option(
+        REQUIRED, "shards to train on. A set with the splits train and val is both"
+    )
+    out: Path = option(REQUIRED, "folder of the run")
+    _: KW_ONLY
+    val: Urls | Index | None = option(None, "shards to validate on")
+    model: str | ModelFactory | nn.Module = option(
+        "small",
+        "small, a torchvision model by name, timm:NAME, module:function, a function of the number "
+        "of outputs that returns a model, or a torch.nn.Module, of which a copy is trained",
+    )
+    image: Field | None = option(
+        None,
+        "field of the images, instead of wt.image(size=image_size, augment=augment). "
+        "uint8[3, h, w] is normalized as the weights expect it (by default as ImageNet), other "
+        "uint8 is divided by 255, other numbers become float32",
+    )
+    val_image: Field | None = option(
+        None, "the same for validation (default: image without augmentation)"
+    )
+    criterion: Criteria = option(
+        None,
+        "loss, (outputs, target) -> scalar or [b], with several labels a dict by label. Numbers are "
+        "standardized (default: the loss of the kind of label)",
+    )
+    optimizer: str | OptimizerFactory = option(
+        "adamw", "adamw, sgd, lion, or a function of parameter groups that returns an optimizer"
+    )
+    metrics: Mapping[str, Any] | None = option(
+        None,
+        "torchmetrics by name, with several labels LABEL/NAME, for validation: updated with "
+        "probabilities of classes or with numbers",
+    )
+    callbacks: Sequence[Callback] = option((), "objects like wt.Callback")
+    resume: bool = option(
+        False,
+        "continue from the last checkpoint in `out`, or start if there is none. On a CPU with "
+        "deterministic=True the weights get the same bits as in a run that was never stopped",
+    )
+    overwrite: bool = option(False, "replace an earlier run in `out`")
+    progress: Reporter | None = option(None, _PROGRESS)
+
+    def config(self) -> Config:
+        """Return the checked options of the run; functions and modules as their names."""
+        options = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(RunOptions)
+        }
+        return Config(**options, model=_name(self.model), optimizer=_name(self.optimizer))
+
+
+@dataclass(frozen=True)
+class EvaluateArguments(EvaluateOptions):
+    """Arguments of `wt.evaluate`."""
+
+    checkpoint: Path = option(REQUIRED, _CHECKPOINT)
+    urls: Urls | Index = option(REQUIRED, "shards of one split")
+    _: KW_ONLY
+    model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
+    image: Field | None = option(None, "as it was given to train, if it is a field of your own")
+    criterion: Criteria = option(None, "as it was given to train")
+    metrics: Mapping[str, Any] | None = option(None, "as for train")
+    progress: Reporter | None = option(None, _PROGRESS)
+
+
+@dataclass(frozen=True)
+class PredictArguments(PredictOptions):
+    """Arguments of `wt.predict`."""
+
+    checkpoint: Path = option(REQUIRED, _CHECKPOINT)
+    urls: Urls | Index = option(REQUIRED, "shards of one split, or a folder of images")
+    out: Path = option(REQUIRED, "file to write, .csv or .parquet")
+    _: KW_ONLY
+    model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
+    image: Field | None = option(None, "as it was given to train, if it is a field of your own")
+    probabilities: bool = option(False, "one more column for each class")
+    embeddings: bool = option(
+        False, "a column with the input of the last layer: lists, or JSON in a CSV file"
+    )
+    progress: Reporter | None = option(None, _PROGRESS)
+
+
+def given_options(arguments: PredictOptions) -> dict[str, Any]:
+    """Return the options of `arguments` that are not None, without its other fields."""
+    kind = EvaluateOptions if isinstance(arguments, EvaluateOptions) else PredictOptions
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _name(value: str | Callable[..., Any] | nn.Module) -> str:
+    """Return a name as options have it: module:function if it can be imported by that, else <name>."""
+    if isinstance(value, str):
+        return value
+    module = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", type(value).__name__)
+    is_importable = (
+        module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
+    )
+    return f"{module}:{name}" if is_importable else f"<{name.strip('<>')}>"

@@ -1,0 +1,352 @@
+"""Options of a training run, by purpose.
+
+Each is declared once: it is a flag, a key of a file of options, a keyword argument of `wt.train`,
+and a line of a run's config.toml. `wdstrain.training.config` checks their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import Field, dataclass
+from typing import Any, NamedTuple
+
+from wdstrain.runtime.options import help_text, option
+
+
+class Rule(NamedTuple):
+    """Which values an option may have, as a function and in words."""
+
+    holds: Callable[[Any], bool]
+    text: str
+
+
+_AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
+_AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
+_FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
+_ABOVE_0 = Rule(lambda value: 0 < value < math.inf, "a finite number above 0")
+_BELOW_1 = Rule(lambda value: 0 <= value < 1, ">= 0 and below 1")
+_FACTOR = Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")
+_SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    metavar: str = "",
+    rule: Rule | None = None,
+    free: bool = False,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Return a field. free: it may differ when a run is resumed. rule: for values but None."""
+    negatable = default is False
+    return option(
+        default, help, metavar=metavar, negatable=negatable, rule=rule, free=free, choices=choices
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Samples, labels and images."""
+
+    label: str | None = _option(
+        None,
+        "labels to learn, as NAME or NAME:KIND with a comma between; KIND is class, binary, multi "
+        "or number; for shards that declare no labels, the field or JSON entry that holds it, such "
+        "as cls or json.kind (default: the only label)",
+        metavar="NAME",
+    )
+    classes: str | None = _option(
+        None,
+        "for such a field, names of its classes in the order of their numbers (default: sorted)",
+        metavar="FILE|A,B,...",
+    )
+    where: str | None = _option(
+        None,
+        "condition on the index's columns that samples for training and validation must meet, such "
+        "as \"label != 'Other'\"",
+        metavar="EXPR",
+    )
+    balance: str | None = _option(
+        None,
+        "column, such as label, each value of which gets the same number of samples per epoch",
+        metavar="COLUMN",
+    )
+    limit_train_batches: int | None = _option(
+        None, "batches of each epoch of training (default: all)", metavar="N", rule=_AT_LEAST_1
+    )
+    limit_val_batches: int | None = _option(
+        None,
+        "batches of each validation (default: all)",
+        metavar="N",
+        rule=_AT_LEAST_1,
+        free=True,
+    )
+    on_error: str = _option(
+        "raise",
+        "sample that cannot be read: raise ends the run, replace takes another sample",
+        choices=("raise", "replace"),
+        free=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentOptions:
+    """Images and their augmentation."""
+
+    image_size: int = _option(
+        64, "width and height of the images in pixels", metavar="N", rule=_AT_LEAST_1
+    )
+    augment: str | None = _option(
+        None,
+        "augmentation: rrc, flip, trivialaugment, randaugment, with + between",
+        metavar="A",
+    )
+    mixup: float = _option(0.0, "alpha of mixup; 0: off", metavar="X", rule=_FINITE)
+    cutmix: float = _option(0.0, "alpha of CutMix; 0: off", metavar="X", rule=_FINITE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Weights to start from, and which of them are trained."""
+
+    weights: str | None = _option(
+        None,
+        "weights to start from: DEFAULT or another name of the model's weights in torchvision, "
+        "DEFAULT for timm, or a file with a state dict or a checkpoint",
+        metavar="NAME|FILE",
+    )
+    freeze: str | None = _option(
+        None,
+        "parameters that are not trained: parts of names with a comma between, such as layer1, or "
+        "backbone for all but the last layer",
+        metavar="PATTERN",
+    )
+    unfreeze_epoch: int | None = _option(
+        None,
+        "train the frozen parameters too after this many epochs",
+        metavar="N",
+        rule=_AT_LEAST_0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationOptions:
+    """Steps of the optimizer, the learning rate, and when training ends."""
+
+    epochs: int = _option(
+        10, "passes over the training data", metavar="N", free=True, rule=_AT_LEAST_1
+    )
+    batch_size: int = _option(
+        64, "images per step, of all processes together", metavar="N", rule=_AT_LEAST_1
+    )
+    accumulate: int = _option(
+        1,
+        "batches whose gradients are added up for one step of the optimizer",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
+    lr: float = _option(2e-3, "peak learning rate", metavar="X", free=True, rule=_ABOVE_0)
+    min_lr: float = _option(
+        0.0, "lowest learning rate of the schedule", metavar="X", free=True, rule=_FINITE
+    )
+    backbone_lr: float = _option(
+        1.0, "factor on the learning rate of all layers but the last", metavar="X", rule=_FINITE
+    )
+    layer_decay: float = _option(
+        1.0,
+        "factor on the learning rate from each block to the block before it",
+        metavar="X",
+        rule=_FACTOR,
+    )
+    momentum: float = _option(0.9, "momentum of sgd", metavar="X", rule=_BELOW_1)
+    weight_decay: float = _option(
+        0.05, "weight decay of matrices; norms and biases have none", metavar="X", rule=_FINITE
+    )
+    schedule: str = _option(
+        "onecycle",
+        "learning rate by step",
+        choices=("onecycle", "cosine", "step", "plateau", "constant"),
+    )
+    warmup: float = _option(
+        0.0,
+        "epochs in which the learning rate rises to its peak, before the schedule",
+        metavar="X",
+        rule=_FINITE,
+    )
+    step_epochs: int | None = _option(
+        None,
+        "epochs after which the schedule step divides the rate by 10 (default: a third of all)",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
+    plateau_epochs: int = _option(
+        3,
+        "epochs without a better validation after which the schedule plateau divides the rate by 10",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
+    label_smoothing: float = _option(
+        0.0, "share of a label that is spread over all classes", metavar="X", rule=_BELOW_1
+    )
+    class_weights: str = _option(
+        "none",
+        "balanced: rare classes count as much as frequent ones",
+        choices=("none", "balanced"),
+    )
+    clip_norm: float = _option(
+        0.0, "largest norm of the gradient; 0: no limit", metavar="X", rule=_FINITE
+    )
+    clip_value: float = _option(
+        0.0, "largest absolute value in the gradient; 0: no limit", metavar="X", rule=_FINITE
+    )
+    ema: float = _option(
+        0.0,
+        "decay of a moving average of the weights, such as 0.999, which is validated beside them; "
+        "0: off",
+        metavar="X",
+        rule=_BELOW_1,
+    )
+    monitor: str | None = _option(
+        None,
+        "metric of validation that chooses the best checkpoint (default: accuracy, mAP or mse; with "
+        "several labels the loss)",
+        metavar="METRIC",
+    )
+    patience: int = _option(
+        0,
+        "epochs without a better validation after which training ends; 0: never",
+        metavar="N",
+        free=True,
+        rule=_AT_LEAST_0,
+    )
+    min_delta: float = _option(
+        0.0, "least improvement of the metric that counts", metavar="X", free=True, rule=_FINITE
+    )
+    seed: int = _option(
+        0, "seed of order, augmentation and initial weights", metavar="N", rule=_SEED
+    )
+    deterministic: bool = _option(
+        False, "the same bits in every run on the same machine; slower on a GPU"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Devices, arithmetic and processes."""
+
+    device: str = _option("auto", "cpu, cuda or auto", free=True)
+    amp: str = _option("none", "16-bit arithmetic", choices=("none", "bf16", "fp16"))
+    tf32: bool = _option(False, "TensorFloat-32 for matrix products on CUDA", free=True)
+    channels_last: bool = _option(False, "channels last memory format, faster on GPUs", free=True)
+    compile: bool = _option(False, "torch.compile the model", free=True)
+    num_workers: int = _option(
+        0, "decoding processes; 0: threads", metavar="N", free=True, rule=_AT_LEAST_0
+    )
+    lanes: int | None = _option(
+        None,
+        "forward runs through the shards; set it to resume with another number of processes "
+        "(default: one per process)",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
+    shuffle_buffer: int | None = _option(
+        None,
+        "samples that a sample may be delivered after it was read (default: 256 MB of samples)",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
+    cache_dir: str | None = _option(
+        None, "folder that keeps remote shards (default: no cache)", metavar="DIR", free=True
+    )
+    cache_limit: str | None = _option(
+        None, "most bytes in it, such as 200GB (default: no limit)", metavar="SIZE", free=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """When checkpoints are written."""
+
+    checkpoint_every: int = _option(
+        0,
+        "steps between checkpoints; 0: only at the end of epochs",
+        metavar="STEPS",
+        free=True,
+        rule=_AT_LEAST_0,
+    )
+    checkpoint_minutes: float = _option(
+        10.0,
+        "minutes between checkpoints; 0: not by the clock",
+        metavar="X",
+        free=True,
+        rule=_FINITE,
+    )
+    keep: int = _option(
+        2,
+        "latest checkpoints that are kept, beside the best",
+        metavar="N",
+        free=True,
+        rule=_AT_LEAST_1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(
+    # a dataclass lists the fields of its last base first
+    CheckpointOptions,
+    MachineOptions,
+    OptimizationOptions,
+    ModelOptions,
+    AugmentOptions,
+    DataOptions,
+):
+    """All options of a run that are plain values wherever they are given."""
+
+
+GROUPS: dict[str, type[Any]] = {
+    "data": DataOptions,
+    "images and augmentation": AugmentOptions,
+    "weights": ModelOptions,
+    "optimization": OptimizationOptions,
+    "machine": MachineOptions,
+    "checkpoints": CheckpointOptions,
+}
+
+
+def _as_trained(base: type[Any], name: str) -> Any:
+    """Return an option of a run whose default is the value that the checkpoint has."""
+    field = base.__dataclass_fields__[name]
+    text = str(field.metadata["help"])
+    return _again(field, f"{text} (default: as in training)")
+
+
+def _as_in_a_run(base: type[Any], name: str) -> Any:
+    """Return an option of a run that no checkpoint decides."""
+    field = base.__dataclass_fields__[name]
+    return _again(field, help_text(field))
+
+
+def _again(field: Field[Any], help: str) -> Any:
+    about = field.metadata
+    return option(None, help, metavar=about["metavar"], choices=about["choices"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Options of predictions; the checkpoint has all others. None: see the help text."""
+
+    batch_size: int | None = _as_trained(OptimizationOptions, "batch_size")
+    amp: str | None = _as_trained(MachineOptions, "amp")
+    device: str | None = _as_in_a_run(MachineOptions, "device")
+    num_workers: int | None = _as_in_a_run(MachineOptions, "num_workers")
+    cache_dir: str | None = _as_in_a_run(MachineOptions, "cache_dir")
+    cache_limit: str | None = _as_in_a_run(MachineOptions, "cache_limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(PredictOptions):
+    """Options of evaluation; the checkpoint has all others. None: see the help text."""
+
+    on_error: str | None = _as_in_a_run(DataOptions, "on_error")
