@@ -15,18 +15,17 @@ from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import write_tar
-from wdstrain.decode import libjpeg_turbo
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.fields import Image as ImageField
 from wdstrain.decode.jpeg_batch import EncodedImages
-from wdstrain.decode.resize import resize
+from wdstrain.decode.pixels import resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, region
 from wdstrain.errors import SampleError
 from wdstrain.native import kernels
 from wdstrain.runtime.watchdog import ProgressCell
 
 pytestmark = pytest.mark.skipif(
-    kernels.library is None or libjpeg_turbo.functions() is None,
+    kernels.library is None or kernels.libjpeg_turbo() is None,
     reason="no C compiler, or no libjpeg-turbo 3",
 )
 

@@ -22,7 +22,6 @@ from PIL import Image, ImageOps
 
 import wdstrain as wt
 from tests.conftest import ROOT
-from wdstrain.decode import libjpeg_turbo
 from wdstrain.native import kernels
 
 Pixels = npt.NDArray[np.uint8]
@@ -348,7 +347,7 @@ np.savez(sys.argv[2], **{name: np.concatenate(values) for name, values in found.
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    kernels.library is None or libjpeg_turbo.functions() is None,
+    kernels.library is None or kernels.libjpeg_turbo() is None,
     reason="no compiler, or no libjpeg-turbo 3",
 )
 def test_without_compiled_code_pixels_are_equal_and_one_line_is_logged(

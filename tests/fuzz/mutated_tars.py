@@ -60,11 +60,11 @@ from random import Random
 
 import numpy as np
 import webdataset
+from isal.isal_zlib import crc32
 
 import wdstrain as wt
 from tests.fuzz.tar_mutations import BLOCK, KINDS
 from wdstrain.errors import WdstrainError
-from wdstrain.native.checksum import crc32
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import save_index, scan
 from wdstrain.shards.tar import END, header, is_aside, padding, split_name

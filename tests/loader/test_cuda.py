@@ -11,8 +11,8 @@ import torch
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
+from wdstrain.decode.batch_slots import PageLock
 from wdstrain.loader.gpu_augment import DRAWS
-from wdstrain.memory.pinned import PageLock
 from wdstrain.memory.shared import Memory
 from wdstrain.shards.index import Label
 from wdstrain.training.epoch_sums import EpochSums

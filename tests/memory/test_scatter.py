@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -26,22 +27,6 @@ from tests.conftest import ROOT, picture
 from wdstrain.memory.scatter import ChecksumJob, ScatterList, scatter_samples
 from wdstrain.memory.shared import Memory
 from wdstrain.native import kernels
-
-WAYS = [
-    pytest.param(
-        True,
-        id="compiled",
-        marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler"),
-    ),
-    pytest.param(False, id="piece by piece"),
-]
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if not request.param:
-        monkeypatch.setattr(kernels, "library", None)
-    return bool(request.param)
 
 
 class File(NamedTuple):
@@ -142,7 +127,7 @@ def check_places(made: Laid, sizes: list[int], there: bytes) -> None:
 @thorough
 @given(sizes=run_sizes, offset=st.integers(0, 3_000_100), order=randoms)
 def test_runs_are_filled_in_order_and_compared(
-    way: bool, file: File, sizes: list[int], offset: int, order: Random
+    file: File, sizes: list[int], offset: int, order: Random
 ) -> None:
     """Wherever they lie, however large, up to the end of the file."""
     fd, whole = file
@@ -161,7 +146,7 @@ def test_runs_are_filled_in_order_and_compared(
 @thorough
 @given(sizes=few_sizes, bounds=st.lists(st.floats(0, 1), max_size=4), order=randoms)
 def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
-    way: bool, file: File, sizes: list[int], bounds: list[float], order: Random
+    file: File, sizes: list[int], bounds: list[float], order: Random
 ) -> None:
     fd, whole = file
     made, total = laid(sizes, order, joins=False), sum(sizes)
@@ -194,7 +179,7 @@ def test_parts_are_filled_separately_and_shared_samples_are_not_verified(
     order=randoms,
 )
 def test_an_answer_is_received_as_it_comes(
-    way: bool, file: File, sizes: list[int], missing: int, head: int, order: Random
+    file: File, sizes: list[int], missing: int, head: int, order: Random
 ) -> None:
     """Some bytes come by and by through another's hands, the others in two halves, and it may end too soon; what is sent after it is left alone."""
     made = laid(sizes, order, joins=False)
@@ -238,7 +223,7 @@ def test_an_answer_is_received_as_it_comes(
     ]
 
 
-def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
+def test_what_came_before_a_pause_is_given_at_once() -> None:
     """And not after a second pause of the same length: a stall is told when it is one."""
     here, other = socket.socketpair()
     places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
@@ -251,7 +236,7 @@ def test_what_came_before_a_pause_is_given_at_once(way: bool) -> None:
         assert places.left == 6
 
 
-def test_an_answer_that_ends_gives_no_more(way: bool) -> None:
+def test_an_answer_that_ends_gives_no_more() -> None:
     here, other = socket.socketpair()
     places = ScatterList([Memory(10)], ints(0), ints(0), ints(10))
     with here:
@@ -262,7 +247,7 @@ def test_an_answer_that_ends_gives_no_more(way: bool) -> None:
         assert places.left == 6
 
 
-def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> None:
+def test_more_runs_than_one_call_of_the_system_takes(file: File) -> None:
     fd, whole = file
     memory, count = Memory(100_000), 20_000
     size, start, of = np.full(count, 5), np.arange(count)[::-1] * 5, np.zeros(count, np.int64)
@@ -274,7 +259,7 @@ def test_more_runs_than_one_call_of_the_system_takes(way: bool, file: File) -> N
     ]
 
 
-def test_writable_buffers_are_filled_in_order(way: bool, file: File) -> None:
+def test_writable_buffers_are_filled_in_order(file: File) -> None:
     """More buffers than one system call takes, some of them empty, read in two parts."""
     fd, whole = file
     buffers = [bytearray(size) for size in [0, 3, 0, 70_000, *[1, 2] * 1500, 0]]
@@ -298,7 +283,7 @@ def test_a_read_only_buffer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("gaps", [[0, 0], [5, 0], [0, 1000], [1024, 2500]])
-def test_bytes_between_samples_are_skipped(way: bool, file: File, gaps: list[int]) -> None:
+def test_bytes_between_samples_are_skipped(file: File, gaps: list[int]) -> None:
     fd, whole = file
     arena, rows, nobody = Memory(1000), Memory(1000), Memory(1000)
     lie = ints(0, 50 + gaps[0], 100 + gaps[0] + gaps[1]) + 7
@@ -324,7 +309,7 @@ def test_bytes_between_samples_are_skipped(way: bool, file: File, gaps: list[int
     ("start", "size"),
     [(-1, 5), (0, -1), (96, 5), (101, 0), (1 << 62, 1 << 62), ((1 << 63) - 1,) * 2, (1, -1 << 63)],
 )
-def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> None:
+def test_no_run_leads_out_of_its_memory(start: int, size: int) -> None:
     """What an index claims is an address to the system: it is refused before it is believed."""
     memory = Memory(100)
     run = ints(start), ints(size)
@@ -334,7 +319,7 @@ def test_no_run_leads_out_of_its_memory(way: bool, start: int, size: int) -> Non
         ScatterList([memory, memory], ints(1), *run)
 
 
-def test_a_failed_read_is_an_os_error(way: bool, tmp_path: Path) -> None:
+def test_a_failed_read_is_an_os_error(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(IsADirectoryError):
@@ -343,9 +328,40 @@ def test_a_failed_read_is_an_os_error(way: bool, tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_a_loader_gives_the_same_with_the_library_and_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def epochs(folder: Path) -> list[Any]:
+    """Return the batches and bad samples of an epoch of each set in the folder, read in three ways."""
+    fields = {
+        "x": wt.array("x.npy", shape=(40, 40), dtype="uint8"),
+        "image": wt.image(size=16),
+        "label": wt.label(),
+    }
+    made = []
+    for name in ("sound", "damaged", "short"):
+        for chosen in (fields, {"x": fields["x"]}, None):
+            loader = wt.Loader(
+                folder / name, chosen, batch_size=7, on_error="replace", max_errors=1.0
+            )
+            batches = [
+                {
+                    key: str(value) if isinstance(value, list) else value.tolist()
+                    for key, value in batch.items()
+                }
+                for batch in loader
+            ]
+            made.append([batches, loader.report()["bad"], loader.report()["bad_reasons"]])
+            loader.close()
+    return made
+
+
+EPOCHS = """
+import json, sys
+from pathlib import Path
+from tests.memory.test_scatter import epochs
+print(json.dumps(epochs(Path(sys.argv[1]))))
+"""
+
+
+def test_a_loader_gives_the_same_with_the_library_and_without_it(tmp_path: Path) -> None:
     """Arrays, pictures and bytes; sound, damaged, and where a shard ends too soon."""
     values = np.random.default_rng(2).integers(0, 255, (60, 40, 40), np.uint8)
     for name in ("sound", "damaged", "short"):
@@ -359,36 +375,33 @@ def test_a_loader_gives_the_same_with_the_library_and_without_it(
         for at in range(5000, len(data), 1997):
             data[at] ^= name == "damaged"
         shard.write_bytes(data[: len(data) // 2 if name == "short" else None])
-    fields = {
-        "x": wt.array("x.npy", shape=(40, 40), dtype="uint8"),
-        "image": wt.image(size=16),
-        "label": wt.label(),
-    }
-    found = []
-    for library in (kernels.library, None):
-        monkeypatch.setattr(kernels, "library", library)
-        for name in ("sound", "damaged", "short"):
-            for what in (fields, {"x": fields["x"]}, None):
-                loader = wt.Loader(
-                    tmp_path / name,
-                    what,
-                    batch_size=7,
-                    on_error="replace",
-                    max_errors=1.0,
-                    tail="drop",
-                )
-                batches = [
-                    {
-                        key: value if isinstance(value, list) else value.tolist()
-                        for key, value in b.items()
-                    }
-                    for b in loader
-                ]
-                found.append((batches, loader.report()["bad"], loader.report()["bad_reasons"]))
-                loader.close()
-    half = len(found) // 2
-    assert found[:half] == found[half:]
-    assert [bad > 0 for _, bad, _ in found[:half]] == [False] * 3 + [True] * 6
+    run = [sys.executable, "-c", EPOCHS, str(tmp_path)]
+    environment = {**os.environ, kernels.DISABLE: "0"}
+    done = subprocess.run(
+        run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    made = epochs(tmp_path)
+    assert json.loads(done.stdout) == made
+    assert [bad > 0 for _, bad, _ in made] == [False] * 3 + [True] * 6
+
+
+@pytest.mark.slow
+def test_the_generic_code_keeps_the_promises_of_the_compiled_code(tmp_path: Path) -> None:
+    """The tests of scatter lists, checksums and forward reads, in a process without the library."""
+    files = ["memory/test_scatter.py", "reader/test_checksums.py"]
+    forward = "test_reading_is_forward_in_large_reads_with_one_shard_after_the_other"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", f"--basetemp={tmp_path / 'tests'}"),
+            *("-m", "not slow and not alone", f"tests/loader/test_loader.py::{forward}"),
+            *(f"tests/{name}" for name in files),
+        ],
+        cwd=ROOT,
+        env={**os.environ, kernels.DISABLE: "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 # --- the library -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from tests.support.readers import collected_batches
 from tests.support.servers import serving
 from wdstrain.memory.scatter import Ints
 from wdstrain.memory.shared import Memory
-from wdstrain.native import kernels
 from wdstrain.reader.arena_sink import ReadChecksums
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Offsets
@@ -147,14 +146,6 @@ def test_an_index_without_checksums_verifies_nothing(tmp_path: Path) -> None:
 # --- the checksums of one read --------------------------------------------------------------------
 
 
-@pytest.fixture(params=["in C", "in Python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "in Python":
-        monkeypatch.setattr(kernels, "library", None)
-    elif kernels.library is None:
-        pytest.skip("kernels.c was not compiled")
-
-
 def first_shard(index: Index) -> tuple[Memory, Ints]:
     """Return a memory with the bytes of the first shard, and the offsets of its samples."""
     memory, shard = Memory(100_000), Path(index.shards[0].path).read_bytes()
@@ -177,7 +168,6 @@ def checksums_of(
         ("member_offset", 1_000_000),
     ],
 )
-@pytest.mark.usefixtures("way")
 def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: int) -> None:
     """An index may claim any offset; checksums read the memory by address."""
     index = wt.index(made)
@@ -192,7 +182,6 @@ def test_a_field_beyond_the_memory_is_refused(made: Path, column: str, change: i
         checksums_of(index, index.offsets, memory, np.arange(20), offsets)
 
 
-@pytest.mark.usefixtures("way")
 def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
     index = wt.index(made)
     memory, offsets = first_shard(index)
@@ -207,7 +196,6 @@ def test_a_field_outside_its_sample_is_not_verified(made: Path) -> None:
 
 @pytest.mark.parametrize("names", [["png", "cls", "txt"], ["txt"], ["cls"], []])
 @pytest.mark.parametrize("ids", [range(5, 17), (5, 8, 9, 13)])
-@pytest.mark.usefixtures("way")
 def test_samples_are_verified_if_all_needed_fields_are_sound(
     made: Path, ids: Any, names: list[str]
 ) -> None:
@@ -237,7 +225,6 @@ def test_samples_are_verified_if_all_needed_fields_are_sound(
         memory.view[position] ^= 255
 
 
-@pytest.mark.usefixtures("way")
 def test_a_sample_is_verified_when_it_is_complete(made: Path) -> None:
     """A field that comes in two parts is not verified."""
     index = wt.index(made)

@@ -1,4 +1,4 @@
-"""Places are filled by threads that need no lock of Python's, with the compiled queue and without it."""
+"""I/O threads fill memory without the GIL, and report every read once."""
 
 from __future__ import annotations
 
@@ -27,22 +27,11 @@ from wdstrain.storage.io_pool import IOThreadPool
 BEFORE: set[threading.Thread] = set()
 DATA = np.random.default_rng(0).bytes(1_000_000)
 
-WAYS = [
-    pytest.param(
-        True,
-        id="compiled",
-        marks=pytest.mark.skipif(kernels.library is None, reason="there was no C compiler"),
-    ),
-    pytest.param(False, id="in Python"),
-]
+pytestmark = pytest.mark.skipif(kernels.library is None, reason="there was no C compiler")
 
 
-@pytest.fixture(params=WAYS)
-def hands(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, others: None
-) -> Iterator[IOThreadPool]:
-    if not request.param:
-        monkeypatch.setattr(kernels, "library", None)
+@pytest.fixture
+def hands(others: None) -> Iterator[IOThreadPool]:
     made = IOThreadPool(3)
     yield made
     made.stop()
@@ -58,9 +47,10 @@ def file(tmp_path: Path) -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True)
-def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads that are there before: of loaders of other tests, which nobody has collected yet."""
-    monkeypatch.setattr(sys.modules[__name__], "BEFORE", set(threading.enumerate()))
+def others() -> None:
+    """Note the threads that run before: those of loaders of other tests that are not collected yet."""
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
 
 
 def ours() -> list[str]:
@@ -151,12 +141,7 @@ def test_stop_waits_for_running_reads_and_reports_none_after_it(
     assert done.wait(30)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pool_without_references_ends_its_threads(
-    way: bool, file: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not way:
-        monkeypatch.setattr(kernels, "library", None)
+def test_a_pool_without_references_ends_its_threads(file: int) -> None:
     made, done = IOThreadPool(2), threading.Event()
     made.fill(file, 0, whole(Memory(50_000)), done.set)
     assert done.wait(30)
@@ -170,11 +155,7 @@ LEFT = """
     import numpy as np
     from wdstrain.memory.scatter import ScatterList
     from wdstrain.memory.shared import Memory
-    from wdstrain.native import kernels
     from wdstrain.storage.io_pool import IOThreadPool
-
-    if sys.argv[1] == "python":
-        kernels.library = None
 
     def child():
         global hands
@@ -183,7 +164,7 @@ LEFT = """
         print("child", flush=True)
 
     zero = np.zeros(1, np.int64)
-    hands, fd = IOThreadPool(2), os.open(sys.argv[2], os.O_RDONLY)
+    hands, fd = IOThreadPool(2), os.open(sys.argv[1], os.O_RDONLY)
     for _ in range(300):
         memory = Memory(1_000_000)
         hands.fill(fd, 0, ScatterList([memory], zero, zero, zero + memory.size), lambda: None)
@@ -194,19 +175,10 @@ LEFT = """
 """
 
 
-@pytest.mark.parametrize("way", ["compiled", "python"])
 def test_a_program_that_ends_meanwhile_ends_well_and_so_does_a_forked_child(
-    way: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_bytes(DATA)
-    words = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        textwrap.dedent(LEFT),
-        way,
-        str(tmp_path / "file"),
-    ]
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(LEFT), str(tmp_path / "file")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("child\nparent 0\n", "", 0)

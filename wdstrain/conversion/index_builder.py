@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.conversion.listing import Part
-from wdstrain.native.checksum import crc32
 from wdstrain.shards.offsets import Members, Offsets, check_field_count, firsts
 from wdstrain.shards.tar import BLOCK, header
 

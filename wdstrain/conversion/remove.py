@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.conversion.catalog import SpanCatalog, sample_meta
 from wdstrain.conversion.listing import Part
@@ -21,7 +22,6 @@ from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.sources.shards import read_keys
 from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
-from wdstrain.native.checksum import crc32
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_sizes, load

@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
@@ -28,7 +29,6 @@ import torch
 
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
-from wdstrain.memory.pinned import PageLock
 from wdstrain.memory.shared import Memory, Snapshot
 
 _log = logging.getLogger("wdstrain")
@@ -224,3 +224,32 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=_hooks.after_in_parent,
         after_in_child=_hooks.after_in_child,
     )
+
+
+class PageLock:
+    """Keeps a memory page-locked (pinned) while this object exists.
+
+    A CUDA device copies from such memory asynchronously. Lock it after the worker processes have
+    started: they write into the same pages and need not know of the lock.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        """Raises OSError if CUDA refuses to lock the memory."""
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error_code = int(cudart.cudaHostRegister(memory.address, memory.size, 0))
+        if error_code:
+            with suppress(RuntimeError):  # clears the error; the next call would raise it
+                torch.zeros(1, device="cuda")
+            raise OSError(
+                f"{memory.size / 1e6:.0f} MB could not be page-locked (CUDA error {error_code})"
+            )
+        # the finalizer refers to the map: pages must stay mapped until they are unlocked
+        weakref.finalize(
+            self, _unlock, cudart, memory.address, os.getpid(), memory.map
+        ).atexit = False
+
+
+def _unlock(cudart: Any, address: int, owner: int, _: Any) -> None:
+    """Unlock the pages, unless this is a forked child: the lock belongs to the process `owner`."""
+    if os.getpid() == owner:
+        cudart.cudaHostUnregister(address)

@@ -17,7 +17,7 @@ import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wdstrain.decode.image_formats import MAX_PIXELS, open_picture
-from wdstrain.decode.orientation import Pixels, jpeg_orientation, upright
+from wdstrain.decode.pixels import Pixels, jpeg_orientation, upright
 from wdstrain.errors import SampleError
 
 # limit for pixels x scans of a JPEG: an image of MAX_PIXELS may have 24 scans

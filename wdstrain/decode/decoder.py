@@ -12,8 +12,7 @@ from copy import copy
 from wdstrain.decode.bad_samples import substitute
 from wdstrain.decode.batch_bytes import BatchBytes
 from wdstrain.decode.field_decoder import decode_fields
-from wdstrain.decode.settings import DecoderSettings
-from wdstrain.decode.task import DecodedRows, Result, Task
+from wdstrain.decode.task import DecodedRows, DecoderSettings, Result, Task
 from wdstrain.decode.transform_runner import run_transform
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime.watchdog import ProgressCell

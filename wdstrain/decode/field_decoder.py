@@ -15,8 +15,7 @@ from wdstrain.decode.bad_samples import BadSample, is_incomplete, reason_of, sub
 from wdstrain.decode.batch_bytes import BatchBytes
 from wdstrain.decode.fields import Field, Image, read_field, torch_has
 from wdstrain.decode.label_fields import Label
-from wdstrain.decode.settings import DecoderSettings
-from wdstrain.decode.task import DecodedRows, Task
+from wdstrain.decode.task import DecodedRows, DecoderSettings, Task
 from wdstrain.decode.transforms import DRAWS
 from wdstrain.errors import SampleError
 from wdstrain.memory.shared import Memory

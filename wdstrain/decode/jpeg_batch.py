@@ -17,11 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.decode import libjpeg_turbo
 from wdstrain.decode.codecs import has_few_scans
 from wdstrain.decode.image_formats import MAX_PIXELS
-from wdstrain.decode.orientation import Pixels, stored_box, upright, upright_size
-from wdstrain.decode.resize import resize
+from wdstrain.decode.pixels import Pixels, resize, stored_box, upright, upright_size
 from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
 from wdstrain.native import kernels
 
@@ -73,7 +71,7 @@ def decode(
     out: uint8[b, height, width, 3]. draws: float64[b, DRAWS].
     row_address: address of an int64 that is set to each row before it is decoded.
     """
-    library, functions = kernels.library, libjpeg_turbo.functions()
+    library, functions = kernels.library, kernels.libjpeg_turbo()
     if library is None or functions is None or not out.flags.c_contiguous:
         return set()
     plain = _find_plain(library, functions, images, rows, out.shape[1:3], augment, draws)

@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 
 from wdstrain.decode.bad_samples import BadSample, is_incomplete, reason_of, substitute
 from wdstrain.decode.batch_bytes import BatchBytes
-from wdstrain.decode.settings import Collate, DecoderSettings
-from wdstrain.decode.task import DecodedRows, Task
+from wdstrain.decode.task import Collate, DecodedRows, DecoderSettings, Task
 from wdstrain.order.rng import key
 from wdstrain.runtime.watchdog import ProgressCell
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from wdstrain.decode import augment_policies
-from wdstrain.decode.orientation import Box, Pixels
+from wdstrain.decode.pixels import Box, Pixels
 from wdstrain.errors import UsageError
 
 Draws = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from typing import Any
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import with_classes
-from wdstrain.decode.settings import Collate, Transform
+from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.epoch import EpochBatches
 from wdstrain.loader.options import LoaderOptions, OnError, StartMethod

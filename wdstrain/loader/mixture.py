@@ -10,7 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from wdstrain.decode.fields import Field
-from wdstrain.decode.settings import Transform
+from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import MixedSources, open_shards

@@ -13,7 +13,7 @@ import torch
 
 from wdstrain.decode.fields import Field, fits_batch_memory
 from wdstrain.decode.pickling import check_picklable
-from wdstrain.decode.settings import Collate, Transform
+from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import Tail, integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size

@@ -11,7 +11,7 @@ from wdstrain.decode.fields import Field
 from wdstrain.decode.flight import Flight, flight_of
 from wdstrain.decode.label_columns import LabelColumn, label_columns
 from wdstrain.decode.label_fields import is_light
-from wdstrain.decode.settings import Collate, DecoderSettings, Transform
+from wdstrain.decode.task import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder, Workers
 from wdstrain.loader.task_blocks import TaskBuilder

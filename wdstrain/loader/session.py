@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from wdstrain.decode import libjpeg_turbo
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.batch_stream import OVER
 from wdstrain.loader.pipeline import Pipeline
@@ -183,7 +182,7 @@ def log_slow_paths() -> None:
             "code is used. For the fast one, install a C compiler and reinstall wdstrain (in a "
             "clone: python scripts/compile.py)."
         )
-    if libjpeg_turbo.functions() is None:
+    if kernels.libjpeg_turbo() is None:
         _log.info(
             "libjpeg-turbo 3 was not found, so each JPEG is decoded as a whole, even if a crop "
             "needs a part of it. For faster decoding: pip install turbojpeg"

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 
 from wdstrain.native import kernels
-from wdstrain.native.checksum import crc32
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -1,15 +1,19 @@
 """Binding of the C library (`kernels.c`). Without the library, Python does the same work, slower.
 
 `scripts/compile.py` compiles it when the package is installed and a C compiler is there. `library`
-is None if it is missing, was compiled from another source, or isal's crc32 cannot be called.
+is None if it is missing, was compiled from another source, or isal's crc32 cannot be called. The
+environment variable WDSTRAIN_NATIVE=0 leaves it out, to find out whether it is at fault.
 """
 
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
+from importlib.util import find_spec
 from typing import Any
 
 from isal import isal_zlib
@@ -17,6 +21,15 @@ from isal import isal_zlib
 SOURCE, PATH = (
     os.path.join(os.path.dirname(__file__), name) for name in ("kernels.c", "libkernels.so")
 )
+_TURBO_FUNCTIONS = (  # in the order of `turbo` in kernels.c
+    "tj3DecompressHeader",
+    "tj3Get",
+    "tj3SetCroppingRegion",
+    "tj3Decompress8",
+    "tj3Init",
+    "tj3Destroy",
+)
+DISABLE = "WDSTRAIN_NATIVE"
 _CRC32_CHECK = b"123456789", 0xCBF43926  # the check value of crc32
 
 
@@ -105,5 +118,38 @@ def _declare(library: Any, keeping_gil: Any) -> None:
         function.restype, function.argtypes = result, arguments
 
 
+@lru_cache(maxsize=1)
+def libjpeg_turbo() -> Any:
+    """Return the addresses of functions of libjpeg-turbo 3 for `kernels.c`; None without it.
+
+    It can decode a region of a JPEG. It is loaded, not built: from the package `turbojpeg`, which is
+    a dependency except on Python 3.14, or from the system. simplejpeg contains one too, but does
+    not export it. Without it, JPEGs are decoded whole, to the same pixels.
+    """
+    for path in _turbo_paths():
+        try:
+            library = ctypes.CDLL(path)
+            addresses = [
+                ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+                for name in _TURBO_FUNCTIONS
+            ]
+        except (OSError, AttributeError):  # no such library, or version 2
+            continue
+        return (ctypes.c_void_p * len(addresses))(*addresses)
+    return None
+
+
+def _turbo_paths() -> list[str]:
+    """Return the files to try: the library of the package, then that of the system."""
+    spec = find_spec("turbojpeg")
+    packaged: list[str] = []
+    # only an absolute folder is searched: a relative pattern could load a file of the working
+    # directory, and so run its code
+    if spec is not None and spec.origin:
+        folder = os.path.join(os.path.dirname(spec.origin), "turbojpeg.libs")
+        packaged = sorted(glob.glob(os.path.join(glob.escape(folder), "libturbojpeg*")))
+    return [*packaged, "libturbojpeg.so.0"]
+
+
 checksum = _crc32_address()
-library = load_library()
+library: Any = None if os.environ.get(DISABLE) == "0" else load_library()

@@ -1,7 +1,7 @@
 """Fields whose arrays are read straight into their batch.
 
-Conditions: local shards, no padding, the same fields in the same order in every sample, and one
-size for all arrays of the field. Otherwise arrays go through the arena.
+Conditions: local shards, no padding, the same fields in the same order in every sample, one size for
+all arrays of the field, and the C library. Otherwise arrays go through the arena.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.errors import WdstrainError
-from wdstrain.native.checksum import crc32
+from wdstrain.native import kernels
 from wdstrain.order.plan import Order, Plan, has_padding
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
@@ -131,7 +132,7 @@ def find_direct_fields(
     """
     if fields is None or not isinstance(plan, Plan) or has_padding(plan):
         return {}
-    if any(is_remote(shard.path) for shard in index.shards):
+    if kernels.library is None or any(is_remote(shard.path) for shard in index.shards):
         return {}
     table = index.offsets
     count = int(table.member_first[1] - table.member_first[0])

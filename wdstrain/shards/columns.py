@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from wdstrain.errors import WdstrainError
@@ -342,10 +341,3 @@ def _kind(value: Any) -> str:
 def _valid_text(text: str) -> str:
     """Return a text that UTF-8 can hold: a lone surrogate becomes a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def code_array(column: Column) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return (class numbers int32[n], is missing bool[n]) of a class column."""
-    codes = column.values.indices
-    missing = np.asarray(codes.is_null())
-    return np.asarray(codes.fill_null(0)), missing

@@ -3,7 +3,9 @@
 A Python thread that has read some megabytes must wait for the GIL before it can start the next
 read, while the training loop takes batch after batch. The pending reads therefore lie in a queue in
 C (`native/kernels.c`), from which the I/O threads take them without the GIL. One more thread
-calls the callbacks. Without the C library the queue is Python's.
+calls the callbacks.
+
+It needs the C library: without it, arrays are not read straight into batches.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ import ctypes
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from wdstrain.memory.scatter import ScatterList
 from wdstrain.native import kernels
@@ -30,22 +30,6 @@ class _Read(NamedTuple):
     offset: int
     target: ScatterList
     on_done: Callable[[], None]
-
-
-class _Queue(Protocol):
-    """Queue of pending reads, by number, and of completed ones."""
-
-    def put(self, number: int, read: _Read) -> bool:
-        """Append a read. Returns False if the queue is closed or has no memory."""
-
-    def run(self) -> None:
-        """Run pending reads until the queue is closed."""
-
-    def next(self, reads: dict[int, _Read]) -> _Read | None:
-        """Wait for a completed read, remove it from `reads` and return it; None once closed."""
-
-    def close(self) -> None:
-        """Drop pending and completed reads. Running ones end normally."""
 
 
 class IOThreadPool:
@@ -91,7 +75,7 @@ class IOThreadPool:
     def _reset(self) -> None:
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._queue: _Queue = _PythonQueue() if kernels.library is None else _NativeQueue()
+        self._queue = _Queue()
         self._numbers, self._reads = count(), dict[int, _Read]()
         self._threads: list[threading.Thread] = []
         # Also at the end of the program: the threads write to memory that would be freed.
@@ -114,21 +98,24 @@ def _run_callbacks(queue: _Queue, reads: dict[int, _Read]) -> None:
         del read  # while this thread waits it must not keep the target's memory
 
 
-class _NativeQueue:
-    """Queue in C. Its threads take no GIL."""
+class _Queue:
+    """Queue in C of pending reads, by number, and of completed ones. Its threads take no GIL."""
 
     def __init__(self) -> None:
         self._queue = ctypes.create_string_buffer(kernels.library.queue_size())
         kernels.library.queue_init(self._queue)
 
     def put(self, number: int, read: _Read) -> bool:
+        """Append a read. Returns False if the queue is closed or has no memory."""
         request = read.target.fill_request(read.fd, read.offset, read.target.left)
         return int(kernels.library.queue_put(self._queue, number, ctypes.byref(request))) == 0
 
     def run(self) -> None:
+        """Run pending reads until the queue is closed."""
         kernels.library.queue_work(self._queue)
 
     def next(self, reads: dict[int, _Read]) -> _Read | None:
+        """Wait for a completed read, remove it from `reads` and return it; None once closed."""
         size = ctypes.c_int64()
         number = int(kernels.library.queue_next(self._queue, ctypes.byref(size)))
         read = reads.pop(number, None)
@@ -137,49 +124,5 @@ class _NativeQueue:
         return read
 
     def close(self) -> None:
+        """Drop pending and completed reads. Running ones end normally."""
         kernels.library.queue_close(self._queue)
-
-
-class _PythonQueue:
-    """Queue in Python."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending, self._completed = deque[tuple[int, _Read]](), deque[int]()
-        self._closed = False
-
-    def put(self, number: int, read: _Read) -> bool:
-        with self._changed:
-            if not self._closed:
-                self._pending.append((number, read))
-                self._changed.notify_all()
-            return not self._closed
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._closed)
-                if self._closed:
-                    return
-                number, read = self._pending.popleft()
-            offset, target = read.offset - read.target.filled, read.target
-            with suppress(Exception):  # the caller sees that the target is not full
-                while target.left and target.read(read.fd, offset + target.filled):
-                    pass
-            del read, target  # while this thread waits it must not keep the target's memory
-            with self._changed:
-                if not self._closed:
-                    self._completed.append(number)
-                    self._changed.notify_all()
-
-    def next(self, reads: dict[int, _Read]) -> _Read | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._completed or self._closed)
-            return reads.pop(self._completed.popleft()) if self._completed else None
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._pending.clear()
-            self._completed.clear()
-            self._changed.notify_all()

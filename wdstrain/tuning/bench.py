@@ -18,7 +18,7 @@ from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import field_of
-from wdstrain.decode.settings import Transform
+from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards

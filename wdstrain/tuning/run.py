@@ -9,7 +9,7 @@ from typing import Any
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.pickling import check_picklable
-from wdstrain.decode.settings import Transform
+from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.options import takes_rng

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.conversion.catalog import SpanCatalog, sample_meta
 from wdstrain.conversion.listing import (
@@ -29,7 +30,6 @@ from wdstrain.conversion.options import TarsOptions
 from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.native.checksum import crc32
 from wdstrain.shards.declare import with_label
 from wdstrain.shards.expressions import Expression
 from wdstrain.shards.index import Index, Label

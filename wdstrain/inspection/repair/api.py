@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from isal.isal_zlib import crc32
+
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.shard_writer import write_samples
@@ -24,7 +26,6 @@ from wdstrain.inspection.verify.decode_check import FieldReaders, decode_error
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.header_search import holds_header
 from wdstrain.loader.stats import Finding
-from wdstrain.native.checksum import crc32
 from wdstrain.shards.index import Index, join, with_labels
 from wdstrain.shards.index_io import TABLE_NAME, is_wdstrain_index, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from wdstrain.decode.bad_samples import MISMATCH
 from wdstrain.decode.codecs import decode_image
@@ -31,7 +32,6 @@ from wdstrain.inspection.show.values import (
     thumbnail,
     to_image,
 )
-from wdstrain.native.checksum import crc32
 from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
 from wdstrain.runtime.byte_sizes import format_size

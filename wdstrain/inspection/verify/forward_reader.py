@@ -10,8 +10,9 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from isal.isal_zlib import crc32
+
 from wdstrain.errors import ShardError, StorageError
-from wdstrain.native.checksum import crc32
 from wdstrain.storage.local import LocalFile, Source
 from wdstrain.storage.remote import is_remote, open_remote, redacted
 

@@ -1,6 +1,9 @@
-"""EXIF orientation of JPEGs: reading it, and turning pixels upright."""
+"""Pixels of decoded images: turned upright by their EXIF orientation, and resized."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,3 +57,29 @@ def upright(pixels: Pixels, orientation: int) -> Pixels:
         turned.ctypes.data, pixels.ctypes.data, *pixels.shape[:2], *pixels.strides[:2]
     )
     return turned
+
+
+def resize(pixels: Pixels, out: Pixels) -> None:
+    """Resize an image into `out`: bilinear, with anti-aliasing. uint8[height, width, 3] each.
+
+    As torchvision does it. Images of the same size are copied. The two must not overlap.
+    """
+    if pixels.shape == out.shape:
+        np.copyto(out, pixels)
+        return
+    torch = _torch()
+    # From a batch of one, permuted after its first stride is set, torch takes and makes images with
+    # channels last. Otherwise this takes twice as long.
+    source, target = (
+        torch.from_numpy(image).unsqueeze(0).permute(0, 3, 1, 2) for image in (pixels, out)
+    )
+    size = out.shape[:2]
+    target.copy_(torch.nn.functional.interpolate(source, size, mode="bilinear", antialias=True))
+
+
+@cache
+def _torch() -> Any:
+    """Return torch, imported with the first image: a command that only names fields starts quickly."""
+    import torch
+
+    return torch
