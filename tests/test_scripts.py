@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,17 @@ def test_the_training_script_trains_and_prints_each_epoch(
     printed = run("train", *words, monkeypatch=monkeypatch, capsys=capsys)
     assert re.search(r"^epoch 2: \d+ samples/s, .*accuracy", printed, re.MULTILINE)
     assert (tmp_path / "run" / "checkpoints" / "last.pt").exists()
+
+
+def test_the_page_and_the_chart_of_results_are_those_of_the_measured_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script writes, from a copy of its folder, the files that are in the repository."""
+    source, chart = ROOT / "scripts" / "benchmarks", ROOT / "docs" / "images" / "benchmark.svg"
+    copy = tmp_path / "scripts" / "benchmarks"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("RESULTS.md", "__pycache__"))
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(copy))
+    runpy.run_path(str(copy / "results_page.py"), run_name="__main__")
+    assert (copy / "RESULTS.md").read_text() == (source / "RESULTS.md").read_text()
+    assert (tmp_path / "docs" / "images" / "benchmark.svg").read_text() == chart.read_text()

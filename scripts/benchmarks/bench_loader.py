@@ -1,8 +1,8 @@
 """How fast our loader is, beside its peers on the same images and beside what arithmetic allows.
 
     .venv/bin/python scripts/benchmarks/bench_loader.py            (some ten minutes; --quick for a look, --case R1 for one case)
-    .venv/bin/python scripts/benchmarks/bench_loader.py --json > loader.json
-    .venv/bin/python scripts/benchmarks/results_page.py loader.json            (writes RESULTS.md)
+    .venv/bin/python scripts/benchmarks/bench_loader.py --json > scripts/benchmarks/results/loader.json
+    .venv/bin/python scripts/benchmarks/results_page.py            (writes RESULTS.md and the chart of the README)
 
 Every contender delivers images or arrays with their labels, in whole epochs: a turn begins at the end of an epoch and ends at the end
 of a later one, so the batches that are ready at its beginning are as many as those at its end. Ours is what `pip install .` installs.

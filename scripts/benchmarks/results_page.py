@@ -1,20 +1,24 @@
-"""RESULTS.md from what the benchmarks printed with --json.
+"""Write RESULTS.md and the chart of the README from the JSON in results/.
 
-    python scripts/benchmarks/bench_loader.py --json > loader.json
-    python scripts/benchmarks/results_page.py loader.json
+    python scripts/benchmarks/bench_loader.py --json > scripts/benchmarks/results/loader.json
+    python scripts/benchmarks/results_page.py
 
-Each argument is the JSON of a run. A later run replaces the cases that it measured again.
+`loader.json` is what `bench_loader.py --json` prints. The other files hold tables: a machine in words,
+and for each table a title, columns and rows. A new run overwrites its file.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("RESULTS.md")
+from chart import Bar, Panel, chart
+
+HERE = Path(__file__).parent
+PAGE, RESULTS = HERE / "RESULTS.md", HERE / "results"
+CHART = HERE.parents[1] / "docs" / "images" / "benchmark.svg"
 TITLES = {
     "R1": "R1: JPEG 500x375, random resized crop 224 and flip, with label, batch 64",
     "R2": "R2: JPEG 128x128, flip, with label, batch 32",
@@ -25,32 +29,47 @@ TITLES = {
     "R7": "R7: memory",
     "R8": "R8: what must have no influence",
 }
+NAMES = {
+    "ImageFolder-tv": "ImageFolder, torchvision decoder",
+    "webdataset-tv": "webdataset, torchvision decoder",
+    "ours, workers": "wdstrain, worker processes",
+    "ours, threads": "wdstrain, threads",
+}
 
 
 def main() -> None:
-    runs = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    if not runs:
-        sys.exit("usage: results_page.py RUN.json ...")
-    latest = {case: (found, run) for run in runs for case, found in run["cases"].items()}
+    PAGE.write_text(page())
+    CHART.write_text(chart(_panels(json.loads((RESULTS / "loader.json").read_text())["cases"])))
+    print(f"{PAGE}\n{CHART}")
+
+
+def page() -> str:
+    """Return RESULTS.md."""
+    loader = json.loads((RESULTS / "loader.json").read_text())
     parts = [
         "# Results",
-        "Made by `results_page.py` from the JSON of `bench_loader.py`; do not edit. Whole epochs, "
-        "images or arrays with their labels, one worker process or thread per core.",
+        "Written by `results_page.py` from `results/*.json`; do not edit. Ratios carry over to other "
+        "machines, samples/s do not.",
+        "# Loader beside its peers",
+        "`bench_loader.py`: whole epochs, images or arrays with their labels, one worker process or "
+        "thread per core. " + _conditions(loader["conditions"]),
     ]
-    for case in sorted(latest):
-        found, run = latest[case]
-        parts += [f"## {TITLES.get(case, case)}", _conditions(run["conditions"])]
+    for case, found in sorted(loader["cases"].items()):
+        parts.append(f"## {TITLES.get(case, case)}")
         parts += [table for table in (_rates(found), _goals(found)) if table]
-    PAGE.write_text("\n\n".join(parts) + "\n")
-    print(f"{PAGE}: {len(latest)} cases of {len(runs)} runs")
+    for path in sorted(RESULTS.glob("*.json")):
+        if path.stem != "loader":
+            parts += _tables(json.loads(path.read_text()))
+    return "\n\n".join(parts) + "\n"
 
 
 def _conditions(about: dict[str, Any]) -> str:
     installed = ", ".join(f"{name} {version}" for name, version in about["installed"].items())
-    quick = ", quick run" if about["quick"] else ""
+    machine = about.get("machine", f"{about['cores']} cores")
+    quick = " Quick run." if about["quick"] else ""
     return (
-        f"{about['date']}, commit {about['commit']}, {about['cores']} cores, "
-        f"Python {about['python']}, {installed}{quick}"
+        f"{about['date']}, {machine}, Python {about['python']}, {installed}, "
+        f"commit {about['commit']}.{quick}"
     )
 
 
@@ -60,8 +79,9 @@ def _rates(found: dict[str, Any]) -> str:
     rows = ["| | samples/s, median | lowest | highest |", "|---|---|---|---|"]
     for name in sorted(turns, key=lambda name: -statistics.median(turns[name])):
         rates = turns[name]
-        values = (statistics.median(rates), min(rates), max(rates))
-        rows.append(f"| {name} | " + " | ".join(f"{value:,.0f}" for value in values) + " |")
+        values = [statistics.median(rates)] + ([min(rates), max(rates)] if len(rates) > 1 else [])
+        cells = [f"{value:,.0f}" for value in values] + [""] * (3 - len(values))
+        rows.append(f"| {NAMES.get(name, name)} | " + " | ".join(cells) + " |")
     return "\n".join(rows) if turns else ""
 
 
@@ -71,6 +91,34 @@ def _goals(found: dict[str, Any]) -> str:
         met = "met" if goal["met"] else "missed"
         rows.append(f"| {name} | {goal['value']:.2f} | {goal['goal']:g} | {met} |")
     return "\n".join(rows) if len(rows) > 2 else ""
+
+
+def _tables(run: dict[str, Any]) -> list[str]:
+    """Return the headings, notes and tables of one file."""
+    parts = []
+    for table in run["tables"]:
+        lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+        notes = " ".join(
+            filter(None, [f"`{run['script']}`: {run['machine']}.", table.get("notes")])
+        )
+        grid = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        parts += [f"# {table['title']}", notes, grid]
+    return parts
+
+
+def _panels(cases: dict[str, Any]) -> list[Panel]:
+    """Return a panel for each case with peers: the better of wdstrain's two, then each library once."""
+    panels = []
+    for case in ("R1", "R2", "R3"):
+        best: dict[str, float] = {}
+        for name, rates in cases.get(case, {}).get("turns", {}).items():
+            library = "wdstrain" if name.startswith("ours") else name.removesuffix("-tv")
+            if rates and not name.startswith(("decode", "readinto")):
+                best[library] = max(best.get(library, 0), statistics.median(rates))
+        bars = [Bar(name, rate) for name, rate in sorted(best.items(), key=lambda bar: -bar[1])]
+        if bars:
+            panels.append(Panel(TITLES[case].partition(": ")[2], bars))
+    return panels
 
 
 if __name__ == "__main__":

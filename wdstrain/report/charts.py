@@ -318,7 +318,7 @@ p{margin:0 0 10px}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--line)}
-.legend span{margin-right:14px;color:var(--soft)}
+.legend span{display:inline-block;margin-right:14px;color:var(--soft)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:500;padding:2px 10px 2px 0;vertical-align:top}

@@ -234,10 +234,13 @@ def read_document(path: str) -> dict[str, Any]:
     try:
         data = read_whole(path)
         if data is None:
-            reason = ""
+            reason, advice = "", "Check the address."
             if is_remote(path):
                 reason = ", or may not be read (the server answered 404, 410 or 403)"
-            raise ShardError(f"{_shown(path)} is not there{reason}. Check the address.")
+                advice += (
+                    " Shards without an index are named with braces: train-{000000..000041}.tar"
+                )
+            raise ShardError(f"{_shown(path)} is not there{reason}. {advice}")
         document: dict[str, Any] = _parsed(data)
         labels_of(document)
         splits_of(document)

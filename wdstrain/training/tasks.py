@@ -47,7 +47,8 @@ class Task:
             )
         if labels is None and len(known) > 1:
             raise UsageError(
-                f"the index has several labels: {', '.join(known)}. Name some with label=a,b."
+                f"the index has several labels: {', '.join(known)}. "
+                f"Name those to learn, such as label={','.join(known)}."
             )
         heads = tuple(_parse_head(known, word) for word in (labels or next(iter(known))).split(","))
         if len({head.name for head in heads}) < len(heads):
