@@ -9,6 +9,9 @@ import itertools
 import json
 import logging
 import os
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -211,6 +214,146 @@ def test_shards_are_uploaded_as_they_are_finished_and_take_no_local_space(
     assert stored(f"{bucket}/p") == files(tmp_path / "here")
     assert not list_folder_of(f"{bucket}/p/.unfinished/")
     assert not list(places.iterdir())
+
+
+def test_a_conversion_that_was_refused_without_resume_can_still_be_resumed(
+    bucket: str, photos: Path, tmp_path: Path
+) -> None:
+    """The refused call must not delete what the interrupted one uploaded."""
+
+    def break_off(step: Step) -> None:
+        if step.title == "packing" and step.done > 30:
+            raise BrokenOffError
+
+    with pytest.raises(BrokenOffError):
+        wt.convert_folder(
+            photos, f"{bucket}/p", max_shard_samples=10, num_workers=1, progress=break_off
+        )
+    with pytest.raises(UsageError, match=r"unfinished conversion\. Continue it with resume=True"):
+        wt.convert_folder(photos, f"{bucket}/p", max_shard_samples=10)
+    wt.convert_folder(photos, f"{bucket}/p", max_shard_samples=10, resume=True)
+    wt.convert_folder(photos, tmp_path / "here", max_shard_samples=10)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
+def changes(photos: Path, new: Path, out: str) -> dict[str, list[str]]:
+    """Return the commands that make a set, append to it and remove from it."""
+    size = ["--max-shard-samples", "10"]
+    return {
+        "make": ["convert", "folder", str(photos), out, *size],
+        "append": ["convert", "folder", str(new), out, "--append", *size],
+        "remove": ["remove", out, "--where", "key < 'cat/014' or key == 'dog/new01'"],
+    }
+
+
+def test_a_set_in_a_bucket_grows_and_shrinks_like_one_on_the_disk(
+    bucket: str, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = write_class_folder(tmp_path / "new", {"dog": 13}, "jpg")
+    for path in (new / "dog").iterdir():
+        path.rename(path.with_name(f"new{path.name}"))
+    remote, local = (changes(photos, new, out) for out in (f"{bucket}/p", f"{tmp_path}/here"))
+    capsys.readouterr()
+    for name in ("make", "append", "remove"):
+        if name != "make":
+            for words in (remote, local):
+                assert main([*words[name], "--dry-run", "--json"]) == 0
+            printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            assert printed[0].get("removed") == printed[1].get("removed")
+            assert printed[0]["samples"] == printed[1]["samples"]
+        for words in (remote, local):
+            assert main([*words[name], "-q"]) == 0
+        assert stored(f"{bucket}/p") == files(tmp_path / "here")
+        capsys.readouterr()
+    assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
+    assert not list_folder_of(f"{bucket}/p/.unfinished/")
+    assert wt.verify(f"{bucket}/p").ok
+    with pytest.raises(UsageError, match=f"of 13 keys are in {bucket}/p already"):
+        wt.convert_folder(new, f"{bucket}/p", append=True)
+    with pytest.raises(ShardError, match=r"none/index.json is not there"):
+        wt.convert_folder(new, f"{bucket}/none", append=True)
+    assert stored(f"{bucket}/p") == files(tmp_path / "here")
+
+
+class Killer(logging.Handler):
+    """Counts the requests that change a bucket; kills a process after one of them."""
+
+    def __init__(self, moment: int) -> None:
+        super().__init__()
+        self.moment, self.count, self.process = moment, 0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if any(f"{method} /" in record.getMessage() for method in ("PUT", "POST", "DELETE")):
+            self.count += 1
+            if self.count == self.moment:
+                os.kill(self.process, signal.SIGKILL)
+
+
+def run_and_kill(words: list[str], moment: int) -> tuple[int, int]:
+    """Run a command and kill it after a request. Returns its exit code and the requests."""
+    log, killer = logging.getLogger("werkzeug"), Killer(moment)
+    level = log.level
+    log.addHandler(killer)
+    log.setLevel(logging.INFO)
+    try:
+        with subprocess.Popen([sys.executable, "-m", "wdstrain", *words, "-q"]) as process:
+            killer.process = process.pid
+        return process.returncode, killer.count
+    finally:
+        log.removeHandler(killer)
+        log.setLevel(level)
+
+
+def killed_changes(bucket: str, photos: Path, tmp_path: Path, verb: str, moments: Any) -> None:
+    new = write_class_folder(tmp_path / "new", {"dog": 25}, "jpg")
+    for path in (new / "dog").iterdir():
+        path.rename(path.with_name(f"new{path.name}"))
+    local = changes(photos, new, f"{tmp_path}/here")
+    assert main([*local["make"], "-q"]) == 0
+    states = [files(tmp_path / "here")]
+    assert main([*local[verb], "-q"]) == 0
+    states.append(files(tmp_path / "here"))
+    remote = changes(photos, new, f"{bucket}/whole")
+    assert main([*remote["make"], "-q"]) == 0
+    code, total = run_and_kill(remote[verb], 1 << 30)
+    assert code == 0
+    keys = [sorted(wt.open(f"{bucket}/whole").table["key"].to_pylist())]
+    seen = set()
+    for moment in moments(total):
+        out = f"{bucket}/{moment}"
+        remote = changes(photos, new, out)
+        assert main([*remote["make"], "-q"]) == 0
+        keys[1:] = [sorted(wt.open(out).table["key"].to_pylist())]
+        assert run_and_kill(remote[verb], moment)[0] == -signal.SIGKILL
+        assert wt.verify(out).ok
+        now = sorted(wt.open(out).table["key"].to_pylist())
+        assert now in keys
+        seen.add(keys.index(now))
+        again = ["--resume"] if verb == "append" else []
+        if verb == "remove" and now == keys[0]:
+            again = ["--dry-run"]  # completes what was decided, and finds nothing left to do
+        assert main([*remote[verb], *again, "-q"]) == 0
+        assert stored(out) == states[1]
+        assert not list_folder_of(f"{out}/.unfinished/")
+        assert not list((tmp_path / "cache" / "wdstrain" / "outgoing").iterdir())
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_change_in_a_bucket_that_is_killed_leaves_the_old_set_or_the_new_one(
+    bucket: str, photos: Path, tmp_path: Path, verb: str
+) -> None:
+    killed_changes(bucket, photos, tmp_path, verb, lambda total: [total // 2, total - 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.parametrize("verb", ["append", "remove"])
+def test_a_change_in_a_bucket_that_is_killed_anywhere_leaves_one_whole_set(
+    bucket: str, photos: Path, tmp_path: Path, verb: str
+) -> None:
+    killed_changes(bucket, photos, tmp_path, verb, lambda total: range(1, total))
 
 
 THEIRS = json.dumps(

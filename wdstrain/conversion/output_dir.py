@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,21 +35,33 @@ _CALL = "call.json"  # arguments of the conversion
 _LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
 _LOCK_POLL = 0.02  # seconds
 
+Publish = Callable[[list[str], list[str]], None]  # names of new files, of shards to delete
+
 
 class OutputTransaction:
     """The staging directory in `out`, locked by this process.
 
     is_complete: nothing is left to do: `out` holds a finished conversion, or one whose exchange was
     completed now. completed_update: arguments of an update that was killed before and was completed
-    now; empty if there was none.
+    now; empty if there was none. shown: where the set is, for messages.
     """
 
-    def __init__(self, out: str, *, overwrite: bool, resume: bool, update: bool = False) -> None:
+    def __init__(
+        self,
+        out: str,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        update: bool = False,
+        shown: str | None = None,
+        publish: Publish | None = None,
+    ) -> None:
         """update: `out` holds a finished set that is to be changed.
 
-        Raises UsageError if the folder is in use and no option allows it.
+        publish: called before an update ends, and again after a kill. Raises UsageError if the folder is in use and no option allows it.
         """
         self.out, self.path = out, os.path.join(out, UNFINISHED)
+        self.shown, self._publish = shown or out, publish
         self.is_complete, self.completed_update = False, dict[str, Any]()
         self._created, self._lock_fd = not os.path.exists(out), -1
         try:
@@ -106,12 +118,12 @@ class OutputTransaction:
         data = read_whole(listed)
         if os.path.exists(self._swapping) or data is None or is_foreign(data):
             raise UsageError(
-                f"{self.out} holds no finished set of shards with an index. Name the folder of one."
+                f"{self.shown} holds no finished set of shards with an index. Name the folder of one."
             )
         begun = os.path.exists(os.path.join(self.path, _CALL))
         if begun and not resume:
             raise UsageError(
-                f"{self.out} holds an unfinished conversion. Continue it with resume=True, "
+                f"{self.shown} holds an unfinished conversion. Continue it with resume=True, "
                 f"or delete {self.path}"
             )
         self._lock(create=True)
@@ -267,6 +279,8 @@ class OutputTransaction:
                     os.replace(os.path.join(shards, name), os.path.join(self.out, final))
             sync_folder(self.out)
             move_index(shards, self.out)
+            if self._publish is not None:
+                self._publish(list(record["files"]), record["gone"])
             for name in record["gone"]:
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.out, os.path.basename(name)))

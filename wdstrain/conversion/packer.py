@@ -159,8 +159,8 @@ class Packer:
                 self._transaction.clear()
                 return appended_result(self._former)
             with self._refusal():
-                check_labels(self._former, labels, self._transaction.out)
-                check_keys(self._former, source, numbers, self._transaction.out)
+                check_labels(self._former, labels, self._transaction.shown)
+                check_keys(self._former, source, numbers, self._transaction.shown)
         catalog, recipe, options = source, Recipe.of(self._options), self._options
         at = np.arange(len(source.sizes))  # number in the source of each sample of the catalog
         if recipe.changes:
@@ -322,7 +322,7 @@ class Packer:
         index = replace(with_labels(join(parts), labels), info=info)
         if former is not None:
             with self._refusal():
-                index = joined(former, index, self._transaction.out)
+                index = joined(former, index, self._transaction.shown)
             call = call_of(self._source, self._options, former)
             entry = {**info, "source": call["source"], "limited": limited}
             index = replace(index, info=appended_info(former, entry))
@@ -334,9 +334,7 @@ class Packer:
             save_index(index, folder)
             files |= {TABLE_NAME: TABLE_NAME, INDEX_NAME: INDEX_NAME}
             self._transaction.replace_set(folder, files)
-        if self._write:
-            index = _moved(index, self._transaction.out)
-        return ConversionResult(
+        result = ConversionResult(
             index,
             listed,
             bad,
@@ -347,6 +345,7 @@ class Packer:
             limited,
             divided,
         )
+        return result.moved_to(self._transaction.out) if self._write else result
 
     def _split_record(self, samples: ClassCounts) -> dict[str, Any]:
         """Return how the splits were made, and the shares that they got."""
@@ -467,12 +466,6 @@ def _renumbered(
         files[name] = shard.name
         parts.append(replace(part.index, shards=(replace(shard, path=os.path.join(folder, name)),)))
     return parts, files
-
-
-def _moved(index: Index, folder: str) -> Index:
-    """Return an index whose shards lie in another folder."""
-    shards = tuple(replace(shard, path=os.path.join(folder, shard.name)) for shard in index.shards)
-    return replace(index, shards=shards)
 
 
 def _no_samples(source: Source) -> SourceError:

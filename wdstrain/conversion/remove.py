@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
+from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.catalog import SpanCatalog, sample_meta
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.output_dir import OutputTransaction, free_number
 from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.sources.shards import read_keys
+from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
@@ -28,6 +30,7 @@ from wdstrain.shards.index_io import check_sizes, load
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.resolve import class_counts, open_index
 from wdstrain.storage.addresses import INDEX_NAME, Urls
+from wdstrain.storage.object_store import is_object
 from wdstrain.storage.remote import is_remote, redacted
 
 _READ = 16 << 20  # bytes of samples read at a time
@@ -64,26 +67,53 @@ def remove(
     urls: a folder with an index, or shards of one. where: a condition on the columns of the index,
     such as "label == 'blurred'". keys: a list of keys, or a file with one key on each line.
     dry_run: count only. A killed call is completed or started again by the same call. Raises
-    UsageError for a set that is not on this machine, and if no sample would be left; SourceError
-    for keys that no shard has; ShardError for a sample whose bytes have changed.
+    UsageError for a set that is not on a disk or in a bucket, and if no sample would be left;
+    SourceError for keys that no shard has; ShardError for a sample whose bytes have changed.
     """
     if (where is None) == (keys is None):
         raise UsageError("remove needs where or keys. Give one of them.")
     wanted = _wanted(keys)
     folder = _folder_of(urls)
     call = {"remove": [where, _digest(wanted), str(urls)]}
-    transaction = OutputTransaction(folder, overwrite=False, resume=False, update=True)
+
+    def choose(index: Index) -> Ints:
+        return _chosen(index, urls, where, wanted)
+
+    if not is_object(folder):
+        transaction = OutputTransaction(folder, update=True)
+        return _remove(transaction, None, choose, call, dry_run, progress)
+    with bucket_update(folder) as bucket:
+        transaction = OutputTransaction(
+            bucket.folder, update=True, shown=folder, publish=bucket.publish
+        )
+        return _remove(transaction, bucket, choose, call, dry_run, progress)
+
+
+def _remove(
+    transaction: OutputTransaction,
+    bucket: BucketUpdate | None,
+    choose: Callable[[Index], Ints],
+    call: dict[str, Any],
+    dry_run: bool,
+    progress: Progress | None,
+) -> RemoveResult:
+    folder = transaction.shown
     try:
         if transaction.completed_update.get("remove") == call["remove"]:
             transaction.clear()
             return RemoveResult(**transaction.completed_update["result"])
-        index = check_sizes(load(os.path.join(folder, INDEX_NAME)))
-        ids = _chosen(index, urls, where, wanted)
+        if bucket is None:
+            index = check_sizes(load(os.path.join(folder, INDEX_NAME)))
+        else:
+            bucket.uploads.clear()  # of a killed call, which is started again
+            index = bucket.load()
+        ids = choose(index)
         result = _planned(folder, index, ids)
-        if dry_run:
+        if dry_run or not len(ids):
             transaction.clear()
             return result
-        return _rewrite(transaction, index, ids, call, result, progress)
+        uploads = bucket.uploads if bucket is not None else None
+        return _rewrite(transaction, uploads, index, ids, call, result, progress)
     except OSError as error:
         transaction.clear()
         raise StorageError(
@@ -111,18 +141,21 @@ def _digest(keys: list[str] | None) -> str | None:
 
 
 def _folder_of(urls: Urls) -> str:
-    """Return the local folder whose index lists these shards."""
+    """Return the folder, on a disk or in a bucket, whose index lists these shards."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-    folders = {
-        address if os.path.isdir(address) else os.path.dirname(address) or "."
-        for address in [os.fspath(address) for address in addresses]
-    }
-    remote = [address for address in folders if is_remote(address)]
-    if remote:
-        raise UsageError(
-            f"{redacted(remote[0])}: samples can be removed from a set on a disk only. Download "
-            f"the set, remove them, and upload it."
-        )
+    folders = set()
+    for address in [os.fspath(address) for address in addresses]:
+        if is_remote(address):
+            is_folder = not address.endswith((".tar", ".json"))
+        else:
+            is_folder = os.path.isdir(address)
+        folders.add(address if is_folder else os.path.dirname(address) or ".")
+    for address in folders:
+        if is_remote(address) and not is_object(address):
+            raise UsageError(
+                f"{redacted(address)}: samples can be removed from a set on a disk or in a bucket. "
+                f"Download the set, remove them, and upload it."
+            )
     if len(folders) != 1:
         raise UsageError(
             f"these shards lie in {len(folders)} folders. Run this for each folder by itself."
@@ -172,6 +205,7 @@ def _planned(folder: str, index: Index, ids: Ints) -> RemoveResult:
 
 def _rewrite(
     transaction: OutputTransaction,
+    uploads: ShardUploads | None,
     index: Index,
     ids: Ints,
     call: dict[str, Any],
@@ -179,9 +213,6 @@ def _rewrite(
     progress: Progress | None,
 ) -> RemoveResult:
     """Write the changed shards without the samples `ids`, and put the new index in place."""
-    if not len(ids):
-        transaction.clear()
-        return result
     folder, taken = transaction.folder("shards"), os.listdir(transaction.out)
     keep = np.ones(len(index), bool)
     keep[ids] = False
@@ -207,6 +238,8 @@ def _rewrite(
                 progress(before + samples, total)
 
         new = write_samples(os.path.join(folder, name), split, _samples(old, local), tick)
+        if uploads is not None:
+            uploads.add(new.shards[0], new.shards[0].path)
         copied += len(local)
         parts.append(replace(new, columns=old.take(local).columns, labels=index.labels))
         files[name] = name

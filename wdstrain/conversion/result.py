@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +63,13 @@ class ConversionResult:
     def packed(self) -> int:
         """Number of samples that were packed."""
         return self.listed - len(self.bad) - self.limited
+
+    def moved_to(self, folder: str) -> ConversionResult:
+        """Return the result with the shards in another folder, or in a bucket."""
+        shards = tuple(
+            replace(shard, path=f"{folder.rstrip('/')}/{shard.name}") for shard in self.index.shards
+        )
+        return replace(self, index=replace(self.index, shards=shards))
 
     @property
     def skipped_reasons(self) -> dict[str, int]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from wdstrain.conversion.append import (
     appended_result,
 )
+from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.listing import Listing, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.output_dir import (
@@ -63,19 +64,15 @@ def convert(
         return _dry_run(source, out, options, progress)
     if is_object(out):
         if options.append:
-            raise UsageError(
-                f"{out}: samples can be appended to a set on a disk only. Download the set, append "
-                f"to it, and upload it."
-            )
+            with bucket_update(out) as update:
+                done = _convert(source, update.folder, options, progress, update.uploads, update)
+            return done.moved_to(out)
         folder = outgoing(out)
         if not (options.resume and os.path.exists(folder)):
             check_free(out, overwrite=options.overwrite)
-        uploads = ShardUploads(out, folder)
-        if not options.resume:
-            uploads.clear()
-        done = _convert(source, folder, options, progress, uploads)
+        done = _convert(source, folder, options, progress, ShardUploads(out, folder))
         return deliver_result(done, folder, out, progress)
-    return _convert(source, out, options, progress, None)
+    return _convert(source, out, options, progress)
 
 
 def _convert(
@@ -83,17 +80,28 @@ def _convert(
     out: str,
     options: Options,
     progress: Progress | None,
-    uploads: ShardUploads | None,
+    uploads: ShardUploads | None = None,
+    update: BucketUpdate | None = None,
 ) -> ConversionResult:
-    """Convert a source into a folder. uploads: receives the shards as they are finished."""
+    """Convert a source into a folder. uploads: receives the shards as they are finished.
+
+    update: the set in a bucket that the folder stands for.
+    """
     if source.root is not None and _lies_in(out, source.root):
         raise UsageError(
             f"{out} lies in {source.root}, which is being converted. Put the shards into another "
             f"folder."
         )
     transaction = OutputTransaction(
-        out, overwrite=options.overwrite, resume=options.resume, update=options.append
+        out,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        update=options.append,
+        shown=update.address if update is not None else None,
+        publish=update.publish if update is not None else None,
     )
+    if uploads is not None and not options.resume:
+        uploads.clear()  # not before the transaction removed the shards of an earlier run
     if transaction.is_complete:
         return _compared(out, source, options, progress)
     try:
@@ -120,7 +128,7 @@ def _dry_run(
     the sizes are those before images are re-encoded.
     """
     former = None
-    if options.append and not is_object(out):
+    if options.append:
         former = _set_in(out)
     elif not (options.overwrite or options.resume):
         if is_object(out):
@@ -136,7 +144,7 @@ def _dry_run(
 def _set_in(out: str) -> Index:
     """Return the index of the finished set in a folder. Raises UsageError if there is none."""
     path = os.path.join(out, INDEX_NAME)
-    if not os.path.exists(path):
+    if not is_object(out) and not os.path.exists(path):
         raise UsageError(
             f"{out} holds no finished set of shards with an index. Name the folder of one."
         )

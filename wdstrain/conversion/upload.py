@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from wdstrain.conversion.output_dir import RENAMED_NAME, SKIPPED_NAME, is_foreign
 from wdstrain.conversion.result import ConversionResult, Progress, Step
@@ -60,7 +59,7 @@ class ShardUploads:
 
     def move(self, shard: Shard, path: str) -> None:
         """Give a shard its name in the bucket. path: its local file, if it was not uploaded."""
-        target = _at(self._address, shard.name)
+        target = object_in(self._address, shard.name)
         if shard.sha256 not in self._sums:
             put(target, path, shard.sha256)
             return
@@ -79,7 +78,7 @@ class ShardUploads:
             os.unlink(self._list)
 
     def _staged(self, sha256: str) -> str:
-        return _at(self._address, f"{UNFINISHED}/{sha256}")
+        return object_in(self._address, f"{UNFINISHED}/{sha256}")
 
     def _fetch(self, shard: Shard, path: str) -> None:
         """Download an uploaded shard again, for a server that cannot copy."""
@@ -106,20 +105,18 @@ def deliver_result(
     )
     uploads.clear()
     shutil.rmtree(folder)
-    shards = tuple(replace(s, path=f"{address.rstrip('/')}/{s.name}") for s in done.index.shards)
-    return replace(done, index=replace(done.index, shards=shards))
+    return done.moved_to(address)
 
 
-def outgoing(address: str) -> str:
-    """Return the folder in the user's cache where a set for a bucket is made."""
-    return user_cache(
-        "outgoing", hashlib.blake2b(address.rstrip("/").encode(), digest_size=12).hexdigest()
-    )
+def outgoing(address: str, kind: str = "set") -> str:
+    """Return the folder in the user's cache where a set for a bucket is made or changed."""
+    text = f"{kind} {address.rstrip('/')}"
+    return user_cache("outgoing", hashlib.blake2b(text.encode(), digest_size=12).hexdigest())
 
 
 def check_free(address: str, *, overwrite: bool) -> None:
     """Raise UsageError if a set is there and may not be replaced, or foreign files would be."""
-    listed = read_object(_at(address, INDEX_NAME))
+    listed = read_object(object_in(address, INDEX_NAME))
     _check_index(address, listed)
     if listed is not None and not overwrite:
         raise UsageError(
@@ -143,37 +140,37 @@ def _deliver(
         (name for name in os.listdir(folder) if name != INDEX_NAME and not name.startswith(".")),
         key=lambda name: (name == TABLE_NAME, name),
     )
-    listed = read_object(_at(address, INDEX_NAME))
+    listed = read_object(object_in(address, INDEX_NAME))
     _check_index(address, listed)
     # Names of an interrupted attempt, whose old index may be gone.
     former = {str(name) for name in json.loads(read_whole(os.path.join(folder, _BEGUN)) or b"[]")}
     if listed is not None:
         with suppress(ShardError):
             former |= {
-                *(row["url"] for row in read_document(_at(address, INDEX_NAME))["shardlist"]),
+                *(row["url"] for row in read_document(object_in(address, INDEX_NAME))["shardlist"]),
                 *_BESIDE,
             }
     _check_names(address, former, {shard.split for shard in index.shards})
     write_whole(os.path.join(folder, _BEGUN), json.dumps(sorted({*former, *names})).encode())
     if listed is not None and listed != read_whole(os.path.join(folder, INDEX_NAME)):
-        remove(_at(address, INDEX_NAME))
+        remove(object_in(address, INDEX_NAME))
     size = 0
     for number, name in enumerate([*names, INDEX_NAME]):
         path = os.path.join(folder, name)
         if name in shards:
             uploads.move(shards[name], path)
         else:
-            put(_at(address, name), path, _sha256(path))
+            put(object_in(address, name), path, file_sha256(path))
         size += os.path.getsize(path)
         uploaded(number + 1, len(names) + 1, size)
     for name in sorted(former - {*names, INDEX_NAME}):
-        remove(_at(address, os.path.basename(name)))
+        remove(object_in(address, os.path.basename(name)))
 
 
 def _check_index(address: str, listed: bytes | None) -> None:
     if listed is not None and is_foreign(listed):
         raise UsageError(
-            f"{_at(address, INDEX_NAME)} is no index of this package and would be replaced. Choose "
+            f"{object_in(address, INDEX_NAME)} is no index of this package and would be replaced. Choose "
             f"another place, or move it away."
         )
 
@@ -183,7 +180,7 @@ def _check_names(address: str, former: set[str], splits: set[str] | None) -> Non
 
     former: names that may be replaced. splits: of the new set; None: not known yet.
     """
-    for name in list_folder_of(_at(address, "")):
+    for name in list_folder_of(object_in(address, "")):
         split = name.rpartition("-")[0]
         shard = name.endswith(".tar") and (splits is None or split in splits)
         if name not in former and (shard or name in _BESIDE):
@@ -193,11 +190,13 @@ def _check_names(address: str, former: set[str], splits: set[str] | None) -> Non
             )
 
 
-def _at(address: str, name: str) -> str:
+def object_in(address: str, name: str) -> str:
+    """Return the address of an object in a folder of a bucket."""
     return f"{address.rstrip('/')}/{name}"
 
 
-def _sha256(path: str) -> str:
+def file_sha256(path: str) -> str:
+    """Return the sha256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

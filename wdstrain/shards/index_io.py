@@ -38,7 +38,7 @@ from wdstrain.storage.local import open_source, state_of
 from wdstrain.storage.remote import is_remote, redacted
 
 TABLE_NAME = "index.arrow"
-_FORMER = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
+FORMER_TABLE = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
 _VERSION = 2  # of the format; version 1 had offsets in a file index.arrow
 _METADATA = b"wdstrain"  # key in the metadata of the Arrow file: its id, or the head of a part
 # Errors that reading a file of another format or a damaged one can raise.
@@ -80,7 +80,7 @@ def save_index(index: Index, folder: str) -> None:
     write_whole(os.path.join(folder, TABLE_NAME), _arrow_file(table, identity.encode()))
     write_whole(os.path.join(folder, INDEX_NAME), json_bytes(document, indent=1))
     with suppress(OSError):
-        os.unlink(os.path.join(folder, _FORMER))
+        os.unlink(os.path.join(folder, FORMER_TABLE))
 
 
 def move_index(source: str, folder: str) -> None:
@@ -91,7 +91,7 @@ def move_index(source: str, folder: str) -> None:
             os.replace(os.path.join(source, name), os.path.join(folder, name))
             sync_folder(folder)
     with suppress(OSError):
-        os.unlink(os.path.join(folder, _FORMER))
+        os.unlink(os.path.join(folder, FORMER_TABLE))
 
 
 def json_bytes(document: Any, *, indent: int | None = None) -> bytes:
@@ -109,7 +109,7 @@ def _keep_former(folder: str) -> None:
 
     If index.arrow belongs to another index.json, the hidden file of an interrupted call is kept.
     """
-    table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, _FORMER)
+    table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, FORMER_TABLE)
     with suppress(OSError, ShardError, *_FORMAT_ERRORS):  # no index to keep
         document = read_document(os.path.join(folder, INDEX_NAME))
         _mapped_batch(table, document["wdstrain"]["id"], former=None)
@@ -188,7 +188,9 @@ def load(path: str, *, base: str | None = None) -> Index:
             for row in document["shardlist"]
         )
         fields, labels, info = _fields(part["fields"]), labels_of(document), info_of(document)
-        batch = _mapped_batch(beside(path, TABLE_NAME), part["id"], former=beside(path, _FORMER))
+        batch = _mapped_batch(
+            beside(path, TABLE_NAME), part["id"], former=beside(path, FORMER_TABLE)
+        )
     except _FORMAT_ERRORS as error:
         raise _no_index(path, error) from error
     except OSError as error:
@@ -451,7 +453,7 @@ def _mapped_batch(path: str, wanted: str, *, former: str | None) -> pa.RecordBat
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     batch, identity = _batch(data)
     if identity != wanted.encode():
-        if former is not None and not is_remote(former) and os.path.exists(former):
+        if former is not None:
             with suppress(OSError, *_FORMAT_ERRORS):
                 return _mapped_batch(former, wanted, former=None)
         raise ValueError(f"{path} belongs to another index.json")
