@@ -163,7 +163,7 @@ def test_the_two_commands_of_the_readme_run(tmp_path: Path) -> None:
         "samples/s",
         "stall",
         "accuracy",
-        "wdstrain convert folder PICTURES",
+        "wdstrain convert folder IMAGES",
     ):
         assert word in said[0]
     assert max(len(line) for line in said[0].splitlines() if line.startswith("│")) <= 80

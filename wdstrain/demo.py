@@ -1,7 +1,8 @@
-"""The whole road on a small real data set: pictures -> shards -> check -> training -> figures.
+"""The main job on a small real data set: convert images to shards, verify them, and train.
 
-The pictures are the 1 797 handwritten digits that scikit-learn ships (scans of 8x8 pixels, from NIST forms filled in by 43
-people), written as PNG class folders. Every step is the one users take with their own data.
+The images are the 1,797 handwritten digits of scikit-learn: scans of 8x8 pixels, from NIST forms
+that 43 people filled in. They are written as PNG files in class folders. Users take the same steps
+with their own data.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ _OPTIONS: dict[str, Any] = {
 
 
 def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
-    """Run the demo in `folder`, replacing an earlier one: digits-png/, digits/ and digits-run/ in it. Returns its figures."""
-    pictures, shards, out = (
+    """Return the figures of a run of the demo in `folder`, as names and values.
+
+    Replaces the subfolders digits-png, digits and digits-run of an earlier demo.
+    """
+    images, shards, out = (
         os.path.join(folder, name) for name in ("digits-png", "digits", "digits-run")
     )
-    count = _write_pictures(pictures)
-    tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {pictures}")
+    count = _write_images(images)
+    tell.line(f"1. {count} scans of handwritten digits as PNG in class folders: {images}")
     options = Options(split={"train": 0.8, "val": 0.2}, max_shard_samples=400, overwrite=True)
-    index = convert(list_folder(pictures), shards, options).index
+    index = convert(list_folder(images), shards, options).index
     size = sum(shard.bytes for shard in index.shards)
     tell.line(f"2. converted into {len(index.shards)} shards, {size / 1e6:.1f} MB in all: {shards}")
     checked = verify(shards)
     if checked.findings:
-        raise WdstrainError(
-            f"the shards were damaged right after they were written: {checked.findings[0]}"
-        )
+        raise WdstrainError(f"The new shards in {shards} are damaged: {checked.findings[0]}")
     tell.line(f"3. verified: {checked.samples} samples, every checksum as packed")
     tell.line(f"4. training {_OPTIONS['model']} for {_OPTIONS['epochs']} epochs: {out}")
-    begun = time.monotonic()
+    start = time.monotonic()
     outcome = train(shards, out, overwrite=True, progress=tell, **_OPTIONS)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     trained = sum(epoch["samples"] for epoch in outcome.epochs)
     waited = sum(epoch["stall"] * epoch["seconds"] for epoch in outcome.epochs)
     busy = sum(epoch["seconds"] for epoch in outcome.epochs)
@@ -69,21 +71,22 @@ def demo(folder: str, tell: Reporter) -> list[tuple[str, str]]:
             f"{outcome.val['accuracy']:.2%} on {int(outcome.val['samples'])} validation samples",
         ),
         ("time", f"{seconds:.0f} s of training and validation"),
+        ("note", "tiny data and model: the rates say nothing about larger jobs"),
     ]
 
 
 def next_steps(folder: str) -> list[str]:
-    """What to type next, with one's own pictures."""
+    """Return commands for the user's own images."""
     if shutil.which("wdstrain"):
-        here = "wdstrain"
+        command = "wdstrain"
     elif os.path.exists(os.path.join(".venv", "bin", "wdstrain")):  # in a clone
-        here = os.path.join(".venv", "bin", "wdstrain")
+        command = os.path.join(".venv", "bin", "wdstrain")
     else:
-        here = "python -m wdstrain"
+        command = "python -m wdstrain"
     return [
-        f"{here} convert folder PICTURES shards/mine --split train=.9,val=.1",
-        f"{here} train shards/mine --out runs/mine --epochs 10",
-        f"{here} info {os.path.join(folder, 'digits')}",
+        f"{command} convert folder IMAGES shards/mine --split train=.9,val=.1",
+        f"{command} train shards/mine --out runs/mine --epochs 10",
+        f"{command} info {os.path.join(folder, 'digits')}",
     ]
 
 
@@ -94,13 +97,13 @@ def _by_split(index: Any) -> dict[str, int]:
     }
 
 
-def _write_pictures(folder: str) -> int:
-    """The digits as <folder>/<class>/<number>.png."""
+def _write_images(folder: str) -> int:
+    """Write the digits as <folder>/<class>/<number>.png and return their number."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UsageError(
-            "the demo needs the digits that scikit-learn ships. Install it: pip install 'wdstrain[demo]'"
+            "The demo needs the digits of scikit-learn. Run: pip install 'wdstrain[demo]'"
         ) from None
     digits = load_digits()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The notebook of scripts/ in a real kernel, and what people do in notebooks: interrupt, run again, redefine, use lambdas."""
+"""The example notebook in a real kernel, and notebook use: interrupts, cells that run again, lambdas."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,19 +20,16 @@ import wdstrain as wt
 from tests.conftest import ROOT, write_shards
 from tests.support.kernels import Kernel, Shown, kernel
 
-NOTEBOOK = ROOT / "scripts" / "notebook.py"
+EXAMPLES = ROOT / "scripts" / "examples"
+SOURCE, NOTEBOOK = EXAMPLES / "notebook.py", EXAMPLES / "notebook.ipynb"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the kernel's own client
 
 
 def cells() -> list[tuple[str, bool]]:
-    """(text, whether it is code) of the cells of the notebook, as programs that know the percent format take them apart."""
-    parts = re.split(r"^# %%(.*)\n", NOTEBOOK.read_text(), flags=re.MULTILINE)
-    assert not parts[0].strip()
-    return [
-        (text.strip("\n"), "[markdown]" not in mark)
-        for mark, text in zip(parts[1::2], parts[2::2], strict=True)
-    ]
+    """Return (text, whether it is code) of each cell of the notebook's source."""
+    make = runpy.run_path(str(EXAMPLES / "make_notebook.py"))
+    return [(text, kind == "code") for kind, text in make["cells"](SOURCE.read_text())]
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +55,27 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 # --- the notebook itself ---------------------------------------------------------------------------------------------
 
 
-def test_the_notebook_is_cells_with_words_between_them() -> None:
+def test_the_notebook_has_the_cells_of_its_source_and_outputs_with_images() -> None:
+    """After a change of notebook.py: python scripts/examples/make_notebook.py"""
+    text = NOTEBOOK.read_text()
+    written = json.loads(text)["cells"]
+    found = [("".join(cell["source"]), cell["cell_type"] == "code") for cell in written]
+    assert found == cells()
+    assert text.count("data:image/png;base64,") > 20
+    assert len(text) < 500_000
+    assert not re.search(r"/(tmp|root|home|work|usr)/", text)
+    outputs = [output for cell in written for output in cell.get("outputs", [])]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+
+
+def test_the_notebook_begins_with_its_installation_and_explains_its_cells() -> None:
     found = cells()
-    assert found[0][0].startswith("# # ")
-    assert all(
-        line == "#" or line.startswith("# ")
-        for text, is_code in found
-        if not is_code
-        for line in text.splitlines()
-    )
-    assert 15 <= sum(is_code for _, is_code in found) <= 25
-    assert max(len(line) for text, is_code in found if is_code for line in text.splitlines()) <= 100
+    assert found[0][0].startswith("# ")
+    code = [text for text, is_code in found if is_code]
+    assert code[0] == '%pip install --quiet "wdstrain[demo]"'
+    assert 15 <= len(code) <= 26
+    assert len(found) - len(code) >= 15
+    assert max(len(line) for text in code for line in text.splitlines()) <= 100
 
 
 @pytest.mark.slow
@@ -76,7 +84,7 @@ def test_every_cell_of_the_notebook_runs_and_shows(tmp_path: Path) -> None:
     shown: dict[str, Shown] = {}
     with kernel(tmp_path) as running:
         for text, is_code in cells():
-            if is_code:
+            if is_code and not text.startswith("%pip"):
                 shown[text] = running.run(text, seconds=240)
                 assert not shown[text].err, f"{text}\n{shown[text].err}"
 
@@ -142,7 +150,7 @@ def check_progress(shown: Shown, steps: int) -> None:
 @pytest.mark.timeout(300)
 def test_the_notebook_runs_as_a_script(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-W", "error::UserWarning", str(NOTEBOOK)]
+    words = [sys.executable, "-W", "error::UserWarning", str(SOURCE)]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Index(1797 samples" in done.stdout

@@ -33,7 +33,7 @@ def npy(array: Any) -> bytes:
 
 
 def values(number: int) -> Any:
-    return np.arange(1600, dtype=np.float32).reshape(SHAPE) + 2000 * number
+    return np.arange(1600, dtype=np.float32).reshape(SHAPE) + np.float32(2000 * number)
 
 
 def pack(folder: Path, count: int = 90, **options: Any) -> Path:

@@ -397,6 +397,12 @@ def test_a_slow_disk_is_named(
     )
 
 
+def test_a_short_epoch_of_a_small_model_has_no_bottleneck(bright: Path, tmp_path: Path) -> None:
+    options = {**OPTIONS, "epochs": 1, "label": "kind"}
+    done = train(f"{bright}/out/train-*.tar", tmp_path / "run", model=linear, **options)
+    assert done.epochs[0]["verdict"].startswith(("no bottleneck", "input bound: read"))
+
+
 def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 16)
     # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second

@@ -34,7 +34,8 @@ def add_options(
         for title, base in (groups or {}).items()
         for field in dataclasses.fields(base)
     }
-    hints = typing.get_type_hints(options)
+    # Python 3.10 accepts types only, and the marker KW_ONLY of a dataclass is none.
+    hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
     positional = _positional(options)
     fields = {field.name: field for field in dataclasses.fields(options)}
     names = [*positional, *(name for name in fields if name not in positional)]

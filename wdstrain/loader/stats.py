@@ -170,9 +170,14 @@ class EpochStats:
             return f"{consumer} bound"
         stage, seconds = self._slowest
         if not stage:
-            return "input bound: no stage was busy most of the time"
+            return "no bottleneck: no stage was busy half of the time"
         storage = f", storage gives {self._storage_rate:.0f} MB/s" if stage == "read" else ""
         return f"input bound: {stage} {min(1.0, seconds / self._seconds):.0%}{storage}"
+
+    @property
+    def is_input_bound(self) -> bool:
+        """Whether the loop waited for data and one stage of loading took most of the time."""
+        return self.stall >= _LARGEST_STALL and bool(self._slowest[0])
 
     @property
     def _slowest(self) -> tuple[str, float]:
@@ -201,7 +206,7 @@ class EpochStats:
         stage, seconds = self._slowest
         if stage == "":
             return (
-                f"Reading and decoding were busy {seconds / self._seconds:.0%} of it: larger "
+                f"Reading and decoding were busy {seconds / self._seconds:.0%} of it. Larger "
                 f"batches, or cores that no other process uses, would help"
             )
         if stage == "copy to the device":

@@ -365,7 +365,8 @@ class Trainer:
             self._reporter.line(
                 f"{metrics['overflowed']} losses overflowed 16 bits; their steps were skipped."
             )
-        self._reporter.line(textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  "))
+        if metrics["verdict"] not in [epoch["verdict"] for epoch in state.history[-2:-1]]:
+            self._reporter.line(textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  "))
         self._callbacks.call("on_epoch_end", self, metrics)
 
     def _is_best(self, metrics: Mapping[str, Any]) -> bool:

@@ -136,16 +136,17 @@ def summarize(column: Column, label: Label | None, weights: Floats | None = None
     values, exact = column.values, weights is None
     each = np.ones(len(column)) if weights is None else weights
     valid = np.asarray(values.is_valid())
+    present = values.drop_null()
     numbers, counts, per_sample = None, dict[str, float](), None
     if column.kind in ("integer", "number"):
-        numbers = _numbers(np.asarray(values.filter(valid), np.float64), each[valid])
+        numbers = _numbers(np.asarray(present, np.float64), each[valid])
     elif column.kind == "multi":
         rows = np.asarray(pc.list_parent_indices(values))
         counts = _counts(values.flatten(), each[rows])
-        sizes = pc.list_value_length(values.filter(valid))
+        sizes = pc.list_value_length(present)
         per_sample = range_of(sizes.to_pylist())
     else:
-        counts = _counts(values.filter(valid), each[valid])
+        counts = _counts(present, each[valid])
     distinct = len(counts)
     if label is not None and label.classes:
         counts = {name: counts.get(name, 0.0) for name in label.classes}

@@ -1,10 +1,11 @@
 # %% [markdown]
-# # A data set, from pictures to a trained network
+# # From images to a trained model
 #
-# This file is a notebook and a script. VS Code, PyCharm and Spyder open it as cells; for Jupyter:
-# `jupytext --to ipynb scripts/notebook.py`. As a script, `.venv/bin/python scripts/notebook.py`, it says the same in text; it takes about half a
-# minute on two slow cores. It needs what the demo needs, `pip install 'wdstrain[demo]'`, and no network, and it writes to `shards/notebook`
-# in the folder where it runs.
+# This notebook converts images to WebDataset tar shards, looks at them, and trains a small network on them. It takes about half a minute on two
+# cores. It needs no network after the installation, and no GPU. It writes to `shards/notebook` in the current folder.
+
+# %%
+# %pip install --quiet "wdstrain[demo]"
 
 # %%
 from importlib import import_module
@@ -20,17 +21,17 @@ from torch import nn
 import wdstrain as wt
 from wdstrain.report import charts
 
-# what a notebook does with the last line of a cell, anywhere in it
+# Shows a value like the last line of a cell; prints it when this runs as a script.
 display = import_module("IPython.display").display if find_spec("IPython") else print
 
 folder = Path("shards/notebook")
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 # %% [markdown]
-# ## Pictures become shards
+# ## Convert images to shards
 #
-# The pictures are the 1 797 handwritten digits that scikit-learn ships. They are written as a tree of class folders, `digits/seven/0042.png`: what
-# many data sets look like before they are packed.
+# The images are the 1,797 handwritten digits of scikit-learn. They are first written as a tree of class folders, such as `digits/seven/0042.png`.
+# Many data sets have this layout.
 
 # %%
 names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -42,8 +43,8 @@ for number, (pixels, target) in enumerate(zip(digits.images, digits.target, stri
 print(path, pixels.shape)
 
 # %% [markdown]
-# Packing is done once. The shards are plain tars, shuffled by a hash of each key, and an index beside them says what lies where. The shell does
-# the same with `wdstrain convert folder`.
+# Conversion is done once. The shards are plain tars. Their samples are shuffled by a hash of each key. An index beside them lists where each
+# sample is. The shell command is `wdstrain convert folder`.
 
 # %%
 shards, split = str(folder / "shards"), {"train": 0.8, "val": 0.2}
@@ -59,15 +60,15 @@ index = wt.convert_folder(
 display(index)
 
 # %% [markdown]
-# ## What is in there
+# ## Look at the shards
 #
-# `wt.info` says what shards hold, also shards that somebody else made, and on a server.
+# `wt.info` describes the contents of shards. It also works on shards without an index, and on a server.
 
 # %%
 display(wt.info(shards))
 
 # %% [markdown]
-# `wt.peek` decodes a few samples and shows them: the first, some at random, or as many of each class.
+# `wt.peek` decodes a few samples and shows them: the first, random ones, or the same number of each class.
 
 # %%
 train = f"{shards}/train-*.tar"
@@ -82,7 +83,7 @@ display(wt.peek(train, 3, classes=["three", "eight"], order="random", seed=1))
 # %% [markdown]
 # ## A loader
 #
-# Fields say what becomes of a sample's parts. Nothing is read before the first batch is asked for.
+# Fields state what the loader makes of a sample's members. The loader reads nothing before the first batch is requested.
 
 # %%
 fields = {"image": wt.image(size=16, augment="trivialaugment"), "label": wt.label()}
@@ -90,7 +91,7 @@ loader = wt.Loader(train, fields, batch_size=32, seed=1)
 display(loader)
 
 # %% [markdown]
-# To look at a loader shows what it will give, after augmentation, and moves it by nothing.
+# `wt.peek` of a loader shows samples after augmentation. The loader's position does not change.
 
 # %%
 display(wt.peek(loader))
@@ -101,19 +102,19 @@ display(wt.peek(loader))
 # %%
 batch = next(iter(loader))
 print({name: list(batch[name].shape) for name in fields}, batch["__key__"][:2])
-classes = index.labels[0].classes  # a batch knows their numbers alone
+classes = index.labels[0].classes  # a batch holds class numbers only
 display(wt.peek(batch, 3, classes=classes))
 
 # %% [markdown]
-# ## A training loop of one's own
+# ## A training loop
 #
-# Every `for` over the loader is the next epoch, in another order. `wt.to_device` does nothing of note on a processor; to a GPU it copies the next batch
-# while the loop works on this one. This cell can be interrupted and run again at any time: threads and processes end with their loader.
+# Every `for` over the loader is the next epoch, in another order. On a GPU, `wt.to_device` copies the next batch while the loop works on this one.
+# This cell can be interrupted and run again at any time: threads and processes end with their loader.
 
 
 # %%
 def small() -> nn.Module:
-    """Two convolutions: 16x16 pictures to ten numbers."""
+    """Return a network of two convolutions for 16x16 images and ten classes."""
     layers = [
         nn.Conv2d(3, 16, 3, stride=2, padding=1),
         nn.ReLU(),
@@ -138,7 +139,7 @@ for epoch in range(4):
 print(f"{len(losses)} steps, loss {losses[0]:.2f} -> {np.mean(losses[-20:]):.2f}")
 
 # %% [markdown]
-# What did the last epoch cost, and what held it back? With so small a network it may well be the loader; the report says so, and what would help.
+# The report of the last epoch names the bottleneck. The network is so small that the loader may be the bottleneck.
 
 # %%
 display(loader.report())
@@ -146,12 +147,12 @@ display(loader.report())
 # %% [markdown]
 # ## Curves
 #
-# matplotlib draws them if it is installed; otherwise they are drawn as the package's own reports are.
+# matplotlib draws the curves if it is installed. Otherwise the charts of the package's own reports are used.
 
 
 # %%
 class Curves:
-    """Lines over one axis, as a notebook shows them and in words."""
+    """Line chart with a text form."""
 
     def __init__(self, title: str, across: str, **lines: list[float]) -> None:
         self.title, self.across, self.lines = title, across, lines
@@ -162,7 +163,7 @@ class Curves:
 
     def _repr_html_(self) -> str:
         ends = [(name, range(1, len(ys) + 1), ys) for name, ys in self.lines.items()]
-        lines = [charts.Line(*one) for one in ends]
+        lines = [charts.Line(*end) for end in ends]
         return charts.fragment(self.title, charts.lines(lines, across=self.across))
 
 
@@ -178,14 +179,14 @@ def plot(title: str, across: str, **lines: list[float]) -> None:
     axes.set(title=title, xlabel=across)
     axes.legend()
     display(figure)
-    plt.close(figure)  # or it would be shown twice
+    plt.close(figure)  # an open figure is shown again
 
 
 smooth = np.convolve(losses, np.ones(20) / 20, "same").tolist()
 plot("Loss", "step", each=losses, smooth=smooth[10:-10])
 
 # %% [markdown]
-# Validation takes every sample once, in file order: `tail="keep"` gives a short last batch instead of leaving samples out.
+# Validation takes every sample once, in file order. With `tail="keep"` the last batch is short, and no sample is left out.
 
 # %%
 seen = {"image": wt.image(size=16), "label": wt.label()}
@@ -193,7 +194,7 @@ val = wt.Loader(f"{shards}/val-*.tar", seen, shuffle=False, tail="keep")
 
 
 def mistakes(model: nn.Module) -> list[str]:
-    """The keys of the samples whose class it does not see."""
+    """Return the keys of the samples that are predicted wrong."""
     keys: list[str] = []
     with torch.no_grad():
         for batch in wt.to_device(val, device):
@@ -204,13 +205,13 @@ def mistakes(model: nn.Module) -> list[str]:
 
 wrong = mistakes(model)
 right = 1 - len(wrong) / len(val.index)
-print(f"{right:.1%} of {len(val.index)} samples that it never saw are right; these are not:")
+print(f"accuracy {right:.1%} on {len(val.index)} validation samples; wrong predictions:")
 display(wt.peek(val.index, keys=wrong[:10]))
 
 # %% [markdown]
-# ## Stopping in the middle
+# ## Stop and resume
 #
-# A position is an epoch and a step, and nothing else. Another loader that is given it goes on with the very batch that comes next here.
+# A position is an epoch and a step. A second loader that gets this position continues with the same batch as the first.
 
 # %%
 batches = iter(loader)  # epoch 4 is the next
@@ -228,19 +229,19 @@ print("the same pixels:", torch.equal(resumed["image"], expected["image"]))
 other.close()
 
 # %% [markdown]
-# ## Functions from a cell
+# ## Your own functions
 #
-# With `transform` a function of your own makes an example of a sample's bytes; a lambda or a function from a cell will do.
+# `transform` makes an example from the bytes of a sample. It may be a lambda or a function of this notebook.
 
 # %%
 sizes = wt.Loader(train, transform=lambda sample: {"bytes": len(sample["png"])}, batch_size=500)
 batch = next(iter(sizes))
-print(f"{batch['bytes'].float().mean():.0f} bytes a picture")
+print(f"{batch['bytes'].float().mean():.0f} bytes per image")
 sizes.close()
 
 # %% [markdown]
-# `num_workers=0` decodes in threads, and is often enough. Worker processes give the same order. Where they are forked they know the functions
-# of a notebook, too; where they are not (macOS, Windows, Linux since Python 3.14), those need a file of their own, and the loader says so.
+# `num_workers=0` decodes in threads of this process, which is often fast enough. Worker processes give the same order. Forked processes know the
+# functions of a notebook. Where processes are not forked (Linux since Python 3.14), functions must be in a file; the loader reports it.
 
 # %%
 processes = wt.Loader(
@@ -257,10 +258,9 @@ print("the same pixels:", torch.equal(batch["image"], resumed["image"]))
 processes.close()
 
 # %% [markdown]
-# ## Training without a loop of one's own
+# ## Train without a loop
 #
-# `wt.train` is `wdstrain train`: checkpoints, metrics, a page of figures, and what was asked for in a file. It trains until it is done, or is interrupted;
-# then `resume=True` goes on.
+# `wt.train` is the verb `wdstrain train`. It writes checkpoints, metrics, a report and the configuration. After an interruption, `resume=True` continues.
 
 # %%
 run = str(folder / "run")
@@ -284,7 +284,7 @@ plot("Loss by epoch", "epoch", **losses_by_epoch)
 plot("Accuracy", "epoch", validation=[epoch["val"]["accuracy"] for epoch in outcome.epochs])
 
 # %% [markdown]
-# A checkpoint is evaluated on any shards that have its label.
+# A checkpoint can be evaluated on any shards that have its label.
 
 # %%
 task, metrics = wt.evaluate(f"{run}/checkpoints/best.pt", f"{shards}/val-*.tar")
@@ -293,29 +293,28 @@ print({name: round(value, 4) for name, value in metrics.items()})
 # %% [markdown]
 # ## Before a long run
 #
-# `wt.plan_epoch` says what an epoch would do on many GPUs before anything is read: what each reads and holds, and how well it is shuffled.
+# `wt.plan_epoch` previews an epoch on several GPUs without reading data: what each rank reads, its memory, and the quality of the shuffle.
 
 # %%
 display(wt.plan_epoch(train, batch_size=16, world_size=4, shuffle_buffer=200))
 
 # %% [markdown]
-# `wt.bench` measures what this machine can do on these data, says what binds, and what a change would give.
+# `wt.bench` measures the rate of each stage on this machine with these data, and names the bottleneck.
 
 # %%
-found = wt.bench(train, fields, batch_size=32, seconds=0.2, multiprocessing_context="fork")
-display(found)
+result = wt.bench(train, fields, batch_size=32, seconds=0.2, multiprocessing_context="fork")
+display(result)
 
 # %% [markdown]
-# What was started ends with its loader: here, or when nobody holds it any more. A notebook holds what a cell ended with, in `Out`, so to close it is surer.
+# A loader's threads and processes end when the loader is closed, or when no reference to it is left. A notebook keeps results in `Out`, so close it.
 
 # %%
 loader.close()
 val.close()
 
 # %% [markdown]
-# ## Where to read on
+# ## Read on
 #
-# * `README.md`: converting one's own data, shards on a server, mixtures, what is promised, what was measured, limits.
-# * `help(wt.Loader)` and the other docstrings: shapes, units, errors. `wdstrain --help`: all of this in a shell.
-# * `shards/notebook/run/report.html`: what `wt.train` left to look at.
-# * `scripts/examples/lightning_fit.py`, `scripts/examples/keras_fit.py`: the same loader under other trainers.
+# * `help(wt.Loader)` and the other docstrings: shapes, units, errors. `wdstrain --help`: the same in a shell.
+# * The guides, which are installed with the package in the folder `wdstrain/guides`.
+# * `shards/notebook/run/report.html`: the report that `wt.train` wrote.
