@@ -76,12 +76,12 @@ def epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
 def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:
     """Return what limited the epoch. report: of the loader. seconds: by stage, as in the report.
 
-    A short epoch has a bottleneck only if one stage of loading took most of its time.
+    A short epoch has a bottleneck only if the model waited most of the time for one slow stage.
     """
     stats = EpochStats(**{name: report[name] for name in EpochStats.__dataclass_fields__})
     stats.wait_seconds = seconds["data"] + seconds["copy"]
     stats.loop_seconds = sum(seconds.values()) - stats.wait_seconds
     is_short = stats.batches < _FEWEST_STEPS and sum(seconds.values()) < _FEWEST_SECONDS
-    if is_short and not stats.is_input_bound:
+    if is_short and (stats.stall < 0.5 or not stats.is_input_bound):
         return f"no bottleneck is named: epochs of fewer than {_FEWEST_STEPS} steps are too short"
     return stats.verdict_of(consumer, seconds["compute"] + seconds["optimizer"])
