@@ -187,3 +187,29 @@ def test_a_table_of_other_shards_or_with_other_columns_is_refused(packed: Path) 
             wt.open(packed)
     shutil.copy(good, packed / "index.arrow")
     assert len(wt.open(packed)) == 40
+
+
+def test_scalars_of_packed_samples_are_columns_that_survive_packing_again(tmp_path: Path) -> None:
+    samples = (
+        {
+            "__key__": f"{i:03d}",
+            "npy": np.zeros(4, np.uint8),
+            "price": float("nan") if i == 3 else i / 4,
+            "sender": f"anna{i % 3}",
+            "raw": bytes([128 + i] * 8),
+            "note": "short" if i else "x" * 2000,
+        }
+        for i in range(40)
+    )
+    wt.pack(samples, tmp_path / "set", max_shard_samples=7)
+    wt.convert_tars(tmp_path / "set", tmp_path / "again", where="price > 4")
+    for folder in ("set", "again"):
+        index = wt.open(tmp_path / folder)
+        assert {one.name: one.kind for one in index.columns if one.name != "note"} == {
+            "price": "number",
+            "sender": "text",
+        }
+        assert not wt.verify(tmp_path / folder).findings
+    assert len(wt.open(tmp_path / "set").where("price > 4")) == 23
+    assert len(wt.open(tmp_path / "again").where("sender == 'anna1'")) == 7
+    assert "note" not in {one.name for one in wt.open(tmp_path / "set").columns}

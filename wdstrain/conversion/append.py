@@ -85,7 +85,10 @@ def joined(former: Index, new: Index, out: str) -> Index:
                 f"the column '{column.name}' holds values of the kind {column.kind} in the new "
                 f"samples, and {old.kind} in {out}. Give them the same kind of values."
             )
-    return replace(join([former, replace(new, labels=former.labels)]), info=former.info)
+    # Without a column the set may still have values in its bytes, and nulls would hide them.
+    known = tuple(column for column in new.columns if column.place in columns)
+    new = replace(new, labels=former.labels, columns=known)
+    return replace(join([former, new]), info=former.info)
 
 
 def appended_info(former: Index, entry: dict[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class ShardFile:
         # A unique name: on a cluster, a node that was given up may still write the same shard.
         name = f".{os.path.basename(path)}.{uuid.uuid4().hex[:12]}.tmp"
         self._temporary = os.path.join(os.path.dirname(path), name)
-        self._rows, self._columns = IndexBuilder(), ColumnBuilder()
+        self._rows, self._columns = IndexBuilder(), ColumnBuilder(own_names=True)
         self._chunk: list[bytes] = []
         self._written = 0
         self._file = FileIO(self._temporary if write else os.devnull, "w")

@@ -39,6 +39,7 @@ TYPES = {
 LONGEST_TEXT = 256  # characters; longer texts stay in their field
 MOST_COLUMNS = 256  # of one set; further entries of its JSON stay in their field
 PLAIN_FIELDS = ("cls", "cls2", "index", "inx", "id")  # fields that hold one number or name
+CONTENT_FIELDS = ("txt", "text", "transcript", "bin")  # read whole, not scalars
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _LARGEST_NPY = 256  # bytes of a .npy file with one number
 
@@ -84,8 +85,13 @@ class Column:
 class ColumnBuilder:
     """Columns of the samples that are added, in order."""
 
-    def __init__(self, places: Iterable[Place] | None = None) -> None:
-        """places: the columns to make. None: of every field and entry that holds one value."""
+    def __init__(self, places: Iterable[Place] | None = None, *, own_names: bool = False) -> None:
+        """places: the columns to make. None: of every field and entry that holds one value.
+
+        own_names: fields with names such as `price` count too, if all their values are short texts.
+        Only for samples that are all added; an excerpt cannot tell.
+        """
+        self._own_names = own_names
         self._wanted = None if places is None else set(places)
         self._fields = None if self._wanted is None else {field for field, _ in self._wanted}
         self._values: dict[Place, list[Any]] = {place: [] for place in self._wanted or ()}
@@ -141,6 +147,8 @@ class ColumnBuilder:
                     return [((field, name), value) for name, value in document.items()]
             elif self._fields is not None or field in PLAIN_FIELDS:
                 return [((field, None), plain_value(data))]
+            elif self._own_names and "." not in field and field not in CONTENT_FIELDS:
+                return [((field, None), _short_value(data))]
             elif field.endswith("npy") and len(data) <= _LARGEST_NPY:
                 array = npy_array(memoryview(data))
                 if array.shape == ():
@@ -161,6 +169,15 @@ def plain_value(data: bytes | memoryview) -> Any:
     if isinstance(value, str) and (match := _NUMBER.fullmatch(value)):
         return float(value) if match[1] or match[2] else int(value)
     return value
+
+
+def _short_value(data: bytes | memoryview) -> Any:
+    """Return the number or short text of a field; other bytes as a value that fits no column."""
+    try:
+        value = plain_value(data) if len(data) <= 4 * LONGEST_TEXT else b""
+    except (WdstrainError, ValueError):
+        return b""
+    return b"" if isinstance(value, str) and not value.isprintable() else value
 
 
 def column_name(place: Place) -> str:
@@ -303,6 +320,7 @@ def _spelled(value: Any) -> Any:
 
 def _inferred(place: Place, values: list[Any]) -> Column:
     """Return the column of raw values, with the kind that fits all of them."""
+    values = _with_not_a_number(values)
     kinds = {_kind(value) for value in values if value is not None}
     if kinds == {"integer", "number"}:
         kinds = {"number"}
@@ -320,6 +338,15 @@ def _inferred(place: Place, values: list[Any]) -> Column:
         values = [None if value is None else float(value) for value in values]
     array = pa.nulls(len(values)) if kind == NOT_A_COLUMN else pa.array(values, TYPES[kind])
     return Column(column_name(place), kind, *place, values=array)
+
+
+def _with_not_a_number(values: list[Any]) -> list[Any]:
+    """Return values with nan and inf as numbers, if all others are numbers."""
+    texts = {value for value in values if isinstance(value, str)}
+    numbers = any(_kind(value) in ("integer", "number") for value in values)
+    if not texts or not numbers or not texts <= {"nan", "inf", "-inf"}:
+        return values
+    return [float(value) if isinstance(value, str) else value for value in values]
 
 
 def _kind(value: Any) -> str:
