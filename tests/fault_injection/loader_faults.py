@@ -38,10 +38,8 @@ from tests.fault_injection.workloads import (
     foreign,
 )
 from wdstrain.errors import WdstrainError
-from wdstrain.loader import pipeline_parts
 from wdstrain.reader import read_blocks
 from wdstrain.serve import Server
-from wdstrain.storage import prefetch
 
 Trial = Callable[[Path, random.Random], str]
 
@@ -395,7 +393,8 @@ def _samples(
         else {"bin": _Bytes()}
     )
     # little is read ahead, so that what happens does so in time
-    read_blocks.READ_SAMPLES, pipeline_parts.AHEAD_BYTES, prefetch.RANGE = 8, 1 << 14, 1 << 13
+    read_blocks.READ_SAMPLES = 8
+    os.environ |= {"WDSTRAIN_RANGE_SIZE": str(1 << 13), "WDSTRAIN_READ_AHEAD": str(1 << 14)}
     loader = wt.Loader(
         address,
         fields,

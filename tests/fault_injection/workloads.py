@@ -24,7 +24,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import scan
 from wdstrain.shards.offsets import ARRAYS
 from wdstrain.shards.resolve import open_index
-from wdstrain.storage import block_map, prefetch, retries
+from wdstrain.storage import block_map
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import (
     BEST,
@@ -296,8 +296,7 @@ class Filling(Work):
         return shared / "served"
 
     def run(self, place: Path) -> None:
-        prefetch.RANGE = block_map.BLOCK = BLOCK
-        retries.FIRST_PAUSE = 0.001
+        os.environ |= {"WDSTRAIN_RANGE_SIZE": str(BLOCK), "WDSTRAIN_RETRY_PAUSE": "0.001"}
         with closing(
             wt.Loader(self.url, batch_size=16, shuffle_buffer=40, cache_dir=place / "cache")
         ) as loader:

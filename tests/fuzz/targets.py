@@ -636,7 +636,7 @@ def run_http(data: bytes) -> None:
     pool = urllib3.PoolManager(num_pools=1, maxsize=1, timeout=1.0)
     manager = type("Pool", (urllib3.HTTPConnectionPool,), {"ConnectionCls": _Script})
     pool.pool_classes_by_scheme = {"http": manager, "https": manager}
-    quick = _instead(retries, network_timeout=lambda: 0.005, FIRST_PAUSE=0.001)
+    quick = _instead(retries, network_timeout=lambda: 0.005, _FIRST_PAUSE=0.001)
     with (
         quick,
         _instead(http_request, _pool_manager=lambda address: pool),

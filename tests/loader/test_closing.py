@@ -18,7 +18,6 @@ from tests.conftest import write_shards
 from tests.support.servers import Handler, serving, stall
 from wdstrain.decode import workers
 from wdstrain.errors import WdstrainError
-from wdstrain.reader import read_blocks
 from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import Reader
 from wdstrain.storage import prefetch
@@ -29,8 +28,7 @@ RANGE = 64 << 10  # bytes: some 32 samples
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request brings few samples."""
-    monkeypatch.setattr(prefetch, "RANGE", RANGE)
-    monkeypatch.setattr(read_blocks, "_REMOTE", RANGE)
+    monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", str(RANGE))
 
 
 def checked(batch: dict[str, Any]) -> int:

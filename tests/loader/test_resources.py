@@ -18,7 +18,7 @@ import pytest
 import wdstrain as wt
 from tests.conftest import Sample, write_tar
 from tests.support.readers import collected_batches, wait_until_paused
-from tests.support.servers import cut, cut_in_headers, serving, status
+from tests.support.servers import cut, end_in_headers, serving, status
 from wdstrain.storage.local import LocalFile
 
 
@@ -125,7 +125,7 @@ def test_memory_goes_when_a_loader_is_closed_and_does_not_wait_for_the_collector
         with serving(folder) as served:
             urls = f"{served.url}/b-{{000..001}}.tar" if "server" in way else folder
             loader = wt.Loader(urls, {"label": wt.label()}, batch_size=10, num_workers=workers)
-            served.faults += [cut_in_headers(), cut(5), status(503)] * (way == "failing server")
+            served.faults += [end_in_headers(30), cut(5), status(503)] * (way == "failing server")
             for step, _ in enumerate(loader):
                 assert mapped() > before
                 if way == "break" and step == 3:
@@ -177,7 +177,7 @@ def test_a_resume_reads_no_more_at_the_end_than_at_the_start(
         original(self, pieces, offset)
 
     monkeypatch.setattr(LocalFile, "read_into", counted)
-    monkeypatch.setattr("wdstrain.loader.pipeline_parts.AHEAD_BYTES", 0)
+    monkeypatch.setenv("WDSTRAIN_READ_AHEAD", "1")
     total = []
     for step in (0, 1, 30, 60, 110, 124):
         loader = wt.Loader(index, batch_size=32, shuffle_buffer=200)

@@ -17,7 +17,7 @@ from wdstrain.memory.shared import Memory
 from wdstrain.reader.arena_sink import ReadChecksums
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Offsets
-from wdstrain.storage.block_map import BLOCK
+from wdstrain.storage.block_map import range_size
 from wdstrain.storage.shard_cache import Cache
 
 COUNT = 60
@@ -91,7 +91,7 @@ def test_samples_of_damaged_bytes_are_not_verified(made: Path) -> None:
 
 def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None:
     """Samples larger than a request, and those across a block of the cache."""
-    sizes = [1 << 20, 1 << 20, BLOCK + 5000, *[1 << 20] * 9]
+    sizes = [1 << 20, 1 << 20, range_size() + 5000, *[1 << 20] * 9]
     samples = ({"__key__": f"k{i:02d}", "bin": bytes(size)} for i, size in enumerate(sizes))
     wt.pack(samples, str(tmp_path / "set"), shuffle=False)
     with serving(tmp_path / "set") as server:
@@ -101,7 +101,7 @@ def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None
         crossing = [
             number
             for number, (_, offset, size) in enumerate(members)
-            if offset // BLOCK != (offset + size - 1) // BLOCK
+            if offset // range_size() != (offset + size - 1) // range_size()
         ]
         assert len(crossing) > 2
         for _ in range(2):  # the second time from the cache

@@ -256,7 +256,7 @@ def test_a_loop_that_is_slower_than_the_network_is_fetched_for_several_ranges_at
         str(tmp_path / "set"),
         shuffle=False,
     )
-    monkeypatch.setattr("wdstrain.reader.read_blocks._REMOTE", 16 << 10)
+    monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", "16KiB")
     with serving(tmp_path / "set") as server:
         loader = wt.Loader(server.url, batch_size=4, shuffle_buffer=8)
         begun, held = [0], []

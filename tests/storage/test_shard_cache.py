@@ -28,6 +28,8 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.storage import block_map, cache_folder, prefetch
 from wdstrain.storage.shard_cache import Cache
 
+BLOCK = 32 << 10  # bytes
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -49,7 +51,7 @@ def served(made: Path) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_and_quick(monkeypatch, 32 << 10)
+    small_and_quick(monkeypatch, BLOCK)
 
 
 def epoch(loader: wt.Loader, number: int = 0) -> list[Any]:
@@ -80,7 +82,7 @@ def blocks_in(folder: Path, index: Index) -> set[tuple[str, int]]:
     for shard in index.shards:
         with Cache(str(folder)).open(shard) or nullcontext() as file:
             if file is not None:
-                count = range(-(-shard.bytes // block_map.BLOCK))
+                count = range(-(-shard.bytes // BLOCK))
                 found |= {(f"/{shard.name}", number) for number in count if file.has_block(number)}
     return found
 
@@ -145,8 +147,9 @@ def test_ranks_on_one_machine_fetch_each_block_once(
 
 
 def test_processes_share_a_cache_without_fetching_a_shard_twice(
-    made: Path, served: Served, tmp_path: Path
+    made: Path, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("WDSTRAIN_RANGE_SIZE")  # of default size, a block is a shard here
     code = (
         "import sys, wdstrain as wt\n"
         f"loader = wt.Loader({served.url!r}, batch_size=16, cache_dir={str(tmp_path)!r}, seed=int(sys.argv[1]))\n"
@@ -162,9 +165,7 @@ def test_processes_share_a_cache_without_fetching_a_shard_twice(
         for seed in range(2)
     ]
     assert [one.communicate(timeout=60) for one in running] == [("288 0\n", "")] * 2
-    assert (
-        max(Counter(path for path, _ in asked(served)).values()) == 1
-    )  # of default size, a block is a shard here
+    assert max(Counter(path for path, _ in asked(served)).values()) == 1
     assert len(whole(tmp_path)) == len(list(made.glob("*.tar")))
 
 
@@ -384,7 +385,7 @@ def test_a_part_that_was_begun_anew_does_not_get_the_name_of_another(
     one, shard = Cache(str(tmp_path)), open_index(served.url).shards[0]
     first = one.open(shard)
     assert first is not None
-    first.fill(0, shard.bytes - block_map.BLOCK)
+    first.fill(0, shard.bytes - BLOCK)
     one.forget(shard)
     second = one.open(shard)
     assert second is not None
@@ -485,8 +486,6 @@ def test_a_shard_above_the_limit_is_streamed(made: Path, served: Served, tmp_pat
 
 _RUN = """
 import sys, wdstrain as wt
-from wdstrain.storage import block_map, cache_folder, prefetch
-prefetch.RANGE = block_map.BLOCK = 32 << 10
 loader = wt.Loader(sys.argv[1], batch_size=16, shuffle_buffer=50, cache_dir=sys.argv[2])
 print("begun", flush=True)
 print(sum(len(batch["__key__"]) for batch in loader))
@@ -523,7 +522,7 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(
 ) -> None:
     """The process is killed when the server has answered so many requests; another goes on with what is there."""
     wanted = epoch(loader_of(str(made), None))
-    blocks = sum(-(-path.stat().st_size // (32 << 10)) for path in made.glob("*.tar"))
+    blocks = sum(-(-path.stat().st_size // BLOCK) for path in made.glob("*.tar"))
     for moment in (1, 5, 11, blocks - 3, blocks):
         folder = tmp_path / str(moment)
         killer = _Killer(moment)
@@ -541,9 +540,7 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(
             assert epoch(loader) == wanted
             loader.close()
             again = {
-                (path, int(span[6:].split("-")[0]) // block_map.BLOCK)
-                for path, span in asked(server)
-                if span
+                (path, int(span[6:].split("-")[0]) // BLOCK) for path, span in asked(server) if span
             }
             assert not again & there
         check_content(folder, made)

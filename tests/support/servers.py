@@ -17,9 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from wdstrain.loader import pipeline_parts
-from wdstrain.storage import block_map, prefetch, retries
-
 Fault = Callable[["Handler", Path, int, int], bool]
 
 
@@ -265,9 +262,7 @@ def serving(
 
 
 def small_and_quick(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """Ranges and blocks that are smaller than the shards of tests, little read ahead, and pauses that are short."""
-    monkeypatch.setattr(prefetch, "RANGE", block)
-    monkeypatch.setattr(block_map, "BLOCK", block)
-    monkeypatch.setattr(pipeline_parts, "AHEAD_BYTES", 256 << 10)
-    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(retries, "LONGEST_PAUSE", 0.01)
+    """Set ranges and blocks that are smaller than the shards of tests, little reading ahead, and short pauses."""
+    monkeypatch.setenv("WDSTRAIN_RANGE_SIZE", str(block))
+    monkeypatch.setenv("WDSTRAIN_READ_AHEAD", "256KiB")
+    monkeypatch.setenv("WDSTRAIN_RETRY_PAUSE", "0.001")

@@ -19,11 +19,13 @@ from wdstrain.order.plan import Order
 from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.resources import ReadOptions, batches_begun
+from wdstrain.runtime import environment
 from wdstrain.shards.index import Index
 from wdstrain.storage.shard_cache import Cache
 
-AHEAD_BYTES = 64 << 20  # bytes that are read ahead, beyond half a window
-DIRECT_AHEAD_BYTES = 128 << 20  # the same where arrays are read straight into batches
+# Bytes that are read ahead, beyond half a window; twice as many where arrays are read straight into
+# batches.
+_READ_AHEAD = "WDSTRAIN_READ_AHEAD", 64 << 20
 _SPARE_SLOTS = 4  # batches that the user may keep before further ones are copies
 
 
@@ -115,7 +117,7 @@ def build_parts(
     batch_bytes = plan.batch_size * sum(shard.bytes for shard in index.shards) / max(1, len(index))
     flight = flight_of(options.num_workers, plan.batch_size, layout.size, batch_bytes)
     busy = 1 if is_inline else flight.batches
-    ahead = DIRECT_AHEAD_BYTES if direct else AHEAD_BYTES
+    ahead = environment.size(*_READ_AHEAD) * (2 if direct else 1)
     begun = batches_begun(index, plan, rank, ahead) if direct else 0
     slots = Slots(layout, busy=busy + begun + 1, spare=_SPARE_SLOTS)
     direct_fields = DirectFields(index, direct, slots)

@@ -14,17 +14,19 @@ import numpy.typing as npt
 from wdstrain.order.plan import Order, Plan, rows_in_batch
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
+from wdstrain.storage.block_map import range_size
 from wdstrain.storage.remote import is_remote
 
 READ_SAMPLES = 4096  # most samples in one read
 GAP = 1 << 20  # bytes; a gap up to this size between two samples is read and discarded
 READ_TOGETHER = 32 << 20  # most bytes of one read of arrays that go straight into batches
-_LOCAL, _REMOTE = 16 << 20, 4 << 20  # most bytes of one read; several remote reads are in flight
+_LOCAL = 16 << 20  # most bytes of one read of local shards
 
 
 def read_bytes(index: Index) -> int:
     """Return the most bytes of one read. A single larger sample is still read as a whole."""
-    return _REMOTE if any(is_remote(shard.path) for shard in index.shards) else _LOCAL
+    # Several remote reads are in flight.
+    return range_size() if any(is_remote(shard.path) for shard in index.shards) else _LOCAL
 
 
 def read_breaks(index: Index, ids: Ints) -> npt.NDArray[np.bool_]:

@@ -2,6 +2,9 @@
 
 A partial shard (`.part`) has the length of the shard and ends in a header and one byte per block.
 When all blocks are present the map is cut off, and the file is the shard.
+
+The environment variable WDSTRAIN_RANGE_SIZE sets the size of a block, which is also that of a range
+request. Partial shards with another size of blocks are fetched again.
 """
 
 from __future__ import annotations
@@ -10,10 +13,17 @@ import os
 from functools import lru_cache
 from hashlib import blake2b
 
-BLOCK = 4 << 20  # bytes that are fetched, marked and locked together
+from wdstrain.runtime import environment
+
 PART = ".part"  # suffix of a partial shard
 
 _MAGIC = b"WDSCACHE"
+_RANGE_SIZE = "WDSTRAIN_RANGE_SIZE", 4 << 20
+
+
+def range_size() -> int:
+    """Return the most bytes of a range request; a block is fetched, marked and locked as a whole."""
+    return environment.size(*_RANGE_SIZE)
 
 
 class BlockMap:
@@ -21,7 +31,7 @@ class BlockMap:
 
     def __init__(self, fd: int, size: int) -> None:
         """fd: of the partial shard, or of the whole shard, which has no map. size: of the shard."""
-        self._fd, self._size, self.block_size = fd, size, BLOCK
+        self._fd, self._size, self.block_size = fd, size, range_size()
         self.count = -(-size // self.block_size)
         self._start = size + len(_header())
 
@@ -57,7 +67,7 @@ def create_part(path: str, size: int) -> None:
     """Create a partial shard without any block. size: of the shard. Raises OSError."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        empty = _header() + bytes(-(-size // BLOCK))
+        empty = _header() + bytes(-(-size // range_size()))
         os.ftruncate(fd, size + len(empty))
         write_at(fd, memoryview(empty), size)
     finally:
@@ -72,7 +82,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _header() -> bytes:
-    return _MAGIC + BLOCK.to_bytes(8, "little") + boot_id()
+    return _MAGIC + range_size().to_bytes(8, "little") + boot_id()
 
 
 @lru_cache(maxsize=1)

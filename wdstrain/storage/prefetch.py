@@ -21,13 +21,12 @@ from typing import Protocol
 from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.memory.scatter import ScatterList, as_scatter_list
 from wdstrain.runtime.signals import DeferSignals
-from wdstrain.storage.block_map import BLOCK
+from wdstrain.storage.block_map import range_size
 from wdstrain.storage.cached_file import CachedFile
 from wdstrain.storage.local import LocalFile, ShardFile
 from wdstrain.storage.remote import RemoteFile, is_remote, open_remote
 from wdstrain.storage.shard_cache import Cache
 
-RANGE = BLOCK  # most bytes of one request
 THREADS = 6  # requests in flight: 6 x 4 MB in 100 ms are 240 MB/s
 STOP_PATIENCE = 2.0  # seconds that `stop` waits for the threads, in total
 
@@ -116,11 +115,11 @@ class LaneStream:
         if not is_remote(shard.path):
             return self._read_local(shard, target, offset)
         read, target, requests = PendingRead(), as_scatter_list(target), list[_RangeRequest]()
-        cached = self.prefetcher.cache is not None
+        cached, most = self.prefetcher.cache is not None, range_size()
         while target.left:
             # With a cache, ranges end where blocks end. Without, a range begins with a sample:
             # a sample in two ranges would be verified by the decoder instead of on arrival.
-            count = min(target.left, RANGE - offset % RANGE if cached else RANGE)
+            count = min(target.left, most - offset % most if cached else most)
             part = target.split_off(count)
             requests.append(_RangeRequest(shard, offset, offset + count, part, read))
             offset += count
@@ -158,18 +157,19 @@ class LaneStream:
 
         Only for a shard that the lane read from its beginning.
         """
+        block = range_size()
         if self._remote is not shard:
-            self._remote, self._requested = shard, set() if requests[0].start < RANGE else None
+            self._remote, self._requested = shard, set() if requests[0].start < block else None
         if self._requested is None:
             return []
-        self._requested |= {request.start // RANGE for request in requests}
+        self._requested |= {request.start // block for request in requests}
         # Before the blocks are listed: the size comes from an index, which may be hostile.
-        if not leaving or shard.bytes - len(self._requested) * RANGE > _LARGEST_REST:
+        if not leaving or shard.bytes - len(self._requested) * block > _LARGEST_REST:
             return []
         rest = [
-            _RangeRequest(shard, start, min(start + RANGE, shard.bytes), None, self._cache_fill)
-            for start in range(0, shard.bytes, RANGE)
-            if start // RANGE not in self._requested
+            _RangeRequest(shard, start, min(start + block, shard.bytes), None, self._cache_fill)
+            for start in range(0, shard.bytes, block)
+            if start // block not in self._requested
         ]
         self._requested = None
         return rest if sum(part.stop - part.start for part in rest) <= _LARGEST_REST else []

@@ -1,24 +1,25 @@
 """Retry policy for servers: pauses, time limit and log messages.
 
 The environment variable WDSTRAIN_NETWORK_TIMEOUT sets the time limit of all servers: seconds
-without a byte.
+without a byte. WDSTRAIN_RETRY_PAUSE sets the seconds before the first retry.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import os
 import random
 import threading
 import time
 from urllib.parse import urlsplit
 
-from wdstrain.errors import StorageError, UsageError
+from wdstrain.errors import StorageError
+from wdstrain.runtime import environment
 
 TIMEOUT = "WDSTRAIN_NETWORK_TIMEOUT"
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between two attempts
+PAUSE = "WDSTRAIN_RETRY_PAUSE"
 
+_FIRST_PAUSE = 0.1  # seconds before the first retry
+_GROWTH = 100  # the longest pause divided by the first
 _DEFAULT_TIMEOUT = 120.0  # seconds
 _LONGEST_RETRY_AFTER = 30.0  # seconds that a server may ask for
 _LONGEST_SILENCE = 20.0  # seconds
@@ -35,17 +36,7 @@ def network_timeout() -> float:
 
     Raises UsageError if the environment variable is not a number of seconds.
     """
-    text = os.environ.get(TIMEOUT, "")
-    try:
-        seconds = float(text) if text.strip() else _DEFAULT_TIMEOUT
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise UsageError(
-            f"{TIMEOUT}={text!r}: must be a number of seconds >= 0. "
-            f"Unset it for {_DEFAULT_TIMEOUT:g} s."
-        )
-    return seconds
+    return environment.seconds(TIMEOUT, _DEFAULT_TIMEOUT)
 
 
 def silence_limit() -> float:
@@ -99,7 +90,8 @@ class Retries:
 
     def _backoff(self, retry_after: float | None) -> float:
         """Return the seconds of a pause: they double with each attempt, with jitter."""
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.attempts - 1, 20))
+        first = environment.seconds(PAUSE, _FIRST_PAUSE)
+        pause = first * min(_GROWTH, 2.0 ** min(self.attempts - 1, 20))
         return max(pause * (0.5 + _jitter.random()), min(retry_after or 0.0, _LONGEST_RETRY_AFTER))
 
     def _log_silence(self, reason: str, limit: float) -> None:

@@ -15,7 +15,7 @@ from wdstrain.order.plan import Plan
 from wdstrain.reader.read_blocks import READ_SAMPLES, read_breaks, read_bytes
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
-from wdstrain.storage.prefetch import RANGE
+from wdstrain.storage.block_map import range_size
 from wdstrain.storage.remote import is_remote
 
 _CHUNK = 1 << 18  # samples whose reads are found at a time
@@ -194,7 +194,7 @@ def share_of(index: Index, plan: Plan, rank: int, reads: list[Reads], held: Held
         opened_in_the_middle=sum(int((ids != index.first[shard]).sum()) for shard, ids in opened),
         reads=sum(len(one.ids) for one in reads),
         seeks=sum(one.seeks for one in reads),
-        requests=sum(int((-(-(one.stop - one.start) // RANGE)).sum()) for one in reads)
+        requests=sum(int((-(-(one.stop - one.start) // range_size())).sum()) for one in reads)
         if far
         else 0,
         first_batch_bytes=sum(int(held_in(index, plan, lane, 0, 1).bytes[0]) for lane in lanes),
