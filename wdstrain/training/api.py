@@ -138,7 +138,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         signals = stack.enter_context(SignalHandler().watched())
         # inside the handler: between the two, a signal could end the process before it reports
         stack.enter_context(distributed.explained())
-        if config.channels_last:
+        if config.channels_last and not config.fsdp:  # which splits contiguous tensors only
             net = net.to(memory_format=torch.channels_last)
         setup = Setup(
             task=task,
@@ -155,7 +155,7 @@ def train(arguments: TrainArguments) -> TrainResult:
             ),
         )
         logger = RunLogger(task)
-        run = RunState(net.to(device), loader, validation, setup, logger)
+        run = RunState(net, loader, validation, setup, logger)
         weights = [
             class_weights(data.train, head, config.class_weights, device) for head in task.heads
         ]
@@ -176,6 +176,7 @@ def train(arguments: TrainArguments) -> TrainResult:
             indexes = {"train": data.train} | ({"val": data.val} if data.val is not None else {})
             logger.start(run_dir, config, run.position, indexes, run.steps)
         trainer.fit(signals)
+        distributed.wait()  # until the last checkpoint is there
         reporter.line(f"training ended: {trainer.stop_reason}")
     state = run.position
     return TrainResult(

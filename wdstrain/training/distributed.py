@@ -12,7 +12,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.training import fsdp
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
 
@@ -111,13 +112,26 @@ class DistributedContext:
         """Whether this process writes and reports: rank 0."""
         return self.rank == 0
 
+    def place(self, model: nn.Module, device: torch.device, *, shards: bool) -> nn.Module:
+        """Return the model on the device; with `shards` its parameters are split over processes."""
+        if not shards or self.size == 1:
+            return model.to(device)
+        fsdp.shard_model(model.cpu(), device, self._control)
+        return model
+
     def spread(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the model as all processes train it together."""
-        if self.size == 1:
+        if self.size == 1 or fsdp.is_sharded(model):
             return model
         return DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None
         )
+
+    def accumulating(self, model: Any) -> AbstractContextManager[None]:
+        """Add gradients up without an exchange in this context. model: as `spread` returned it."""
+        if self.size == 1:
+            return nullcontext()
+        return fsdp.gradients_kept(model) if fsdp.is_sharded(model) else model.no_sync()
 
     def shared_buffers(self, model: nn.Module) -> None:
         """Copy the buffers of rank 0 to all: the batch norms of each saw other images."""
@@ -139,6 +153,11 @@ class DistributedContext:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._control)
         return found
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.size > 1:
+            dist.barrier(group=self._control)
 
     def agreed(self, wish: int) -> int:
         """Return the most urgent wish of all processes at the step before."""

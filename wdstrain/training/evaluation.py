@@ -14,6 +14,7 @@ from wdstrain.loader.loader import Loader
 from wdstrain.training.callbacks import Callback
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
+from wdstrain.training.fsdp import is_sharded
 from wdstrain.training.images import ImageInput
 from wdstrain.training.metrics import EvalMetrics
 from wdstrain.training.optim import OptimizerFactory, autocast
@@ -75,7 +76,9 @@ def evaluate_pass(
     metrics = EvalMetrics(task, setup.device, setup.objects.metrics)
     previews = PreviewCollector(task)
     steps = len(loader) if limit is None else min(limit, len(loader))
-    with torch.inference_mode():
+    # FSDP reuses the memory of completed tensors in training, which must not be of inference mode.
+    is_split = is_sharded(model)
+    with torch.no_grad() if is_split else torch.inference_mode():
         batches = loader.epoch(0, until=1)
         for step, batch in enumerate(to_device(batches, setup.device)):
             if not batches.own.all():
@@ -87,6 +90,8 @@ def evaluate_pass(
                 losses = task.losses(outputs, targets, criterion=setup.objects.criterion)
                 metrics.update(outputs, targets, losses)
                 previews.add(batch, outputs, targets, losses)
+            elif is_split:  # the processes complete the tensors of the model together
+                model(setup.model_input(setup.image.blank(setup.device)))
             setup.reporter.step(title, step + 1, steps)
             check_stop()
             if step + 1 == steps < len(loader):

@@ -73,6 +73,10 @@ class ImageInput:
             normalization,
         )
 
+    def blank(self, device: torch.device) -> Tensor:
+        """Return a batch of one image of zeros."""
+        return torch.zeros(1, *self.shape, dtype=getattr(torch, self.dtype), device=device)
+
     def state(self) -> dict[str, Any]:
         """Return plain values, for a checkpoint."""
         return {

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
+from wdstrain.training.fsdp import local
 from wdstrain.training.models import import_function, last_layer
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -218,7 +219,10 @@ class ModelEMA:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Add the weights after this step, counted from 0."""
-        mine, others = self.model.state_dict(), model.state_dict()
+        mine, others = (
+            {name: local(value) for name, value in one.state_dict().items()}
+            for one in (self.model, model)
+        )
         decay = min(self._decay, (1 + step) / (10 + step))
         floats = [name for name, value in mine.items() if value.is_floating_point()]
         if floats:

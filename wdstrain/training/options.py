@@ -240,6 +240,12 @@ class MachineOptions:
     amp: str = _option("none", "16-bit arithmetic", choices=("none", "bf16", "fp16"))
     tf32: bool = _option(False, "TensorFloat-32 for matrix products on CUDA", free=True)
     channels_last: bool = _option(False, "channels last memory format, faster on GPUs", free=True)
+    fsdp: bool = _option(
+        False,
+        "split the model and its optimizer over the processes (FSDP2), for models that do not fit "
+        "on one GPU",
+        free=True,
+    )
     compile: bool = _option(False, "torch.compile the model", free=True)
     num_workers: int = _option(
         0, "decoding processes; 0: threads", metavar="N", free=True, rule=_AT_LEAST_0

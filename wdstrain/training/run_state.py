@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from wdstrain.training.checkpoint import FORMAT
 from wdstrain.training.config import Config
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.evaluation import Setup
+from wdstrain.training.fsdp import (
+    load_model_state,
+    load_optimizer_state,
+    local,
+    model_state,
+    optimizer_state,
+)
 from wdstrain.training.images import ImageInput
 from wdstrain.training.optim import ModelEMA, make_optimizer
 from wdstrain.training.run_logger import RunLogger, TrainerState
@@ -39,10 +47,14 @@ class RunState:
         logger: RunLogger,
     ) -> None:
         config = setup.config
-        self.model, self.loader, self.val_loader, self.setup = model, loader, val_loader, setup
+        self.loader, self.val_loader, self.setup = loader, val_loader, setup
         self.config, self.task, self.logger = config, setup.task, logger
-        self.optimizer = make_optimizer(model, config, setup.objects.optimizer)
         self.average = ModelEMA(model, config.ema) if config.ema else None
+        place = partial(setup.distributed.place, device=setup.device, shards=config.fsdp)
+        self.model = place(model)
+        if self.average is not None:
+            self.average.model = place(self.average.model)
+        self.optimizer = make_optimizer(self.model, config, setup.objects.optimizer)
         self.scaler = torch.amp.GradScaler(setup.device.type, enabled=config.amp == "fp16")
         self.steps = min(len(loader), config.limit_train_batches or len(loader))
         self.position = TrainerState()
@@ -71,13 +83,18 @@ class RunState:
 
         The last loss may be finite although its step made weights that are not.
         """
-        is_sound = all(bool(weight.isfinite().all()) for weight in self.model.parameters())
+        is_sound = self._has_finite_weights()
         if not math.isfinite(loss) or not is_sound:
             hint = "Look for images with NaN or infinity, lower" if is_sound else "Lower"
             raise WdstrainError(
                 f"the loss is not finite at step {self.position.step} of {self.title}. {hint} "
                 f"lr={self.config.lr} or set clip_norm. Earlier checkpoints are intact."
             )
+
+    def _has_finite_weights(self) -> bool:
+        """Return whether all weights of this process are finite. Waits for the device."""
+        finite = [local(weight.detach()).isfinite().all() for weight in self.model.parameters()]
+        return bool(torch.stack(finite).all()) if finite else True
 
     def save(self, *, best: bool = False) -> str | None:
         """Write a checkpoint, and return its path on the rank that wrote it.
@@ -87,12 +104,13 @@ class RunState:
         sums = self.total_sums()
         self.saved_at = time.monotonic()
         self.check_loss(sums["loss"])
+        checkpoint = self._checkpoint(sums)  # with FSDP all processes share its tensors
         if not self.setup.distributed.leads:
             return None
         state = self.position
         try:
             position = state.epoch * self.steps + state.step
-            path = self.logger.save(self._checkpoint(sums), position, best=best)
+            path = self.logger.save(checkpoint, position, best=best)
             self.write_error = None
         except StorageError as error:
             self.write_error = error
@@ -104,12 +122,12 @@ class RunState:
         state = self.position
         is_over = state.step >= self.steps
         epoch, step = (state.epoch + 1, 0) if is_over else (state.epoch, state.step)
-        raw = {"raw": self.model.state_dict()} if self.average is not None else {}
+        raw = {"raw": model_state(self.model)} if self.average is not None else {}
         return {
             "format": FORMAT,
-            "model": self.scored_model.state_dict(),
+            "model": model_state(self.scored_model),
             **raw,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state(self.optimizer),
             "scaler": self.scaler.state_dict(),
             "state": dict(vars(state)),
             "sums": dict(sums),
@@ -126,10 +144,10 @@ class RunState:
         self._check_same(checkpoint, former)
         self.loader.load_state_dict(checkpoint["loader"])
         try:
-            self.model.load_state_dict(checkpoint.get("raw", checkpoint["model"]))
+            load_model_state(self.model, checkpoint.get("raw", checkpoint["model"]))
             if self.average is not None:
-                self.average.model.load_state_dict(checkpoint["model"])
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
+                load_model_state(self.average.model, checkpoint["model"])
+            load_optimizer_state(self.optimizer, checkpoint["optimizer"])
         except (RuntimeError, ValueError) as error:
             cause = " ".join(str(error).split())[:300]
             raise UsageError(

@@ -229,8 +229,8 @@ class Trainer:
                     snapshot.restore(self.run.sums, self.model)
                 raise
             timer.lap("data")
-            is_last = turn == group - 1 or self._distributed.size == 1
-            with nullcontext() if is_last else self._net.no_sync():
+            is_last = turn == group - 1
+            with nullcontext() if is_last else self._distributed.accumulating(self._net):
                 self._backward(batch, group)
             del batch
             timer.lap("compute")

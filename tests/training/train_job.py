@@ -1,0 +1,62 @@
+"""Several training runs, one after the other, in each process of a job: `-m tests.training.train_job`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import wdstrain as wt
+from wdstrain.training.callbacks import RunningTrainer
+
+Run = tuple[str, dict[str, Any]]  # folder and options; "stop": [epoch, step] where it is stopped
+
+
+class StopAt(wt.Callback):
+    """Ends a run at a position."""
+
+    def __init__(self, position: list[int]) -> None:
+        self._position = tuple(position)
+
+    def on_step_end(self, trainer: RunningTrainer) -> None:
+        if (trainer.state.epoch, trainer.state.step) == self._position:
+            trainer.stop("stopped by the test")
+
+
+class Silent:
+    """Shows no progress."""
+
+    def step(self, title: str, done: int, total: int, text: str = "", unit: str = "") -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+
+def run(shards: str, out: str, options: dict[str, Any]) -> wt.TrainResult:
+    """Train in this process, as one of those of its job."""
+    rest = {name: value for name, value in options.items() if name != "stop"}
+    callbacks = [StopAt(options["stop"])] if "stop" in options else []
+    return wt.train(shards, out, callbacks=callbacks, progress=Silent(), **rest)
+
+
+def run_job(processes: int, shards: str, runs: list[Run]) -> None:
+    """Start a job of so many processes that trains these runs, and wait for its end."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    words = [sys.executable, "-m", *launcher, "-m", __name__, shards, json.dumps(runs)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for out, options in json.loads(sys.argv[2]):
+        run(sys.argv[1], out, options)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
