@@ -10,8 +10,12 @@ from wdstrain.cli.common import result, selected, urls, verb, where
 from wdstrain.cli.flags import add_options, given
 from wdstrain.errors import UsageError
 from wdstrain.report.terminal import print_message
+from wdstrain.runtime.options import as_list
+from wdstrain.storage.addresses import expand
+from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config, is_made, read_config
 from wdstrain.training.options import GROUPS, EvaluateOptions, PredictOptions
+from wdstrain.training.run_dir import CONFIG, check_out
 
 
 def add_training(verbs: Any) -> None:
@@ -114,12 +118,6 @@ def add_training(verbs: Any) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from wdstrain.training.api import train
-    from wdstrain.training.distributed import DistributedContext, last_words
-    from wdstrain.training.metrics import metric_text, metrics_text
-    from wdstrain.training.run_dir import CONFIG
-    from wdstrain.training.stop_signals import Stopped
-
     options: dict[str, Any] = {}
     data: dict[str, Any] = {}
     saved = os.path.join(arguments.out, CONFIG)
@@ -145,7 +143,12 @@ def _train(arguments: argparse.Namespace) -> int:
             "no shards to train on were named. Give their address, or a --config file whose [data] has train."
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
-    Config.of(options)  # before anything is imported and opened
+    _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])
+    from wdstrain.training.api import train
+    from wdstrain.training.distributed import DistributedContext, last_words
+    from wdstrain.training.metrics import metric_text, metrics_text
+    from wdstrain.training.stop_signals import Stopped
+
     try:
         with last_words():
             done = train(
@@ -183,7 +186,27 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_usage(
+    arguments: argparse.Namespace, options: dict[str, Any], addresses: list[str]
+) -> None:
+    """Raise UsageError for wrong usage before torch is imported, which takes seconds."""
+    Config.of(options)
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        # other processes may see what the first one has begun to write
+        check_out(arguments.out, overwrite=arguments.overwrite, resume=arguments.resume)
+    for address in addresses:
+        if not is_remote(address):
+            expand(address)
+
+
+def _check_checkpoint(path: str) -> None:
+    """Raise UsageError for a checkpoint that does not exist, before torch is imported."""
+    if not os.path.isfile(path):
+        raise UsageError(f"{path} is no file. Name a checkpoint such as RUN/checkpoints/best.pt")
+
+
 def _evaluate(arguments: argparse.Namespace) -> int:
+    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.api import evaluate
     from wdstrain.training.distributed import DistributedContext
     from wdstrain.training.metrics import metrics_text
@@ -204,6 +227,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _predict(arguments: argparse.Namespace) -> int:
+    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.inference import predict
 
     chosen = selected(arguments)
@@ -223,6 +247,7 @@ def _predict(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    _check_checkpoint(arguments.checkpoint)
     from wdstrain.training.export import export
 
     written = export(arguments.checkpoint, arguments.out, model=arguments.model)

@@ -44,6 +44,7 @@ from wdstrain.shards.tar import other_kind
 from wdstrain.storage.addresses import (
     INDEX_NAME,
     Urls,
+    alternatives,
     beside,
     check_finished,
     check_no_change,
@@ -189,9 +190,11 @@ def make_index(
 def require_one_split(index: Index, urls: Urls) -> Index:
     """Return `index` unchanged after checking that no single address in `urls` has several splits.
 
-    This keeps validation data out of training. Raises UsageError with the address of each split.
+    This keeps validation data out of training. A brace pattern such as {train,extra}-*.tar names
+    its splits, and counts as several addresses. Raises UsageError with the address of each split.
     """
-    for address in [urls] if isinstance(urls, (str, os.PathLike)) else list(urls):
+    given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    for address in (part for url in given for part in alternatives(os.fspath(url))):
         meant = set(expand(address))
         if len(meant) == 1 and not any(map(is_json, meant)):
             continue  # one shard has one split; this is quick for lists of thousands of shards

@@ -47,6 +47,11 @@ def expand(urls: Urls) -> list[str]:
     return [path for address in addresses for path in _expand(os.fspath(address))]
 
 
+def alternatives(address: str) -> list[str]:
+    """Return the addresses that the braces of an address mean; without braces itself."""
+    return list(_braces(address)) if "{" in address and not os.path.exists(address) else [address]
+
+
 def check_finished(folder: str) -> None:
     """Raise ShardError if a conversion was interrupted while it replaced the shards of a folder."""
     has_index = os.path.exists(os.path.join(folder, INDEX_NAME))

@@ -43,7 +43,7 @@ from wdstrain.training.images import (
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory, build, call_factory, check_shapes
 from wdstrain.training.progress import reporting
-from wdstrain.training.run_dir import CHECKPOINTS, RunDir
+from wdstrain.training.run_dir import CHECKPOINTS, RunDir, check_out
 from wdstrain.training.run_logger import RunLogger
 from wdstrain.training.run_state import RunState
 from wdstrain.training.stop_signals import SignalHandler
@@ -93,10 +93,10 @@ def train(arguments: TrainArguments) -> TrainResult:
         arguments.optimizer,
     )
     resume, overwrite = arguments.resume, arguments.overwrite
-    if resume and overwrite:
-        raise UsageError("resume=True and overwrite=True exclude each other. Give one of them.")
     config = _absolute(arguments.config())
     folder, distributed = os.fspath(arguments.out), DistributedContext()
+    if distributed.leads:  # the others may see what it has begun to write
+        check_out(folder, overwrite=overwrite, resume=resume)
     data = TrainData.of(urls, val, config)
     checkpoint, unreadable = read_last(os.path.join(folder, CHECKPOINTS)) if resume else (None, [])
     if data.val is None and (config.patience or config.schedule == "plateau" or config.monitor):

@@ -51,7 +51,15 @@ class TrainData:
     @classmethod
     def of(cls, urls: Urls | Index, val: Urls | Index | None, config: Config) -> TrainData:
         """Open train and validation set, with declared labels and only the chosen samples."""
-        train_index, val_index = _open_sets(urls, val)
+        if config.fold is not None:
+            if val is not None:
+                raise UsageError(
+                    f"fold={config.fold} takes the validation data from the training shards. "
+                    f"Give either fold or val."
+                )
+            train_index, val_index = open_set(urls), None
+        else:
+            train_index, val_index = _open_sets(urls, val)
         label = config.label
         if label is not None and not train_index.labels and not train_index.shard_labels:
             train_index, val_index = _declare(train_index, val_index, label, config.classes)
@@ -64,6 +72,8 @@ class TrainData:
         if config.where is not None:
             train_index = train_index.where(config.where)
             val_index = val_index.where(config.where) if val_index is not None else None
+        if config.fold is not None:
+            train_index, val_index = _fold(train_index, label, config)
         return cls(train_index, val_index, label)
 
     def task(self, checkpoint: Mapping[str, Any] | None) -> Task:
@@ -90,6 +100,16 @@ def _open_sets(urls: Urls | Index, val: Urls | Index | None) -> tuple[Index, Ind
         return train, validation
     train = index if isinstance(urls, Index) else require_one_split(index, urls)
     return train, open_set(val) if val is not None else None
+
+
+def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index]:
+    """Return training and validation set of one fold; each class has its share of both."""
+    assert config.fold is not None
+    part, count = map(int, config.fold.split("/"))
+    target = Task.of(index, label).heads[0].target
+    column = complete_column(index, target) if target.kind == "class" else None
+    stratify = None if column is None else column.name
+    return list(index.folds(count, stratify=stratify, seed=config.seed))[part - 1]
 
 
 def open_set(urls: Urls | Index) -> Index:

@@ -7,6 +7,7 @@ and a line of a run's config.toml. `wdstrain.training.config` checks their value
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass
 from typing import Any, NamedTuple
@@ -21,12 +22,18 @@ class Rule(NamedTuple):
     text: str
 
 
+def _is_fold(text: str) -> bool:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    return match is not None and 1 <= int(match[1]) <= int(match[2]) >= 2
+
+
 _AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
 _AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
 _FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
 _ABOVE_0 = Rule(lambda value: 0 < value < math.inf, "a finite number above 0")
 _BELOW_1 = Rule(lambda value: 0 <= value < 1, ">= 0 and below 1")
 _FACTOR = Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")
+_FOLD = Rule(_is_fold, "K/N with a part K in 1 to N and N >= 2, such as 1/5")
 _SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
 
 
@@ -67,6 +74,13 @@ class DataOptions:
         "condition on the index's columns that samples for training and validation must meet, such "
         "as \"label != 'Other'\"",
         metavar="EXPR",
+    )
+    fold: str | None = _option(
+        None,
+        "validate on part K of N equal parts of the training shards, 1 to N, and train on the "
+        "others; every class has its share of each part",
+        metavar="K/N",
+        rule=_FOLD,
     )
     balance: str | None = _option(
         None,

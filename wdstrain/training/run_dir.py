@@ -29,22 +29,27 @@ _LOCK = ".lock"
 _RUN_FILES = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS)
 
 
+def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
+    """Raise UsageError for a folder that no run, or not this one, may write to."""
+    if resume and overwrite:
+        raise UsageError("resume and overwrite exclude each other. Give one of them.")
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    there = [name for name in names if name != _LOCK and not _is_incomplete(name)]
+    if there and CONFIG not in there:
+        raise UsageError(f"{folder} holds files that are not of a run. Choose another folder.")
+    if there and not overwrite and not resume:
+        raise UsageError(
+            f"{folder} holds a run already. Choose another folder, continue with resume=True, or "
+            f"replace it with overwrite=True."
+        )
+
+
 class RunDir:
     """The folder of a new run, or with `resume` of an earlier one. config: text of config.toml."""
 
     def __init__(self, folder: str, config: str, *, overwrite: bool, resume: bool) -> None:
         self.folder, self._fd = folder, -1
-        there = (
-            [name for name in os.listdir(folder) if name != _LOCK and not _is_incomplete(name)]
-            if os.path.isdir(folder)
-            else []
-        )
-        if there and CONFIG not in there:
-            raise UsageError(f"{folder} holds files that are not of a run. Choose another folder.")
-        if there and not overwrite and not resume:
-            raise UsageError(
-                f"{folder} holds a run already. Choose another folder, continue with resume=True, or replace it with overwrite=True."
-            )
+        check_out(folder, overwrite=overwrite, resume=resume)
         try:
             os.makedirs(folder, exist_ok=True)
             self._lock()

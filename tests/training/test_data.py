@@ -1,0 +1,212 @@
+"""Which samples a run trains on and validates on, and where their labels come from."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset as wds
+from PIL import Image
+from torch import nn
+
+import wdstrain as wt
+
+QUICK: dict[str, Any] = {"epochs": 1, "batch_size": 8, "image_size": 8}
+KINDS = ("cat", "dog", "elk")
+
+
+def image(number: int) -> bytes:
+    """A red, green or blue image."""
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[..., number % 3] = 255
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of three splits, whose classes have 45, 27 and 18 of 90 samples."""
+    folder = tmp_path_factory.mktemp("data") / "shards"
+    kinds = [KINDS[(i % 10 >= 5) + (i % 10 >= 8)] for i in range(90)]
+    samples = (
+        {"__key__": f"{i:03d}", "png": image(i), "cls": kind, "json": {"group": i % 2}}
+        for i, kind in enumerate(kinds)
+    )
+    wt.pack(
+        samples,
+        folder,
+        split={"train": 0.6, "extra": 0.2, "val": 0.2},
+        stratify="label",
+        classes=KINDS,
+    )
+    return folder
+
+
+def keys(index: Any) -> set[str]:
+    return {index.key(i) for i in range(len(index))}
+
+
+def linear(outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, outputs))
+
+
+class Seen(wt.Callback):
+    """Number of samples of each epoch, and of its validation."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+        self.validated: list[float] = []
+
+    def on_epoch_end(self, trainer: Any, metrics: dict[str, Any]) -> None:
+        self.trained.append(metrics["samples"] + metrics["left_out"])
+        self.validated.append(metrics.get("val", {}).get("samples", 0))
+
+
+# --- folds ------------------------------------------------------------------------------------------
+
+
+def test_each_fold_validates_on_its_part_and_trains_on_the_rest(
+    shards: Path, tmp_path: Path
+) -> None:
+    index = wt.open(f"{shards}/train-*.tar")
+    label = index.labels[0].name
+    for part in (1, 2, 3):
+        seen, out = Seen(), tmp_path / str(part)
+        wt.train(
+            f"{shards}/train-*.tar", out, fold=f"{part}/3", model=linear, callbacks=[seen], **QUICK
+        )
+        train, val = list(index.folds(3, stratify=label))[part - 1]
+        assert (seen.trained, seen.validated) == ([len(train)], [len(val)])
+        counts = Counter(val.table.column(label).to_pylist())
+        whole = Counter(index.table.column(label).to_pylist())
+        assert all(abs(counts[kind] - whole[kind] / 3) < 1 for kind in KINDS)
+        table = tmp_path / f"{part}.csv"
+        wt.predict(out / "checkpoints" / "last.pt", val, table, model=linear)
+        assert {line.split(",")[0] for line in table.read_text().splitlines()[1:]} == keys(val)
+
+
+@pytest.mark.parametrize("fold", ["0/5", "6/5", "1/1", "1", "a/b", "1/5/2"])
+def test_a_fold_that_does_not_exist_is_refused(shards: Path, tmp_path: Path, fold: str) -> None:
+    with pytest.raises(wt.UsageError, match="must be K/N"):
+        wt.train(f"{shards}/train-*.tar", tmp_path / "run", fold=fold, **QUICK)
+
+
+def test_a_fold_excludes_other_validation_data_and_other_splits(
+    shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(wt.UsageError, match="Give either fold or val"):
+        wt.train(
+            f"{shards}/train-*.tar",
+            tmp_path / "run",
+            val=f"{shards}/val-*.tar",
+            fold="1/3",
+            **QUICK,
+        )
+    with pytest.raises(wt.UsageError, match="holds several splits"):
+        wt.train(shards, tmp_path / "run", fold="1/3", **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
+# --- splits -----------------------------------------------------------------------------------------
+
+
+def test_splits_that_are_named_are_taken_as_named(shards: Path, tmp_path: Path) -> None:
+    sizes = {split: len(wt.open(f"{shards}/{split}-*.tar")) for split in ("train", "extra", "val")}
+    both = sizes["train"] + sizes["extra"]
+    named: list[Any] = [
+        [f"{shards}/train-*.tar", f"{shards}/extra-*.tar"],
+        [f"{shards}/extra-000000.tar", f"{shards}/train-000000.tar"],
+        f"{shards}/{{train,extra}}-*.tar",
+    ]
+    for number, urls in enumerate(named):
+        seen = Seen()
+        wt.train(
+            urls,
+            tmp_path / str(number),
+            val=[f"{shards}/val-*.tar"],
+            model=linear,
+            callbacks=[seen],
+            **QUICK,
+        )
+        assert (seen.trained, seen.validated) == ([both], [sizes["val"]])
+    with pytest.raises(wt.UsageError, match="holds several splits: extra, train, val"):
+        wt.train(f"{shards}/*.tar", tmp_path / "run", val=f"{shards}/val-*.tar", **QUICK)
+
+
+# --- labels of shards that declare none --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("label", "classes", "expected"),
+    [
+        ("cls", None, ("0", "1", "2")),
+        ("cls", "cat,dog,elk", KINDS),
+        ("json.kind", None, KINDS),
+        ("json.kind", "elk,dog,cat", KINDS[::-1]),
+        ("txt:class", None, KINDS),
+    ],
+)
+def test_shards_made_by_webdataset_are_trained_on_without_conversion(
+    tmp_path: Path, label: str, classes: str | None, expected: tuple[str, ...]
+) -> None:
+    for split, start in (("train", 0), ("val", 1000)):
+        with wds.TarWriter(str(tmp_path / f"{split}-000000.tar")) as writer:
+            for i in range(24):
+                kind = KINDS[i % 3]
+                writer.write(
+                    {
+                        "__key__": f"{start + i:04d}",
+                        "png": image(i),
+                        "cls": i % 3,
+                        "json": {"kind": kind, "size": i},
+                        "txt": kind,
+                    }
+                )
+    done = wt.train(
+        f"{tmp_path}/train-*.tar",
+        tmp_path / "run",
+        val=f"{tmp_path}/val-*.tar",
+        label=label,
+        classes=classes,
+        model=linear,
+        lr=0.02,
+        schedule="constant",
+        **{**QUICK, "epochs": 3},
+    )
+    assert done.task.heads[0].classes == expected
+    assert done.val["accuracy"] == 1.0
+
+
+# --- usage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "absent", "--out", "run"], "absent: there is no such file or folder"),
+        (["train", ".", "--out", "run", "--lr", "-1"], "--lr -1.0: must be a finite number"),
+        (["train", ".", "--out", "run", "--fold", "9/3"], "--fold 9/3: must be K/N"),
+        (["evaluate", "absent.pt", "."], "absent.pt is no file"),
+    ],
+)
+def test_usage_errors_come_before_torch_is_imported(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    code = (
+        "import sys\n"
+        "from wdstrain.cli import main\n"
+        f"status = main({words!r})\n"
+        "print(status, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "2 False\n"
+    assert message in done.stderr
