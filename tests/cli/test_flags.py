@@ -43,11 +43,80 @@ def test_each_argument_of_a_conversion_has_a_flag_and_a_meaning(kind: str, capsy
         assert is_there != python_only, name
 
 
+VERBS: dict[str, Any] = {
+    "index": wt.index,
+    "info": wt.info,
+    "show": wt.peek,
+    "verify": wt.verify,
+    "repair": wt.repair,
+    "remove": wt.remove,
+    "plan": wt.plan_epoch,
+    "bench": wt.bench,
+}
+PYTHON_ONLY = {
+    *("progress", "note", "fields", "transform", "normalize", "tail", "lanes", "rank"),
+    *("world_size", "on_error", "max_errors", "multiprocessing_context", "patience", "collate_fn"),
+}  # of bench and show; plan has flags for some of them
+OTHER_NAMES = {"n": "limit", "order": "random", "keys": "keys?", "as_bytes": "bytes"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_argument_of_a_verb_is_a_documented_keyword_and_a_flag(verb: str, capsys: Any) -> None:
+    documented = inspect.getdoc(VERBS[verb]) or ""
+    shown = helped([verb], capsys)
+    for name, parameter in inspect.signature(VERBS[verb]).parameters.items():
+        assert parameter.kind is not parameter.VAR_KEYWORD
+        assert re.search(rf"^    {name}: \w", documented, re.MULTILINE), name
+        flag = OTHER_NAMES.get(name, name).replace("_", "-")
+        is_there = name in ("urls", "source") or re.search(rf"--(no-)?{flag}\b", shown)
+        assert is_there or name in PYTHON_ONLY, name
+        default = parameter.default
+        if type(default) in (int, float) and is_there and name != "n":
+            assert f"(default: {default})" in " ".join(shown.split()), name
+
+
+def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wt.UsageError, match=r"^tail='cut': must be one of drop, pad, keep\.$"):
+        wt.plan_epoch("absent", tail="cut")  # type: ignore[arg-type]
+    with pytest.raises(wt.UsageError, match=r"^num_workers=0: must be an integer >= 1\.$"):
+        wt.verify("absent", num_workers=0)
+    with pytest.raises(TypeError, match=r"info\(\) .*'exakt'. Did you mean exact\?"):
+        wt.info("absent", exakt=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["plan", "absent", "--batch-size", "0"], "--batch-size 0: must be an integer >= 1"),
+        (["plan", "absent", "--out", "plan.png"], "--out plan.png: the file must end in .html"),
+        (["verify", "absent", "--num-workers", "0"], "--num-workers 0: must be an integer >= 1"),
+        (["bench", "absent", "--seconds", "-1"], "--seconds -1.0: must be > 0"),
+        (["show", "absent", "--limit", "0"], "--limit 0: must be an integer >= 1"),
+        (["show", "absent", "--random", "--key", "a"], "Give only one of these"),
+        (["index", "absent", "--classes", "a,b"], "needs --label ..., whose values"),
+        (["remove", "absent"], "--where ... or --keys ..."),
+        (["serve", "absent", "--port", "x"], "--port: invalid int value: 'x'"),
+    ],
+)
+def test_wrong_usage_of_verbs_names_the_flag(words: list[str], error: str, capsys: Any) -> None:
+    assert main(words) == 2
+    assert error in capsys.readouterr().err
+
+
 def test_help_fits_80_columns(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     verbs = [["convert", kind] for kind in KINDS]
     verbs += [[], ["convert"], ["index"], ["info"], ["show"], ["verify"], ["repair"], ["plan"]]
-    verbs += [["bench"], ["train"], ["evaluate"], ["predict"], ["export"], ["serve"], ["demo"]]
+    verbs += [
+        ["bench"],
+        ["remove"],
+        ["train"],
+        ["evaluate"],
+        ["predict"],
+        ["export"],
+        ["serve"],
+        ["demo"],
+    ]
     for words in verbs:
         text = helped(words, capsys)
         assert max(map(len, text.splitlines())) <= 80, words

@@ -77,7 +77,7 @@ def test_packing_with_a_declared_label(tmp_path: Path, capsys: pytest.CaptureFix
     for more, message in (
         (["--label", "cls", "--drop", "cls"], "would not stay"),
         (["--label", "cls", "--classes", "cat"], "is '1', which is not one of the 1 classes"),
-        (["--classes", "cat,dog"], "Give label too"),
+        (["--classes", "cat,dog"], "Give both"),
     ):
         assert main([*map(str, words), "--overwrite", *more]) == 2
         assert message in capsys.readouterr().err

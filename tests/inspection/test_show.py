@@ -129,8 +129,8 @@ def test_samples_are_picked_by_key_in_the_order_they_were_asked_for(packed: Path
             "the label 'label' has no class 'dgo'. Did you mean 'dog'? There are: cat, dog, owl.",
         ),
         ({"label": "labl"}, "there is no label 'labl'. Did you mean 'label'?"),
-        ({"order": "last"}, "order='last': must be first, random, classes"),
-        ({"n": 0}, "n=0: must be 1 to 1000"),
+        ({"order": "last"}, "order='last': must be one of first, random, classes"),
+        ({"n": 0}, "n=0: must be an integer >= 1"),
         ({"n": 2000}, "n=2000: must be 1 to 1000"),
         ({"keys": "cat/030"}, "must be a list"),
         ({"keys": ["cat/003"], "classes": ["cat"]}, "by key, by class or at random"),
@@ -683,10 +683,10 @@ def test_show_counts_what_is_broken_and_is_done_all_the_same(tmp_path: Path, cap
         (["-o", "sheet.jpg"], "sheet.jpg: the file must end in .png or .html"),
         (["--key", "cat/999"], "there is no sample 'cat/999'"),
         (["--class", "yak"], "has no class 'yak'"),
-        (["--copies", "3"], "--copies requires --augment or --image-size"),
+        (["--copies", "3"], "--copies 3 needs --augment ... or --image-size ..."),
         (["--augment", "rcr"], "'rcr' is not known"),
         (["--image-size", "8", "--copies", "99"], "--copies 99: must be 1 to 16"),
-        (["-n", "5000"], "-n 5000: must be 1 to 1000"),
+        (["-n", "5000"], "--limit 5000: must be 1 to 1000"),
     ],
 )
 def test_show_refuses_contradicting_options(

@@ -185,7 +185,7 @@ def test_kinds_of_labels(shards: Path) -> None:
         (["--label", "json.tags", "--classes", "a,c"], "not a list of the 2 classes"),
         (["--label", "cls", "--classes", "a,b,a"], "'a' occurs twice"),
         (["--label", "cls", "--classes", ","], "the list is empty"),
-        (["--classes", "a,b"], "Give label too"),
+        (["--classes", "a,b"], "Give both"),
         (["--label", "txt", "--classes", "missing.txt"], "there is no such file"),
         (["--label", "cls:number", "--classes", "a,b"], "numbers have no classes"),
         (["--label", "nothing"], "there is no field 'nothing'"),

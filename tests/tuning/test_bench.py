@@ -191,10 +191,25 @@ def test_the_verb_prints_rates_and_the_bottleneck(tmp_path: Path, capsys: Any) -
     assert result["achieved"] > 0
 
 
-def test_bad_arguments_of_the_verb_are_refused(texts: Path, capsys: Any) -> None:
-    for words, message in (
-        (["--seconds", "0", "--bytes"], "--seconds 0.0: must be > 0"),
-        ([], "these shards hold no images and no arrays, but cls, txt.\nhint: Use --bytes"),
-    ):
-        assert main(["bench", str(texts), *words]) == 2
-        assert message in capsys.readouterr().err
+def test_without_images_and_arrays_bytes_are_delivered(texts: Path, capsys: Any) -> None:
+    assert main(["bench", str(texts), "--seconds", "0.05"]) == 0
+    shown = capsys.readouterr().out
+    assert "nothing: the batches hold bytes" in shown
+    assert set(wt.bench(texts, seconds=0.05).stages) == {"storage", "hand-off"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seconds", "0"], "--seconds 0.0: must be > 0"),
+        (["--batch-size", "0"], "--batch-size 0: must be an integer >= 1"),
+        (["--augment", "mirror"], "--augment mirror: 'mirror' is not known"),
+        (["--cache-limit", "1GB"], "--cache-limit 1000000000 needs --cache-dir"),
+        (["--cache-limit", "many"], "--cache-limit"),
+    ],
+)
+def test_bad_arguments_of_the_verb_are_refused(
+    texts: Path, capsys: Any, words: list[str], message: str
+) -> None:
+    assert main(["bench", str(texts), *words]) == 2
+    assert message in capsys.readouterr().err

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NoReturn
 
+from wdstrain.cli.flags import add_options
 from wdstrain.report.terminal import ProgressReporter, print_result, print_table
-from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 
@@ -36,11 +36,20 @@ class Parser(argparse.ArgumentParser):
         raise UsageProblem(self, message.removeprefix("argument "))
 
 
-def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse.ArgumentParser:
+def verb(
+    parent: Any,
+    name: str,
+    run: Verb,
+    text: str,
+    example: str,
+    options: type[Any] | None = None,
+    out: tuple[str, str] | None = None,
+) -> argparse.ArgumentParser:
     """Add a verb with the flags that all have, and return its parser.
 
     run: does the work and returns the exit status. text: what it does. example: its words after
-    `wdstrain`.
+    `wdstrain`. options: dataclass whose fields are its other flags. out: metavar and help
+    of --out.
     """
     parser: argparse.ArgumentParser = parent.add_parser(
         name,
@@ -48,6 +57,10 @@ def verb(parent: Any, name: str, run: Verb, text: str, example: str) -> argparse
         description=f"{text[0].upper()}{text[1:]}.",
         epilog=_example(example),
     )
+    if options is not None:
+        add_options(parser, options)
+    if out is not None:
+        parser.add_argument("-o", "--out", metavar=out[0], help=out[1])
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("-q", "--quiet", action="store_true", help="print no progress and no notes")
     parser.add_argument("-v", "--verbose", action="store_true", help="print log messages")
@@ -85,37 +98,12 @@ def where(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def label_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--label",
-        metavar="NAME[:KIND]",
-        help="the field or entry of JSON that holds the label; KIND is class, number or multi",
-    )
-    parser.add_argument(
-        "--classes",
-        metavar="FILE|A,B,...",
-        help="names of its classes in the order of their numbers (default: sorted)",
-    )
-
-
-def selected(arguments: argparse.Namespace, *, one_split: bool = True) -> list[str] | Index:
-    """Return the addresses, or with --where the index of the chosen samples.
-
-    one_split: raise UsageError for an address that holds several splits.
-    """
+def selected(arguments: argparse.Namespace) -> list[str] | Index:
+    """Return the addresses, or with --where the index of the chosen samples of one split."""
     addresses: list[str] = arguments.urls
     if arguments.where is None:
         return addresses
-    index = open_index(addresses)
-    return (require_one_split(index, addresses) if one_split else index).where(arguments.where)
-
-
-def size(text: str) -> int:
-    """Return the number of bytes that a flag states."""
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return require_one_split(open_index(addresses), addresses).where(arguments.where)
 
 
 def result(

@@ -17,7 +17,7 @@ _ADVICE = (
     "Only|Pack|Pass|Put|Raise|Remove|Repack|Repair|Resume|Rerun|Run|Say|See|Set|Start|Take|Try|Use|Wait|Write"
 )
 _HINT = re.compile(rf"(?<=[.?!)\]]) (?=(?:{_ADVICE})\b)")
-_VALUE = r"""\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]*\w"""
+_VALUE = r"""\.\.\.|\{[^{}]*\}|\[[^\[\]]*\]|\([^()]*\)|"[^"]*"|'[^']*'|[\w./:+-]*\w"""
 
 
 def report_error(message: str, flags: Mapping[str, str], *, as_json: bool) -> None:
@@ -51,11 +51,13 @@ def with_flags(message: str, flags: Mapping[str, str]) -> str:
     if not unmistakable:
         return message
     return re.sub(
-        rf"(?<![\w./-])({unmistakable})(?![\w.=/-])", lambda match: flags[match[1]], message
+        rf"(?<![\w./-])({unmistakable})(?![\w=/-]|\.\w)", lambda match: flags[match[1]], message
     )
 
 
 def _as_flag(flag: str, text: str) -> str:
+    if text == "...":
+        return f"{flag} ..."
     try:
         value: Any = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -68,4 +70,4 @@ def _as_flag(flag: str, text: str) -> str:
         value = ",".join(f"{key}={item}" for key, item in value.items())
     elif isinstance(value, (list, tuple)):
         value = ",".join(map(str, value))
-    return f"{flag} {shlex.quote(str(value)) if str(value) != '...' else value}"
+    return f"{flag} {shlex.quote(str(value))}"

@@ -9,7 +9,8 @@ import typing
 from collections.abc import Callable, Collection
 from typing import Any
 
-from wdstrain.runtime.options import REQUIRED, help_text
+from wdstrain.errors import UsageError
+from wdstrain.runtime.options import REQUIRED, choices_of, help_text
 
 _Field = dataclasses.Field[Any]
 _PLAIN = (int, float, str)
@@ -78,7 +79,12 @@ def _positional(options: type[Any]) -> list[str]:
 
 
 def _flag(field: _Field) -> str:
-    return field.metadata["flag"] or f"--{field.name.replace('_', '-')}"
+    """Return the long name of a flag."""
+    return _names(field)[-1]
+
+
+def _names(field: _Field) -> list[str]:
+    return (field.metadata["flag"] or f"--{field.name.replace('_', '-')}").split()
 
 
 def _add_positional(target: Any, field: _Field) -> None:
@@ -104,6 +110,11 @@ def _add_flag(target: Any, field: _Field, hint: Any) -> None:
         negatable = argparse.BooleanOptionalAction if about["negatable"] else "store_true"
         target.add_argument(flag, action=negatable, **words)
         return
+    if switches := about.get("switches"):
+        group = target.add_mutually_exclusive_group()
+        for value, text in switches.items():
+            group.add_argument(f"--{value}", action="store_const", const=value, help=text, **words)
+        return
     words |= {
         "help": _escaped(help_text(field)),
         "required": field.default is REQUIRED,
@@ -114,15 +125,8 @@ def _add_flag(target: Any, field: _Field, hint: Any) -> None:
     else:
         words["metavar"] = about["metavar"] or None
     if about["several"]:
-        words["action"] = "append"
-    target.add_argument(flag, **words)
-
-
-def choices_of(field: _Field, hint: Any) -> tuple[str, ...]:
-    """Return the values that an option may have; empty if they are not a fixed list."""
-    if typing.get_origin(hint) is typing.Literal:
-        return typing.get_args(hint)
-    return tuple(field.metadata.get("choices", ()))
+        words |= {"action": "extend", "nargs": "+"} if "nargs" in about else {"action": "append"}
+    target.add_argument(*_names(field), **words)
 
 
 def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str], Any]:
@@ -133,7 +137,7 @@ def _converter(parse: Callable[[str], Any] | None, hint: Any) -> Callable[[str],
     def convert(text: str) -> Any:
         try:
             return parse(text)
-        except ValueError as error:
+        except (ValueError, UsageError) as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert

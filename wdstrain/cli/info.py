@@ -1,4 +1,4 @@
-"""The verb info: what is in some shards, as tables of 80 columns or as JSON."""
+"""The verb `info`: what shards hold, as tables of 80 columns or as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from wdstrain.cli.common import selected, urls, verb, where
+from wdstrain.cli.common import verb
+from wdstrain.cli.flags import given
+from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.terminal import (
     ProgressReporter,
     print_grid,
@@ -22,20 +24,14 @@ _NAME = 24  # of a class's name
 
 
 def add_info(verbs: Any) -> None:
-    """Add the verb to those of the command line."""
-    info = verb(
+    """Add `info` to the verbs of the command line."""
+    verb(
         verbs,
         "info",
         _info,
-        "what is in shards: samples, sizes, pictures, labels",
+        "count what shards hold: samples, sizes, images, labels",
         "info shards/photos",
-    )
-    urls(info)
-    where(info)
-    info.add_argument(
-        "--exact",
-        action="store_true",
-        help="walk over every header of shards that have no index, which is remembered, and read every label",
+        InfoOptions,
     )
 
 
@@ -45,8 +41,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     with ProgressReporter() as reporter:
         found = info(
-            selected(arguments, one_split=False),
-            exact=arguments.exact,
+            **given(arguments, InfoOptions),
             note=reporter.line,
             progress=lambda work, done, total: reporter.step(work, done, total, unit="samples"),
         )

@@ -7,7 +7,9 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import result, step_bytes, urls, verb
+from wdstrain.cli.common import result, step_bytes, verb
+from wdstrain.cli.flags import given
+from wdstrain.inspection.options import RepairOptions
 from wdstrain.report.terminal import ProgressReporter, print_error, print_message
 from wdstrain.runtime.byte_sizes import format_size
 
@@ -20,25 +22,14 @@ _NAMED = 3  # lost samples of one shard that are named
 
 def add_repair(verbs: Any) -> None:
     """Add `repair` to the verbs of the command line."""
-    repair = verb(
+    verb(
         verbs,
         "repair",
         _repair,
         "copy the intact samples of damaged shards",
         "repair shards/photos -o shards/saved",
+        RepairOptions,
     )
-    urls(repair)
-    repair.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder for the repaired shards, not that of the damaged",
-    )
-    repair.add_argument(
-        "--decode", action="store_true", help="leave out samples that cannot be decoded or parsed"
-    )
-    repair.add_argument("--overwrite", action="store_true", help="replace the shards in the folder")
 
 
 def _repair(arguments: argparse.Namespace) -> int:
@@ -48,10 +39,7 @@ def _repair(arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     with ProgressReporter() as reporter:
         done = repair(
-            arguments.urls,
-            arguments.out,
-            decode=arguments.decode,
-            overwrite=arguments.overwrite,
+            **given(arguments, RepairOptions),
             progress=lambda read, total: step_bytes(reporter, "repairing", read, total, ""),
         )
     seconds = time.monotonic() - start

@@ -7,45 +7,52 @@ import json
 import signal
 import socket
 import time
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from wdstrain.cli.common import verb
+from wdstrain.cli.flags import given
 from wdstrain.report.terminal import print_message, print_result
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.options import CheckedOptions
+
+
+@dataclass(frozen=True)
+class ServeOptions(CheckedOptions):
+    """Options of `serve`."""
+
+    folder: str = option(
+        REQUIRED,
+        "folder to serve; hidden files and files outside of it are not served",
+        metavar="DIR",
+    )
+    _: KW_ONLY
+    host: str = option(
+        "127.0.0.1",
+        "address to listen at; 0.0.0.0 lets other machines connect",
+        metavar="ADDRESS",
+    )
+    port: int = option(8000, "port to listen at; 0 chooses a free one", metavar="N", least=0)
 
 
 def add_serve(verbs: Any) -> None:
     """Add `serve` to the verbs of the command line."""
-    serve = verb(
+    verb(
         verbs,
         "serve",
         _serve,
         "let other programs and machines read a folder of shards over HTTP",
         "serve shards/photos --port 8000",
-    )
-    serve.add_argument(
-        "folder",
-        metavar="DIR",
-        help="folder to serve; hidden files and everything outside of it are not served",
-    )
-    serve.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen at; 0.0.0.0 is every address of this machine (default: %(default)s)",
-    )
-    serve.add_argument(
-        "--port",
-        type=int,
-        default=8000,
-        metavar="N",
-        help="port to listen at; 0 chooses a free one (default: %(default)s)",
+        ServeOptions,
     )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    options = ServeOptions(**given(arguments, ServeOptions))
+
     from wdstrain.serve import Server
 
-    server, begun = Server(arguments.folder, arguments.host, arguments.port), time.monotonic()
+    server, begun = Server(options.folder, options.host, options.port), time.monotonic()
     before, status = signal.signal(signal.SIGTERM, signal.default_int_handler), 0
     try:
         with server:

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wdstrain.cli.common import result, step_bytes, urls, verb, where
+from wdstrain.cli.common import result, step_bytes, verb
+from wdstrain.cli.flags import given
+from wdstrain.inspection.options import VerifyOptions
 from wdstrain.report.terminal import ProgressReporter, print_error, print_message
 from wdstrain.runtime.byte_sizes import format_size
 
@@ -20,33 +22,13 @@ _MOST = 20  # findings that are printed one by one
 
 def add_verify(verbs: Any) -> None:
     """Add `verify` to the verbs of the command line."""
-    verify = verb(
+    verb(
         verbs,
         "verify",
         _verify,
-        "read everything and compare it with the index",
+        "read every byte of shards and compare it with their index",
         "verify shards/photos --decode",
-    )
-    urls(verify)
-    verify.add_argument(
-        "--decode",
-        action="store_true",
-        help="decode every image, and parse every label, json, npy and txt",
-    )
-    verify.add_argument(
-        "--need",
-        default="",
-        metavar="F[;F],...",
-        help="report samples without one of these fields, such as 'jpg;png,cls'",
-    )
-    where(verify)
-    verify.add_argument(
-        "--group-by",
-        metavar="COL",
-        help="column whose equal values must be in one split (default: as the conversion did)",
-    )
-    verify.add_argument(
-        "--num-workers", type=int, metavar="N", help="threads (default: one per core)"
+        VerifyOptions,
     )
 
 
@@ -61,15 +43,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             text = f"{so_far.shards} shards, {len(so_far.findings)} findings"
             step_bytes(reporter, "verifying", so_far.bytes, total, text)
 
-        done = verify(
-            arguments.urls,
-            decode=arguments.decode,
-            num_workers=arguments.num_workers,
-            need=arguments.need,
-            group_by=arguments.group_by,
-            where=arguments.where,
-            progress=progress,
-        )
+        options = given(arguments, VerifyOptions)
+        done = verify(**options, progress=progress)
     seconds = time.monotonic() - start
     rate = done.bytes / 1e6 / max(1e-9, seconds)
     rows = [
@@ -85,7 +60,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if done.unindexed:
         text = f"{done.unindexed} of {done.shards} shards: only their structure was checked"
         rows.append(("no checksums", text))
-    if arguments.decode:
+    if options.get("decode"):
         rows.append(("decoded", _counts(done.decoded) or "nothing"))
     if done.not_decoded:
         text = f"{_counts(done.not_decoded)} (unknown types, or more than 1 GiB)"

@@ -19,8 +19,14 @@ from wdstrain.order.plan import integer
 from wdstrain.runtime.byte_sizes import as_bytes, parse_size
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import REQUIRED, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.declare import read_classes
 from wdstrain.shards.index import Label
+from wdstrain.shards.options import (
+    progress_option,
+    shard_urls,
+    stored_classes,
+    stored_label,
+    where_option,
+)
 from wdstrain.storage.addresses import Urls
 
 Path = str | os.PathLike[str]
@@ -356,12 +362,7 @@ class ArraysOptions(Options):
 class TarsOptions(Options):
     """Samples of existing shards."""
 
-    urls: Urls = option(
-        REQUIRED,
-        "folder, index.json, tar, glob or brace pattern of shards",
-        metavar="URL",
-        several=True,
-    )
+    urls: Urls = shard_urls()
     out: Path = _out()
     _: KW_ONLY
     keep: Sequence[str] = option((), "fields to keep", metavar="F[,F...]", parse=parse_list)
@@ -374,25 +375,12 @@ class TarsOptions(Options):
         "pack samples whose fields meet a condition, such as 'cls < 3 and json.width > 640'",
         metavar="CONDITION",
     )
-    where: str | None = option(
-        None,
-        "pack samples whose columns of the index meet a condition, such as \"kids and label != 'Other'\"",
-        metavar="EXPR",
-    )
+    where: str | None = where_option("pack samples")
     keys: str | None = option(
         None, "pack samples whose keys a file lists, one per line", metavar="FILE"
     )
-    label: str | None = option(
-        None,
-        "field or entry of JSON that holds the label; KIND is class, number or multi",
-        metavar="NAME[:KIND]",
-    )
-    classes: Sequence[str] | None = option(
-        None,
-        "names of its classes in the order of their numbers (default: sorted)",
-        metavar="FILE|A,B,...",
-        parse=read_classes,
-    )
+    label: str | None = stored_label()
+    classes: Sequence[str] | None = stored_classes()
 
 
 @dataclass(frozen=True)
@@ -411,3 +399,28 @@ class TorchvisionOptions(Options):
         metavar="S[,S...]",
         parse=parse_list,
     )
+
+
+@dataclass(frozen=True)
+class RemoveOptions:
+    """Samples to remove from a finished set."""
+
+    urls: Urls = shard_urls("folder or bucket address of the set, or some of its shards")
+    _: KW_ONLY
+    where: str | None = where_option("remove samples")
+    keys: Path | Sequence[str] | None = option(
+        None,
+        "remove the samples whose keys a file lists, one per line",
+        metavar="FILE",
+        python="remove the samples with these keys: a list, or a file with one key per line",
+    )
+    dry_run: bool = option(False, "report what would be removed, and change nothing")
+    progress: Callable[[int, int], None] | None = progress_option(
+        "(samples copied, samples to copy)"
+    )
+
+    def __post_init__(self) -> None:
+        if (self.where is None) == (self.keys is None):
+            raise UsageError(
+                "the samples to remove are named by where=... or keys=..., not by both. Give one of these."
+            )

@@ -18,12 +18,14 @@ from isal.isal_zlib import crc32
 from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.catalog import SpanCatalog, sample_meta
 from wdstrain.conversion.listing import Part
+from wdstrain.conversion.options import RemoveOptions
 from wdstrain.conversion.output_dir import OutputTransaction, free_number
 from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.sources.shards import read_keys
 from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SampleError, ShardError, SourceError, StorageError, UsageError
+from wdstrain.runtime.options import takes
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_sizes, load
@@ -54,39 +56,29 @@ class RemoveResult:
         return asdict(self)
 
 
-def remove(
-    urls: Urls,
-    *,
-    where: str | None = None,
-    keys: str | os.PathLike[str] | Sequence[str] | None = None,
-    dry_run: bool = False,
-    progress: Progress | None = None,
-) -> RemoveResult:
-    """Remove the samples of shards that `where` or `keys` names, and return counts.
+@takes(RemoveOptions)
+def remove(options: RemoveOptions) -> RemoveResult:
+    """Remove samples from a finished set, and return counts.
 
-    urls: a folder with an index, or shards of one. where: a condition on the columns of the index,
-    such as "label == 'blurred'". keys: a list of keys, or a file with one key on each line.
-    dry_run: count only. A killed call is completed or started again by the same call. Raises
-    UsageError for a set that is not on a disk or in a bucket, and if no sample would be left;
-    SourceError for keys that no shard has; ShardError for a sample whose bytes have changed.
+    A killed call is completed or started again by the same call. Raises UsageError for a set that
+    is not on a disk or in a bucket, and if no sample would be left; SourceError for keys that no
+    shard has; ShardError for a sample whose bytes have changed.
     """
-    if (where is None) == (keys is None):
-        raise UsageError("remove needs where or keys. Give one of them.")
-    wanted = _wanted(keys)
-    folder = _folder_of(urls)
-    call = {"remove": [where, _digest(wanted), str(urls)]}
+    wanted = _wanted(options.keys)
+    folder = _folder_of(options.urls)
+    call = {"remove": [options.where, _digest(wanted), str(options.urls)]}
 
     def choose(index: Index) -> Ints:
-        return _chosen(index, urls, where, wanted)
+        return _chosen(index, options.urls, options.where, wanted)
 
     if not is_object(folder):
         transaction = OutputTransaction(folder, update=True)
-        return _remove(transaction, None, choose, call, dry_run, progress)
+        return _remove(transaction, None, choose, call, options)
     with bucket_update(folder) as bucket:
         transaction = OutputTransaction(
             bucket.folder, update=True, shown=folder, publish=bucket.publish
         )
-        return _remove(transaction, bucket, choose, call, dry_run, progress)
+        return _remove(transaction, bucket, choose, call, options)
 
 
 def _remove(
@@ -94,8 +86,7 @@ def _remove(
     bucket: BucketUpdate | None,
     choose: Callable[[Index], Ints],
     call: dict[str, Any],
-    dry_run: bool,
-    progress: Progress | None,
+    options: RemoveOptions,
 ) -> RemoveResult:
     folder = transaction.shown
     try:
@@ -109,11 +100,11 @@ def _remove(
             index = bucket.load()
         ids = choose(index)
         result = _planned(folder, index, ids)
-        if dry_run or not len(ids):
+        if options.dry_run or not len(ids):
             transaction.clear()
             return result
         uploads = bucket.uploads if bucket is not None else None
-        return _rewrite(transaction, uploads, index, ids, call, result, progress)
+        return _rewrite(transaction, uploads, index, ids, call, result, options.progress)
     except OSError as error:
         transaction.clear()
         raise StorageError(

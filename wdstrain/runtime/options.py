@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import wraps
@@ -31,15 +32,19 @@ def option(
     several: bool = False,
     negatable: bool = False,
     no_help: str = "",
+    python: str = "",
     **more: Any,
 ) -> Any:
     """Return a dataclass field with what its keyword argument and its flag need.
 
     default: value, or REQUIRED. help: starts with a verb or noun phrase, and gives the unit; the
     default is added. metavar: name of the value in help texts. parse: makes the value of the flag's
-    text, or raises ValueError. flag: its name, if not made from that of the field; None: Python only.
-    several: may be given several times, or several words. negatable: there is --no-NAME too.
-    no_help: help of the flag --no-NAME, which an option that is True by default has. more: kept in the metadata for the module that declares the option.
+    text, or raises ValueError. flag: its names with spaces between, if not made from that of the
+    field; None: Python only. several: may be given several times, or several words. negatable:
+    there is --no-NAME too. no_help: help of the flag --no-NAME, which an option that is True by
+    default has. python: help of the keyword argument, if it differs. more: kept in the metadata:
+    `least`, the least integer (`shards.options.CheckedOptions`); `switches`, {value: help}, for a
+    flag of each value; `nargs` of a flag with several words.
     """
     return dataclasses.field(
         default=default,
@@ -51,6 +56,7 @@ def option(
             "several": several,
             "negatable": negatable,
             "no_help": no_help,
+            "python": python,
             **more,
         },
     )
@@ -113,9 +119,14 @@ def _described(options: Any) -> str:
     fields = {field.name: field for field in dataclasses.fields(options)}
     lines = ["Arguments:"]
     for name in _own_first(options).parameters:
-        text = f"{name}: {help_text(fields[name])}"
+        text = f"{name}: {fields[name].metadata['python'] or help_text(fields[name])}"
         lines.append(fill(text, 96, initial_indent="    ", subsequent_indent="        "))
     return "\n".join(lines)
+
+
+def choices_of(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
+    """Return the values that an option may have; empty if they are not a fixed list."""
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def parse_list(text: str) -> list[str]:

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +26,7 @@ import numpy as np
 
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
 from wdstrain.report.printing import printable
+from wdstrain.runtime.options import takes
 from wdstrain.shards.declare import with_columns, with_label
 from wdstrain.shards.index import Index, Shard, join, with_labels
 from wdstrain.shards.index_io import (
@@ -40,6 +41,7 @@ from wdstrain.shards.index_io import (
     splits_of,
 )
 from wdstrain.shards.labels import classes_in, label_bytes, read_columns
+from wdstrain.shards.options import IndexOptions
 from wdstrain.shards.tar import other_kind
 from wdstrain.storage.addresses import (
     INDEX_NAME,
@@ -134,28 +136,17 @@ def shard_index(path: str, known: dict[str, Index | None]) -> Index | None:
     return index.pick([number]) if index is not None and number is not None else None
 
 
-def make_index(
-    urls: Urls,
-    *,
-    columns: Sequence[str] = (),
-    label: str | None = None,
-    classes: Sequence[str] | None = None,
-) -> Index:
-    """Make the index of all shards in the folder of `urls`, write it there, and return it.
+@takes(IndexOptions)
+def make_index(options: IndexOptions) -> Index:
+    """Make the index of all shards in a folder, write it there, and return it.
 
-    columns: fields and entries to read into columns, such as "cls" and "json.kind".
-    label: the field or entry that holds the label, with ":class", ":number" or ":multi" if its
-    values do not say which it is. classes: its names, in the order of their numbers.
-
-    Only headers are read, these columns, and the columns of shards that the existing index does not
-    list as they are. Splits, labels and provenance of an existing index are kept, and the checksums
-    and columns of shards whose samples have the same offsets. Raises UsageError for shards of
-    several folders, for a folder without shards, and for columns and labels that do not fit,
+    Only headers are read, the chosen columns, and the columns of shards that the existing index does
+    not list as they are. Splits, labels and provenance of an existing index are kept, and the
+    checksums and columns of shards whose samples have the same offsets. Raises UsageError for shards
+    of several folders, for a folder without shards, and for columns and labels that do not fit,
     ShardError for a shard that is cut or damaged.
     """
-    if classes is not None and label is None:
-        raise UsageError("classes name the values of a label. Give label too.")
-    listed = expand(urls)
+    listed = expand(options.urls)
     if any(map(is_remote, listed)):
         raise UsageError(
             "an index is written beside its shards, which is not possible on a server. "
@@ -181,8 +172,10 @@ def make_index(
         )
     if os.path.exists(index_path) and is_wdstrain_index(index_path):
         index = _with_former(index, index_path)
-    index = with_columns(index, columns) if columns else index
-    index = with_label(index, label, classes) if label is not None else index
+    if options.columns:
+        index = with_columns(index, options.columns)
+    if options.label is not None:
+        index = with_label(index, options.label, options.classes)
     save_index(index, folder)
     return index
 

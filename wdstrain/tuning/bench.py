@@ -10,22 +10,22 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import Any
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.fields import array as array_field
 from wdstrain.decode.fields import image as image_field
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import field_of
-from wdstrain.decode.task import Transform
 from wdstrain.errors import UsageError
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards
 from wdstrain.runtime.machine import cores
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index
-from wdstrain.storage.addresses import Urls
 from wdstrain.tuning import stages
+from wdstrain.tuning.options import BenchOptions, LoaderChoices
 from wdstrain.tuning.result import Bench, Trial
 from wdstrain.tuning.run import Rate, Setup
 from wdstrain.tuning.trials import Subject, settings
@@ -35,48 +35,44 @@ _STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited 
 _ONE_CORE = 1.2  # cores: threads that use less may wait for the GIL
 _COMPUTES = 0.3  # share of its time in which a worker process computes, if it does not wait
 
-Note = Callable[[str, int, int], None]  # (next measurement, its number, total)
 
-
-def bench(
-    urls: Urls | Index,
-    fields: Mapping[str, Field] | None = None,
-    transform: Transform | None = None,
-    *,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    seconds: float = 1.5,
-    tune: bool = False,
-    cold: bool = False,
-    note: Note | None = None,
-    **options: Any,
-) -> Bench:
+@takes(BenchOptions)
+def bench(options: BenchOptions) -> Bench:
     """Return the rate of each stage of a loader and of the loader itself, and the bottleneck.
 
-    urls, fields, transform, batch_size, num_workers, options: as for `wt.Loader`.
-    seconds: duration of each measurement; there are four or more. tune: also run other numbers of
-    workers, a larger shuffle buffer and, where they could help, smaller images and local shards.
-    cold: drop local shards from the page cache first, so that they are read from disk.
-    note: called as note(what, number, total) before each measurement.
-    Raises UsageError for bad arguments, and what `wt.Loader` raises.
+    Four or more measurements are made. Raises what `wt.Loader` raises, and UsageError for shards
+    without samples.
     """
-    if not seconds > 0:
-        raise UsageError(f"seconds={seconds}: must be > 0. The default is 1.5.")
-    index = urls if isinstance(urls, Index) else open_shards(urls)
+    index = options.urls if isinstance(options.urls, Index) else open_shards(options.urls)
     if not len(index):
         raise UsageError("there are no samples in these shards. Check the address.")
-    options = {"batch_size": batch_size, "on_error": "replace", "max_errors": 1.0, **options}
-    setup = Setup(fields, transform, num_workers, options, seconds)
-    loader = Loader(index, fields, transform, num_workers=num_workers, **options)  # checks options
+    fields = options.fields
+    if fields is None and options.transform is None and not options.as_bytes:
+        fields = usual_fields(index, options.image_size, options.augment)
+    chosen = {field.name: getattr(options, field.name) for field in fields_of(LoaderChoices)}
+    batch_size = options.batch_size
+    setup = Setup(fields, options.transform, options.num_workers, chosen, options.seconds)
+    loader = Loader(  # checks options
+        index, fields, options.transform, num_workers=options.num_workers, **chosen
+    )
+    index = loader.index  # its samples meet `where`
+    setup = replace(setup, options={**chosen, "where": None})
     with tempfile.TemporaryDirectory() as folder:
         part = stages.excerpt(index, max(_EXCERPT, 4 * batch_size), os.path.join(folder, "a.tar"))
-        on_part = {**options, "batch_size": min(batch_size, len(part))}
+        on_part = {**setup.options, "batch_size": min(batch_size, len(part))}
         # The excerpt is a local file, and may be smaller than a global batch of all ranks.
-        on_part |= {"cache_dir": None, "cache_limit": None, "rank": 0, "world_size": 1, "lanes": 1}
+        on_part |= {
+            "cache_dir": None,
+            "cache_limit": None,
+            "rank": 0,
+            "world_size": 1,
+            "lanes": 1,
+            "balance": None,
+        }
         part_setup = replace(setup, options=on_part)
-        changes = settings(index, part, setup, loader.shuffle_buffer) if tune else []
-        progress = _Progress(note, 3 + 2 * setup.decodes + len(changes))
-        result, part_rate = _measure(index, part, setup, part_setup, progress, cold=cold)
+        changes = settings(index, part, setup, loader.shuffle_buffer) if options.tune else []
+        progress = _Progress(options.note, 3 + 2 * setup.decodes + len(changes))
+        result, part_rate = _measure(index, part, setup, part_setup, progress, cold=options.cold)
         subject = Subject(
             index,
             part,
@@ -117,7 +113,7 @@ def usual_fields(index: Index, size: int, augment: str) -> dict[str, Field] | No
 class _Progress:
     """Calls `note` before each measurement."""
 
-    def __init__(self, note: Note | None, total: int) -> None:
+    def __init__(self, note: Callable[[str, int, int], None] | None, total: int) -> None:
         self._note, self._total, self._number = note, total, 0
 
     def step(self, what: str) -> None:

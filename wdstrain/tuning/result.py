@@ -102,6 +102,8 @@ class Bench:
             if name == "storage":
                 note = f" ({rate * self.mean_bytes / 1e6:.0f} MB/s{self._page_cache_note()})"
             rows.append((name, f"{rate:.0f} samples/s{note}"))
+        if not {"decode", "transform"} & set(self.stages):
+            rows.append(("decode", "nothing: the batches hold bytes"))
         setting = f"num_workers={self.num_workers}, batch_size={self.batch_size}"
         rows.append(("loader", f"{self.achieved:.0f} samples/s with {setting}"))
         rows.append(("first batch", f"after {self.first_batch:.2f} s"))

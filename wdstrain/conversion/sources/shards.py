@@ -52,7 +52,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     urls, out = addresses_of(options), os.fspath(options.out)
     keep, drop, rename, keys = options.keep, options.drop, options.rename, options.keys
     if options.classes is not None and options.label is None:
-        raise UsageError("classes name the values of a label. Give label too.")
+        raise UsageError("classes=... needs label=..., whose values it names. Give both.")
     if archives := archives_in(urls):
         return _stream_archives(archives, options)
     index = open_index(urls, note=note)

@@ -25,13 +25,14 @@ from wdstrain.inspection.epoch_preview.simulate import (
     reads_of,
     share_of,
 )
+from wdstrain.inspection.options import PlanOptions
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards
-from wdstrain.order.plan import Plan, Tail, integer
+from wdstrain.order.plan import Plan
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
 from wdstrain.shards.offsets import Ints
-from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 
 _MAX_SAMPLES = 1 << 21  # of an epoch for which memory is computed
@@ -67,83 +68,67 @@ class EpochPreview(Preview):
         }
 
 
-def plan_epoch(
-    urls: Urls | Index,
-    *,
-    batch_size: int = 64,
-    world_size: int = 1,
-    lanes: int | None = None,
-    shuffle: bool = True,
-    shuffle_buffer: int | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-    tail: Tail = "drop",
-    label: str | None = None,
-    where: str | None = None,
-    progress: Progress | None = None,
-) -> EpochPreview:
+@takes(PlanOptions)
+def plan_epoch(options: PlanOptions) -> EpochPreview:
     """Return what an epoch of a `Loader` with these options will do on all of its ranks.
 
-    label: a label with classes; default: the only one. Its classes come from the index. If that has
-    no column of them, up to 20 000 labels are read (200 from a server), and `progress` is called.
-    where: only samples for which this condition on the columns holds.
-    Raises what `Loader` raises, and UsageError for a label that does not exist or has no classes.
+    Classes come from the index. If it has no column of them, up to 20 000 labels are read (200 from
+    a server). Raises what `Loader` raises, and UsageError for a label that does not exist or has no
+    classes.
     """
-    epoch = integer("epoch", epoch, 0)
-    index = urls if isinstance(urls, Index) else open_shards(urls)
-    index = index if where is None else index.where(where)
+    index = options.urls if isinstance(options.urls, Index) else open_shards(options.urls)
+    index = index if options.where is None else index.where(options.where)
 
     def loader(buffer: int | None, *, shuffled: bool) -> Loader:
         return Loader(
             index,
-            batch_size=batch_size,
-            lanes=lanes,
-            seed=seed,
-            tail=tail,
+            batch_size=options.batch_size,
+            lanes=options.lanes,
+            seed=options.seed,
+            tail=options.tail,
             shuffle=shuffled,
             shuffle_buffer=buffer,
             rank=0,
-            world_size=world_size,
+            world_size=options.world_size,
         )
 
-    chosen, why = _label(index, label)
-    plan = loader(shuffle_buffer, shuffled=shuffle).plan(epoch)
+    chosen, why = _label(index, options.label)
+    plan = loader(options.shuffle_buffer, shuffled=options.shuffle).plan(options.epoch)
     assert isinstance(plan, Plan)
     widest = loader(2**31 - 1, shuffled=True).shuffle_buffer
-    reads = [
-        [reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in range(world_size)
-    ]
+    ranks = range(options.world_size)
+    reads = [[reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in ranks]
     held, steps, is_whole = _held(index, plan)
     codes, read = None, 0
     if chosen is not None:
-        codes, read, why = _class_codes(index, chosen, progress)
+        codes, read, why = _class_codes(index, chosen, options.progress)
     plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
-    plans = plans if shuffle else [plan, *plans]
+    plans = plans if options.shuffle else [plan, *plans]
     sizes = tuple(_quality(index, one, codes) for one in plans)
-    options = index.info.get("options")
+    packing = index.info.get("options")
     return EpochPreview(
         samples=len(index),
         shards=len(index.shards),
         bytes=sum(shard.bytes for shard in index.shards),
         is_remote=any(is_remote(shard.path) for shard in index.shards),
-        batch_size=batch_size,
-        world_size=world_size,
+        batch_size=options.batch_size,
+        world_size=options.world_size,
         lanes=plan.lane_count,
-        shuffle=shuffle,
+        shuffle=options.shuffle,
         shuffle_buffer=plan.window,
-        seed=seed,
-        epoch=epoch,
-        tail=tail,
+        seed=options.seed,
+        epoch=options.epoch,
+        tail=options.tail,
         steps=plan.steps,
         left_out=plan.left_out,
         exactly_once=is_whole and _is_once(plan, [one for of_rank in reads for one in of_rank]),
         steps_measured=steps,
-        ranks=tuple(
-            share_of(index, plan, rank, reads[rank], held[rank]) for rank in range(world_size)
+        ranks=tuple(share_of(index, plan, rank, reads[rank], held[rank]) for rank in ranks),
+        quality=next(
+            one for one in sizes if (one.buffer, one.shuffle) == (plan.window, options.shuffle)
         ),
-        quality=next(one for one in sizes if one.buffer == plan.window and one.shuffle == shuffle),
         sizes=sizes,
-        was_shuffled=isinstance(options, dict) and options.get("shuffle") is True,
+        was_shuffled=isinstance(packing, dict) and packing.get("shuffle") is True,
         label=chosen.name if chosen is not None else None,
         labels_read=read,
         why_no_classes=why,

@@ -29,7 +29,9 @@ from wdstrain.inspection.info.result import (
     provenance_text,
 )
 from wdstrain.inspection.info.statistics import ColumnSummary, summarize, weighted_quantiles
+from wdstrain.inspection.options import InfoOptions
 from wdstrain.report.printing import printable
+from wdstrain.runtime.options import takes
 from wdstrain.shards.columns import (
     NOT_A_COLUMN,
     Column,
@@ -43,7 +45,6 @@ from wdstrain.shards.index_io import check_size
 from wdstrain.shards.labels import read_columns
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import Note, gather, open_index, recall, recall_or_scan
-from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import name_of
 
 Progress = Callable[[str, int, int], None]  # (work, finished samples, all samples)
@@ -55,26 +56,20 @@ _CLASS_FIELDS = ("cls", "cls2")  # fields with class numbers, if no index names 
 _KEYS = 3
 
 
-def info(
-    urls: Urls | Index,
-    *,
-    where: str | None = None,
-    exact: bool = False,
-    note: Note | None = None,
-    progress: Progress | None = None,
-) -> Info:
-    """Return what the shards at `urls` hold: samples, fields, images, labels, splits, provenance.
+@takes(InfoOptions)
+def info(options: InfoOptions) -> Info:
+    """Return what shards hold: samples, fields, images, labels, splits, provenance.
 
-    where: only samples for which this condition on the columns holds.
-    exact: read all headers of shards without an index (the result is stored for the next time, and
-    reported to `note`), and all labels that no index has; `progress` is called meanwhile.
-    Otherwise at most 3 MB of each of 8 such shards are read, and `Info.exact` is False.
-    Raises UsageError for addresses without shards, ShardError or StorageError if no shard can be
-    read. What is wrong with some of them is in `Info.findings`.
+    Shards with an index cost no read. Of others, at most 3 MB of each of 8 shards are read, unless
+    `exact` is given; then `Info.exact` is False. Raises UsageError for addresses without shards,
+    ShardError or StorageError if no shard can be read. What is wrong with some of them is in
+    `Info.findings`.
     """
+    urls, exact, note = options.urls, options.exact, options.note
     parts = _Parts(exact, note)
-    if where is not None:
-        urls = (urls if isinstance(urls, Index) else open_index(urls, note=note)).where(where)
+    if options.where is not None:
+        index = urls if isinstance(urls, Index) else open_index(urls, note=note)
+        urls = index.where(options.where)
     index = urls if isinstance(urls, Index) else gather(urls, parts.indexed, parts.unindexed)
     if isinstance(urls, Index):
         parts.has_columns |= {shard.path for shard in urls.shards if urls.columns}
@@ -92,7 +87,7 @@ def info(
         each = estimated.samples / max(1, len(estimated.index))
         weights = np.repeat([1.0, each], [len(known), len(estimated.index)])
     contents = _contents(index, reader, weights)
-    columns = _columns(index, parts.has_columns, reader, weights, exact, progress)
+    columns = _columns(index, parts.has_columns, reader, weights, exact, options.progress)
     counts = [*known.counts.tolist(), *(estimated.counts if estimated else [])]
     size, samples = sum(shard.bytes for shard in index.shards), sum(counts)
     if index.is_selection:  # its shards hold other samples too

@@ -20,12 +20,14 @@ from wdstrain.conversion.listing import Part
 from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.errors import ShardError, StorageError, UsageError, WdstrainError
+from wdstrain.inspection.options import RepairOptions
 from wdstrain.inspection.repair.recover import IntactSample, recover
 from wdstrain.inspection.verify.api import finding_of, total_bytes
 from wdstrain.inspection.verify.decode_check import FieldReaders, decode_error
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.header_search import holds_header
 from wdstrain.loader.stats import Finding
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join, with_labels
 from wdstrain.shards.index_io import TABLE_NAME, is_wdstrain_index, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
@@ -64,43 +66,32 @@ class Repair:
         return {**vars(self), "findings": findings, "ok": self.ok}
 
 
-Progress = Callable[[int, int | None], None]  # bytes read, and bytes in all if that is known
-
-
-def repair(
-    urls: Urls,
-    out: str | os.PathLike[str],
-    *,
-    decode: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> Repair:
-    """Copy all intact samples of the shards at `urls` into shards of the same names in `out`.
+@takes(RepairOptions)
+def repair(options: RepairOptions) -> Repair:
+    """Copy all intact samples of shards into shards of the same names in another folder.
 
     A sample is intact if its bytes have the checksums of the index; without checksums, if its
-    headers are valid. decode: leave out samples whose image cannot be decoded, or whose label, json,
-    npy or txt cannot be parsed. Splits, labels and provenance are kept.
-    Raises UsageError if `out` is the folder of the shards, or is in use and `overwrite` is False;
-    ShardError if nothing is intact; StorageError if the disk fails. `out` is then unchanged.
+    headers are valid. Splits, labels and provenance are kept. Raises UsageError if `out` is the
+    folder of the shards, or is in use and `overwrite` is False; ShardError if nothing is intact;
+    StorageError if the disk fails. `out` is then unchanged.
     """
-    result = Repair(os.fspath(out))
-    todo = _listed(urls, result)
+    result = Repair(os.fspath(options.out))
+    todo = _listed(options.urls, result)
     _check(result.out, [path for path, _ in todo])
-    stage, total, read = (
-        OutputTransaction(result.out, overwrite=overwrite, resume=False),
-        total_bytes(todo),
-        0,
-    )
+    stage = OutputTransaction(result.out, overwrite=options.overwrite, resume=False)
+    total, read = total_bytes(todo), 0
 
     def tick(size: int) -> None:
         nonlocal read
         read += size
-        if progress is not None:
-            progress(read, total)
+        if options.progress is not None:
+            options.progress(read, total)
 
     try:
         folder = stage.folder("shards")
-        made = [_one(path, expected, folder, result, decode, tick) for path, expected in todo]
+        made = [
+            _one(path, expected, folder, result, options.decode, tick) for path, expected in todo
+        ]
         parts = [index for index in made if index is not None]
         if not parts:
             first = f" The first: {result.findings[0]}" if result.findings else ""

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import islice
-from typing import Literal, get_args
 
 import numpy as np
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import integer
+from wdstrain.inspection.options import PeekOptions
 from wdstrain.order.rng import bits
 from wdstrain.shards.index import Index, Label, Shard
 from wdstrain.shards.index_io import is_wdstrain_index
@@ -31,40 +30,10 @@ from wdstrain.storage.addresses import Urls, check_finished, expand, folder_of, 
 from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote, redacted
 
-Order = Literal["first", "random", "classes"]
-
-_MAX_SAMPLES = 1000
 _MAX_LABELS = 10_000  # that are read to find samples of classes, if the index has no column
 _FIRST_HEADERS = "first headers only"  # provenance of an index that lists the first samples
 
 _log = logging.getLogger("wdstrain")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which samples to show. Raises UsageError for values that do not go together.
-
-    classes: n samples of each of these. keys: these samples; n is ignored.
-    """
-
-    n: int = 5
-    order: Order = "first"
-    classes: tuple[str, ...] = ()
-    keys: tuple[str, ...] = ()
-    label: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("n", "seed"):
-            object.__setattr__(self, name, integer(name, getattr(self, name)))
-        if self.order not in get_args(Order):
-            raise UsageError(f"order={self.order!r}: must be {', '.join(get_args(Order))}.")
-        if self.n < 1 or max(self.n * max(1, len(self.classes)), len(self.keys)) > _MAX_SAMPLES:
-            raise UsageError(f"n={self.n}: must be 1 to {_MAX_SAMPLES} samples in all.")
-        if self.keys and (self.classes or self.order != "first"):
-            raise UsageError(
-                "choose samples by key, by class or at random, not by several of them."
-            )
 
 
 @dataclass
@@ -78,7 +47,7 @@ class Selected:
     notes: list[str] = field(default_factory=list)
 
 
-def select(source: Urls | Index, wanted: Selection) -> Selected:
+def select(source: Urls | Index, wanted: PeekOptions) -> Selected:
     """Return the wanted samples.
 
     Raises UsageError for classes, keys and labels that do not exist, and what `open_index` raises.
@@ -114,7 +83,7 @@ def place_of(index: Index) -> str:
 # --- opening --------------------------------------------------------------------------------------
 
 
-def _open(urls: Urls, wanted: Selection) -> tuple[Index, str]:
+def _open(urls: Urls, wanted: PeekOptions) -> tuple[Index, str]:
     """Return (index, address for messages). The index may list the first samples only."""
     paths = expand(urls)
     given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
@@ -170,7 +139,7 @@ def _labels(index: Index, name: str | None) -> list[Label]:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def _by_class(index: Index, wanted: Selection, label: Label) -> Selected:
+def _by_class(index: Index, wanted: PeekOptions, label: Label) -> Selected:
     """Return n samples of each wanted class, or n samples evenly over all classes."""
     names = [_class_name(name, label) for name in wanted.classes]
     ids_of, looked_at = _class_ids(index, label)

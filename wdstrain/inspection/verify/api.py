@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.verify.cross_shard import CrossShardCheck, group_leaks
 from wdstrain.inspection.verify.damaged_tar import Damage, walk_damaged
 from wdstrain.inspection.verify.decode_check import DecodeCheck
@@ -23,6 +24,7 @@ from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.shard_check import ShardCheck, check_shard
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
+from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import is_wdstrain_index, load
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
@@ -73,46 +75,26 @@ class Verification:
         return {**vars(self), "findings": findings, "ok": self.ok}
 
 
-Progress = Callable[[Verification, int | None], None]
+@takes(VerifyOptions)
+def verify(options: VerifyOptions) -> Verification:
+    """Read shards, each once, and compare them with their index and with each other.
 
-
-def verify(
-    urls: Urls,
-    *,
-    decode: bool = False,
-    num_workers: int | None = None,
-    need: str | Sequence[str] = (),
-    group_by: str | None = None,
-    where: str | None = None,
-    progress: Progress | None = None,
-) -> Verification:
-    """Read all shards at `urls`, each once, and compare them with their index and each other.
-
-    decode: also decode every image and parse every json, npy, txt and label. Labels that are NaN or
-    infinite are one finding per shard.
-    num_workers: threads; default: one per core. need: fields that every sample must have, such as
-    ["jpg;png", "cls"]. group_by: a column whose equal values must be in one split; default: the one
-    by which the conversion made the splits. where: read only shards that hold a sample for which
-    this condition on the columns holds.
-    progress: called several times a second with what was read so far, and the bytes in all (None if
-    a server does not say).
-    Raises UsageError for addresses without shards. What is wrong with shards is in `findings`.
+    Labels that are NaN or infinite are one finding per shard. Raises UsageError for addresses
+    without shards. What is wrong with shards is in `findings`.
     """
-    if num_workers is not None and num_workers < 1:
-        raise UsageError(f"num_workers={num_workers}: must be >= 1.")
     result = Verification()
-    shards = list(dict(_listed(urls, result)).items())
-    if where is not None:
-        chosen = {shard.path for shard in open_index(urls).where(where).shards}
+    shards = list(dict(_listed(options.urls, result)).items())
+    if options.where is not None:
+        chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
         shards = [(path, index) for path, index in shards if path in chosen]
-    work = _Work(shards, decode, num_workers or cores())
-    cross_shard = CrossShardCheck(_needed(need), _key_at)
+    work = _Work(shards, options.decode, options.num_workers or cores())
+    cross_shard = CrossShardCheck(_needed(options.need), _key_at)
     totals = {name: Counter[str]() for name in ("columns", "decoded", "not_decoded", "ignored")}
 
     def report() -> None:
         result.bytes = work.bytes
-        if progress is not None:
-            progress(result, work.total)
+        if options.progress is not None:
+            options.progress(result, work.total)
 
     with closing(work.run(report)) as checks:
         for check, expected in checks:
@@ -128,7 +110,7 @@ def verify(
                 totals["not_decoded"].update(check.scan.not_decoded)
                 totals["ignored"].update(check.scan.walk.ignored)
     result.findings += cross_shard.findings()
-    _check_groups(result, [index for _, index in shards if index is not None], group_by)
+    _check_groups(result, [index for _, index in shards if index is not None], options.group_by)
     for name, counts in totals.items():
         setattr(result, name, dict(counts))
     result.fields = dict(cross_shard.fields.most_common())

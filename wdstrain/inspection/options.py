@@ -1,0 +1,243 @@
+"""Options of `info`, `peek`, `verify`, `repair` and `plan_epoch`.
+
+Each is declared once, and is a keyword argument of the function and a flag of the verb.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from wdstrain.decode.transforms import Augment
+from wdstrain.errors import UsageError
+from wdstrain.order.plan import Tail
+from wdstrain.runtime.options import REQUIRED, option
+from wdstrain.shards.index import Index
+from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
+from wdstrain.storage.addresses import Urls
+
+Order = Literal["first", "random", "classes"]
+
+MAX_SHOWN = 1000  # samples of one call of `peek`
+_MAX_COPIES = 16
+
+
+@dataclass(frozen=True)
+class InfoOptions(CheckedOptions):
+    """Options of `wt.info`."""
+
+    urls: Urls | Index = shard_urls()
+    _: KW_ONLY
+    where: str | None = where_option("count samples")
+    exact: bool = option(
+        False,
+        "count shards that have no index by reading all their headers and labels, and keep the "
+        "result for the next time; without it, their beginnings give an estimate",
+    )
+    note: Callable[[str], None] | None = option(
+        None, "function that is called with a line about an index that was made", flag=None
+    )
+    progress: Callable[[str, int, int], None] | None = progress_option(
+        "(work, finished samples, all samples)"
+    )
+
+
+@dataclass(frozen=True)
+class PeekOptions(CheckedOptions):
+    """Options of `wt.peek`."""
+
+    source: Any = shard_urls(
+        python="shards by any address, an Index, a Loader (its next samples), or a batch"
+    )
+    n: int = option(
+        5,
+        "number of samples; with --class, of each class (default: 24; with --class 8)",
+        python="number of samples; with classes, of each class (default: 5)",
+        metavar="N",
+        flag="-n --limit",
+        least=1,
+    )
+    _: KW_ONLY
+    where: str | None = where_option("show samples")
+    order: Order = option(
+        "first",
+        'which samples: "first", "random", or "classes", that is equally many of each class',
+        switches={
+            "first": "show the first samples (default)",
+            "random": "show random samples, chosen by --seed",
+            "classes": "show equally many samples of each class",
+        },
+    )
+    classes: Sequence[str] = option(
+        (),
+        "show samples of these classes",
+        python="show samples of these classes; of a batch: the names of its classes",
+        metavar="NAME",
+        flag="--class",
+        several=True,
+        nargs="+",
+    )
+    keys: Sequence[str] = option(
+        (), "show the samples with these keys", metavar="KEY", flag="--key", several=True, nargs="+"
+    )
+    label: str | None = option(
+        None,
+        "label to show, and whose classes are chosen (default: all labels, and the only one with "
+        "classes)",
+        metavar="NAME",
+    )
+    seed: int = option(0, "seed of random choices and of augmentation", metavar="N", least=0)
+    augment: str | None = option(
+        None,
+        "show images as a loader augments them: rrc, flip, trivialaugment, randaugment, with + "
+        "between",
+        metavar="WORDS",
+    )
+    image_size: int | None = option(
+        None,
+        "show images as a loader resizes them, with this side in pixels (default with an "
+        "augmentation: 224)",
+        metavar="N",
+        least=1,
+    )
+    epoch: int | None = option(None, "epoch of that loader (default: 0)", metavar="N", least=0)
+    copies: int | None = option(
+        None,
+        f"show each image as in this many epochs, side by side, 1 to {_MAX_COPIES} (default: 1)",
+        metavar="N",
+        least=1,
+    )
+    normalize: Any = option(
+        None,
+        'normalization of a batch, which is undone: "imagenet" or (mean, standard deviation), as '
+        "for wt.Augmentation; without it, float images are scaled linearly, and the scale is in "
+        "`notes`",
+        flag=None,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Augment.parse(self.augment)
+        for name in ("classes", "keys"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise UsageError(f"{name}={value!r}: must be a list. Write {name}=[{value!r}].")
+            object.__setattr__(self, name, tuple(dict.fromkeys(map(str, value or ()))))
+        names, keys = len(self.classes), len(self.keys)
+        if isinstance(self.source, Mapping):  # a batch, whose classes are named
+            names = 0
+        if max(self.n * max(1, names), keys) > MAX_SHOWN:
+            raise UsageError(f"n={self.n}: must be 1 to {MAX_SHOWN} samples in all.")
+        if keys and (names or self.order != "first"):
+            raise UsageError(
+                "samples are chosen by key, by class or at random. Give only one of these."
+            )
+        for name in ("epoch", "copies"):
+            if getattr(self, name) is not None and not self.is_augmented:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} needs augment=... or image_size=..., which show "
+                    f"images as a loader delivers them. Add one of these."
+                )
+        if self.copies is not None and self.copies > _MAX_COPIES:
+            raise UsageError(f"copies={self.copies}: must be 1 to {_MAX_COPIES}.")
+
+    @property
+    def is_augmented(self) -> bool:
+        """Whether images are shown as a loader delivers them."""
+        return self.augment is not None or self.image_size is not None
+
+
+@dataclass(frozen=True)
+class VerifyOptions(CheckedOptions):
+    """Options of `wt.verify`."""
+
+    urls: Urls = shard_urls()
+    _: KW_ONLY
+    decode: bool = option(
+        False, "also decode every image, and parse every label, json, npy and txt"
+    )
+    need: str | Sequence[str] = option(
+        (),
+        "report samples that lack a field of this list; 'jpg;png,cls' stands for jpg or png, and "
+        "cls",
+        metavar="F[;F],...",
+    )
+    where: str | None = where_option("read only shards with samples")
+    group_by: str | None = option(
+        None,
+        "report samples with equal COL in different splits (default: the column by which the "
+        "conversion grouped them)",
+        metavar="COL",
+    )
+    num_workers: int | None = option(None, "threads (default: one per core)", metavar="N", least=1)
+    progress: Callable[[Any, int | None], None] | None = progress_option(
+        "(Verification so far, bytes in all or None)"
+    )
+
+
+@dataclass(frozen=True)
+class RepairOptions(CheckedOptions):
+    """Options of `wt.repair`."""
+
+    urls: Urls = shard_urls()
+    out: str | os.PathLike[str] = option(
+        REQUIRED,
+        "folder for the repaired shards; not the folder of the damaged shards",
+        metavar="DIR",
+        flag="-o --out",
+    )
+    _: KW_ONLY
+    decode: bool = option(False, "leave out samples that cannot be decoded or parsed")
+    overwrite: bool = option(False, "replace the shards in the output folder")
+    progress: Callable[[int, int | None], None] | None = progress_option(
+        "(bytes read, bytes in all or None)"
+    )
+
+
+@dataclass(frozen=True)
+class PlanOptions(CheckedOptions):
+    """Options of `wt.plan_epoch`, with the meaning they have for a `Loader`."""
+
+    urls: Urls | Index = shard_urls()
+    _: KW_ONLY
+    where: str | None = where_option("plan an epoch of the samples")
+    batch_size: int = option(64, "samples per batch on each rank", metavar="N", least=1)
+    world_size: int = option(
+        1, "number of ranks, that is of training processes", metavar="N", least=1
+    )
+    lanes: int | None = option(
+        None,
+        "places of the set that are read at the same time (default: one per rank)",
+        metavar="N",
+        least=1,
+    )
+    shuffle_buffer: int | None = option(
+        None,
+        "shuffle buffer of each lane, in samples (default: as many as 256 MB hold)",
+        metavar="N",
+        least=1,
+    )
+    shuffle: bool = option(
+        True, "shuffle the samples; False reads in file order", no_help="read in file order"
+    )
+    seed: int = option(0, "seed of the order", metavar="N")
+    epoch: int = option(0, "number of the epoch, from 0 on", metavar="N", least=0)
+    tail: Tail = option(
+        "drop",
+        "samples that fill no step on every rank: left out (drop), filled up with repeated samples "
+        "(pad), or a short last batch (keep)",
+    )
+    label: str | None = option(
+        None,
+        "label whose mixing is measured (default: the only label with classes)",
+        metavar="NAME",
+    )
+    progress: Callable[[int, int], None] | None = progress_option("(labels read, all labels)")
+
+
+def check_ending(path: str) -> None:
+    """Raise UsageError for a path that does not end in .png or .html."""
+    if not path.lower().endswith((".png", ".html")):
+        raise UsageError(f"{path}: the file must end in .png or .html.")

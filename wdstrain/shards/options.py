@@ -1,0 +1,104 @@
+"""Options that several verbs share, those of `wt.index`, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from wdstrain.errors import UsageError
+from wdstrain.order.plan import integer
+from wdstrain.runtime.options import REQUIRED, choices_of, option, parse_list
+from wdstrain.shards.declare import read_classes
+from wdstrain.storage.addresses import Urls
+
+_ADDRESSES = (
+    "folder, index.json, tar, glob or brace pattern of shards, or an http(s)://, s3://, gs://, "
+    "az:// or hf:// address of these"
+)
+
+
+def shard_urls(text: str = _ADDRESSES, **more: Any) -> Any:
+    return option(
+        REQUIRED,
+        text,
+        metavar="URL",
+        several=True,
+        **more,
+    )
+
+
+def where_option(subject: str) -> Any:
+    """Return the option `where`. subject: what is done with the samples, such as "count samples"."""
+    return option(
+        None,
+        f"{subject} whose columns in the index meet a condition, such as "
+        "\"kids and label != 'Other'\"",
+        metavar="EXPR",
+    )
+
+
+def progress_option(arguments: str) -> Any:
+    return option(None, f"function that is called with {arguments} during the work", flag=None)
+
+
+def stored_label() -> Any:
+    return option(
+        None,
+        "field or entry of JSON that holds the label, such as cls or json.kind; KIND is class, "
+        "number or multi (default: decided by the values)",
+        metavar="NAME[:KIND]",
+    )
+
+
+def stored_classes() -> Any:
+    return option(
+        None,
+        "names of the label's classes in the order of their numbers (default: sorted)",
+        metavar="FILE|A,B,...",
+        parse=read_classes,
+    )
+
+
+@dataclass(frozen=True)
+class CheckedOptions:
+    """Options of which integers with a least value and fixed choices are checked.
+
+    Raises UsageError. Integers of NumPy become integers of Python.
+    """
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None:
+                continue
+            if "least" in field.metadata:
+                object.__setattr__(self, name, integer(name, value, field.metadata["least"]))
+            choices = choices_of(field, hints[name])
+            if choices and value not in choices:
+                raise UsageError(f"{name}={value!r}: must be one of {', '.join(choices)}.")
+
+
+@dataclass(frozen=True)
+class IndexOptions(CheckedOptions):
+    """Options of `wt.index`."""
+
+    urls: Urls = shard_urls("folder of the shards, or a glob of them, on this machine")
+    _: KW_ONLY
+    columns: Sequence[str] = option(
+        (),
+        "fields, and entries of JSON fields, whose values become columns of the index, such as "
+        "cls,json.kind",
+        metavar="NAME[,NAME...]",
+        parse=parse_list,
+    )
+    label: str | None = stored_label()
+    classes: Sequence[str] | None = stored_classes()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classes is not None and self.label is None:
+            raise UsageError("classes=... needs label=..., whose values it names. Give both.")

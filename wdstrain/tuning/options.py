@@ -1,0 +1,114 @@
+"""Options of `wt.bench`. Each is declared once, and is a keyword argument and a flag."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
+
+from wdstrain.decode.transforms import Augment
+from wdstrain.errors import UsageError
+from wdstrain.order.plan import Tail
+from wdstrain.runtime.byte_sizes import parse_size
+from wdstrain.runtime.options import option
+from wdstrain.shards.index import Index
+from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option
+from wdstrain.storage.addresses import Urls
+
+
+def _python_only(default: Any, help: str) -> Any:
+    return option(default, help, flag=None)
+
+
+@dataclass(frozen=True)
+class LoaderChoices(CheckedOptions):
+    """Options that `bench` gives to each `Loader`, by the same names."""
+
+    _: KW_ONLY
+    where: str | None = where_option("read samples")
+    batch_size: int = option(64, "samples per batch", metavar="N", least=1)
+    shuffle: bool = option(
+        True, "shuffle the samples; False reads in file order", no_help="read in file order"
+    )
+    shuffle_buffer: int | None = option(
+        None,
+        "shuffle buffer in samples (default: as many as 256 MB hold)",
+        metavar="N",
+        least=1,
+    )
+    balance: str | None = option(
+        None, "column, each value of which occurs equally often in an epoch", metavar="COL"
+    )
+    seed: int = option(0, "seed of order and augmentation", metavar="N")
+    cache_dir: str | os.PathLike[str] | None = option(
+        None, "folder for copies of shards from servers", metavar="DIR"
+    )
+    cache_limit: int | str | None = option(
+        None,
+        "largest size of that folder, such as 200GB (default: no limit)",
+        metavar="SIZE",
+        parse=parse_size,
+    )
+    tail: Tail = _python_only("drop", "samples that fill no step: drop, pad or keep")
+    lanes: int | None = _python_only(None, "places of the set that are read at the same time")
+    rank: int | None = _python_only(None, "rank of this process (default: as `wt.Loader`)")
+    world_size: int | None = _python_only(None, "number of ranks (default: as `wt.Loader`)")
+    on_error: Literal["raise", "replace", "mark"] = _python_only(
+        "replace", "bad samples: raise, replace or mark them"
+    )
+    max_errors: float = _python_only(1.0, "largest share of bad samples")
+    multiprocessing_context: Literal["fork", "forkserver", "spawn"] | None = _python_only(
+        None, "start method of worker processes: fork, forkserver or spawn"
+    )
+    patience: float = _python_only(60.0, "seconds without a batch until a warning is logged")
+    collate_fn: Callable[..., Any] | None = _python_only(
+        None, "function of a list of examples of `transform`"
+    )
+
+
+@dataclass(frozen=True)
+class BenchOptions(LoaderChoices):
+    """Options of `wt.bench`."""
+
+    urls: Urls | Index = shard_urls()
+    fields: Mapping[str, Any] | None = _python_only(
+        None,
+        "fields to deliver, as for `wt.Loader` (default: images, or arrays, and the labels of the "
+        "index; bytes if there are none)",
+    )
+    transform: Callable[..., Any] | None = _python_only(
+        None, "function of a sample, in place of fields"
+    )
+    _: KW_ONLY
+    num_workers: int = option(
+        0, "worker processes that decode; 0: threads of this process", metavar="N", least=0
+    )
+    image_size: int = option(224, "side of the images in pixels", metavar="N", least=1)
+    augment: str = option(
+        "rrc+flip",
+        "augmentation of the images: rrc, flip, trivialaugment, randaugment, with + between; or "
+        "none",
+        metavar="WORDS",
+    )
+    as_bytes: bool = option(False, "deliver bytes, and decode nothing", flag="--bytes")
+    seconds: float = option(1.5, "duration of each measurement in seconds", metavar="S")
+    tune: bool = option(
+        False,
+        "also measure other settings (workers, shuffle buffer, smaller images, a cache), and print "
+        "the command to use",
+    )
+    cold: bool = option(False, "drop local shards from the page cache first")
+    note: Callable[[str, int, int], None] | None = progress_option(
+        "(next measurement, its number, all measurements)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.seconds > 0:
+            raise UsageError(f"seconds={self.seconds}: must be > 0. The default is 1.5.")
+        Augment.parse(self.augment)
+        if self.cache_limit is not None and self.cache_dir is None:
+            raise UsageError(
+                f"cache_limit={self.cache_limit!r} needs cache_dir. Give cache_dir too."
+            )
