@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import html
-import inspect
 import json
 import os
 import re
@@ -288,18 +286,3 @@ def test_messages_in_troubleshooting_are_those_of_the_package() -> None:
         part.strip(" :'") for message in quoted for part in " ".join(message.split()).split("...")
     }
     assert not {part for part in parts if part not in said}
-
-
-def test_docstrings_render_as_a_page(tmp_path: Path, programs: Path) -> None:
-    run = [str(programs / "snippet"), str(ROOT / "scripts" / "api_page.py"), str(tmp_path / "api")]
-    done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    page = tmp_path / "api" / "wdstrain.html"
-    assert str(page) in done.stdout
-    text = page.read_text()
-    seen = html.unescape(re.sub(r"<[^>]+>", "", text))
-    for name in wdstrain.__all__:
-        written = inspect.getdoc(getattr(wdstrain, name))
-        assert written
-        assert written in seen, name
-    assert set(re.findall(r'<section id="(\w+)">', text)) == set(wdstrain.__all__)
