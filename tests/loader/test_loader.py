@@ -283,6 +283,14 @@ def test_the_rank_is_found_in_the_environment(
     assert (loader.rank, loader.world_size) == (1, 3)
 
 
+def test_the_rank_is_that_of_a_task_of_srun(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("JOB_ID", "7"), ("STEP_ID", "0"), ("NTASKS", "3"), ("PROCID", "1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_NODELIST", "node[3-5]")
+    loader = wt.Loader(shards, batch_size=2)
+    assert (loader.rank, loader.world_size) == (1, 3)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 4, 9, 10])
 def test_a_state_goes_on_where_it_was_taken(pictures: Path, num_workers: int, step: int) -> None:

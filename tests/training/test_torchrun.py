@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import flags, write_class_folder
+from tests.conftest import ROOT, flags, write_class_folder
 from wdstrain.cli import main
 from wdstrain.training.api import train
 from wdstrain.training.checkpoint import read_checkpoint
@@ -106,6 +107,40 @@ def test_processes_come_to_the_losses_and_metrics_of_one(
     assert job.returncode == 0, said
     (line,) = out.splitlines()  # the first process speaks, and nobody else
     assert [epoch["samples"] for epoch in json.loads(line)["epochs"]] == [144, 144]
+    equal_within_noise(tmp_path / "run", alone)
+
+
+# Starts two tasks on this machine, as SLURM's program does, and ends with the last status.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=1
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
+second=$!
+wait $second && wait
+"""
+
+
+@pytest.mark.slow
+def test_the_example_for_slurm_trains_with_the_tasks_of_srun(
+    pets: Path, alone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        **{"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # of the batch script
+        **{"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHON": sys.executable},
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    script = str(ROOT / "scripts" / "examples" / "slurm.sh")
+    words = [script, str(pets), str(tmp_path / "run"), *flags(OPTIONS), "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1  # rank 0 reports, and no other
     equal_within_noise(tmp_path / "run", alone)
 
 

@@ -70,8 +70,8 @@ class Loader:
                     two batches may be short, and the last may be empty on some ranks
     lanes           number of places at which the set is read at once; default: one per rank. Fixed
                     lanes give the same global batches for every world size that divides them
-    rank, world_size    default: torch.distributed if it is initialized, else RANK and WORLD_SIZE in
-                    the environment, else 0 and 1
+    rank, world_size    default: torch.distributed if it is initialized, else what torchrun or srun
+                    set in the environment, else 0 and 1
 
     How to run:
     num_workers     0: decode in threads of this process; N: in N worker processes. The order is the

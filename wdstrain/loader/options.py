@@ -17,6 +17,7 @@ from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import Tail, integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size
+from wdstrain.runtime.launch import Launch
 from wdstrain.storage.shard_cache import Cache
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
@@ -182,7 +183,7 @@ def open_cache(
 def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return (rank, world_size).
 
-    The first that says: the arguments, torch.distributed, RANK and WORLD_SIZE in the environment.
+    The first that says: the arguments, torch.distributed, the environment of torchrun or srun.
     Otherwise (0, 1). Raises UsageError.
     """
     if (rank is None) != (world_size is None):
@@ -191,18 +192,9 @@ def rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
-            rank, world_size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+            launch = Launch.of()
+            rank, world_size = launch.rank, launch.size
     rank, world_size = integer("rank", rank), integer("world_size", world_size)
     if not 0 <= rank < world_size:
         raise UsageError(f"rank={rank}: must be >= 0 and below world_size={world_size}.")
     return rank, world_size
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdigit():
-        raise UsageError(
-            f"{name}={text!r} in the environment: must be an integer. Unset it, or give rank and "
-            f"world_size."
-        )
-    return int(text)

@@ -11,14 +11,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from wdstrain.runtime.launch import Launch
+
 _CGROUPS = "/sys/fs/cgroup"
 
 
 def cores() -> int:
     """Return the number of cores of this process, at least 1.
 
-    It is limited by CPU affinity and by the CPU quota of the container. LOCAL_WORLD_SIZE, which
-    torchrun sets, is the number of processes that share them. A process whose affinity is narrower
+    It is limited by CPU affinity and by the CPU quota of the container. The processes that
+    torchrun or srun started on this machine share them. A process whose affinity is narrower
     than its parent's has its cores for itself, and shares only the quota.
     """
     usable, sharing, has_own_cores = os.cpu_count() or 1, processes(), False
@@ -31,9 +33,8 @@ def cores() -> int:
 
 
 def processes() -> int:
-    """Return the number of processes of this job on this machine: LOCAL_WORLD_SIZE, or 1."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(local)) if local.isdecimal() else 1
+    """Return the number of processes of this job on this machine, as its launcher says."""
+    return max(1, Launch.of().local_size)
 
 
 def memory() -> int:

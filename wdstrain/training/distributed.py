@@ -1,4 +1,4 @@
-"""The processes of a run: one, or those that torchrun started, which share every batch.
+"""The processes of a run: one, or those that torchrun or srun started, which share every batch.
 
 All processes must do the same at the same step, also when only one of them got a signal. So each
 sends a wish at every step (nothing, a checkpoint, the end), and all follow the most urgent wish one
@@ -7,7 +7,6 @@ step later. The exchange runs on the CPU beside the step, and a GPU never waits 
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wdstrain.errors import UsageError, WdstrainError
+from wdstrain.runtime.launch import Launch
 from wdstrain.training import fsdp
 
 GO_ON, SAVE, STOP = 0, 1, 2  # wishes; the largest wins
@@ -46,15 +46,17 @@ class DistributedContext:
     """
 
     def __init__(self) -> None:
-        self.rank, self.size, self.local = (
-            _number(name, default) for name, default in _VARIABLES.items()
-        )
-        if (
-            dist.is_available() and dist.is_initialized()
-        ):  # by the caller, who may have met the others without the environment
+        launch = Launch.of()
+        self._address = launch.address
+        self.rank, self.size = (launch.rank, launch.size) if launch.address else (0, 1)
+        # the caller may have met the others without the environment
+        if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-            if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
-                self.local = self.rank % torch.cuda.device_count()
+        self.local = launch.local or 0
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        # SLURM may show each task only its own GPU, which is number 0 then
+        if devices and (launch.local is None or (launch.is_slurm and devices == 1)):
+            self.local = self.rank % devices
         self._control: Any = None
         self._asked: tuple[Any, Tensor] | None = None
         self._owns = False
@@ -98,7 +100,11 @@ class DistributedContext:
             return
         if not dist.is_initialized():
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=30)
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=self._address,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(minutes=30),
             )
             self._owns = True
         if dist.get_world_size() != self.size:
@@ -202,15 +208,3 @@ def last_words() -> Iterator[None]:
         yield
     finally:
         _ENDS_WITH_RUN.reset(token)
-
-
-_VARIABLES = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # as torchrun sets them
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default)) if "MASTER_ADDR" in os.environ else str(default)
-    if not text.isdigit():
-        raise UsageError(
-            f"{name}={text!r} in the environment is no number. Start the processes with torchrun."
-        )
-    return int(text)
