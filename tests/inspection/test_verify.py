@@ -12,12 +12,13 @@ import shutil
 import signal
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import wdstrain as wt
 from tests.conftest import Sample, alike, picture, write_shards, write_tar
@@ -52,7 +53,7 @@ def packed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """The same of 12 pictures."""
+    """The same of 12 images."""
     wt.pack(
         [{"__key__": f"k{i:02d}", "png": picture(i), "cls": i % 3} for i in range(12)],
         str(tmp_path / "photos"),
@@ -440,6 +441,25 @@ def test_the_same_sample_in_two_shards_is_found_and_the_same_key_alone_is_counte
     assert (twin.shard, twin.key, twin.offset) == (str(tmp_path / "b.tar"), "k0", 1024)
     assert f"is in {tmp_path / 'a.tar'} at offset 0" in twin.reason
     assert found.repeated == 1
+
+
+def test_a_jpeg_that_is_followed_by_another_image_is_intact(
+    tmp_path: Path, data: Callable[[str], Path]
+) -> None:
+    """Multi-picture files (MPO) hold several JPEGs. Only the first is decoded."""
+    first, second = (picture(n, size=(160, 120), kind="JPEG") for n in (1, 2))
+    multiple = io.BytesIO()
+    images = [Image.open(io.BytesIO(one)) for one in (first, second)]
+    images[0].save(multiple, "MPO", save_all=True, append_images=images[1:])
+    real = (data("difficult") / "sugarshack.mpo").read_bytes()
+    whole = {"a": first + second, "b": multiple.getvalue(), "c": first + second[:-99], "d": real}
+    write_tar(tmp_path / "whole.tar", [(key, {"jpg": one}) for key, one in whole.items()])
+    assert wt.verify(tmp_path / "whole.tar", decode=True).findings == []
+    only_headers = (data("difficult") / "ultrahdr.jpg").read_bytes()  # ends where its pixels begin
+    cut = {"a": only_headers, "b": real[: len(real) // 4], "c": first[:-99] + second}
+    write_tar(tmp_path / "cut.tar", [(key, {"jpg": one}) for key, one in cut.items()])
+    found = wt.verify(tmp_path / "cut.tar", decode=True).findings
+    assert [one.key for one in found] == ["a", "b", "c"]
 
 
 def test_decoding_finds_intact_bytes_that_are_not_an_image(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _EXCERPT = 256  # samples, and at least four batches
 _STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited by the hand-off
 _ONE_CORE = 1.2  # cores: threads that use less may wait for the GIL
 _COMPUTES = 0.3  # share of its time in which a worker process computes, if it does not wait
+_SLOWED = 0.65  # share of a process's computing time: a thread that gets less waits for the GIL
 
 
 @takes(BenchOptions)
@@ -72,16 +73,8 @@ def bench(options: BenchOptions) -> Bench:
         part_setup = replace(setup, options=on_part)
         changes = settings(index, part, setup, loader.shuffle_buffer) if options.tune else []
         progress = _Progress(options.note, 3 + 2 * setup.decodes + len(changes))
-        result, part_rate = _measure(index, part, setup, part_setup, progress, cold=options.cold)
-        subject = Subject(
-            index,
-            part,
-            setup,
-            part_setup,
-            folder,
-            result.achieved,
-            part_rate,
-        )
+        result = _measure(index, part, setup, part_setup, progress, cold=options.cold)
+        subject = Subject(index, part, setup, part_setup, folder)
         trials = list[Trial]()
         for name, value in changes:
             progress.step(f"{name}={value}")
@@ -125,8 +118,8 @@ class _Progress:
 
 def _measure(
     index: Index, part: Index, setup: Setup, part_setup: Setup, progress: _Progress, *, cold: bool
-) -> tuple[Bench, float]:
-    """Return the rates of the stages and the loader, and samples/s of the loader over the excerpt."""
+) -> Bench:
+    """Return the rates of the stages and of the loader."""
     idle = setup.idle(part)
     if cold:
         stages.drop_page_cache(index)
@@ -149,7 +142,7 @@ def _measure(
         stages.drop_page_cache(index)
     progress.step("the loader")
     whole = setup.run(index)
-    result = Bench(
+    return Bench(
         samples=len(index),
         bytes=sum(shard.bytes for shard in index.shards),
         mean_bytes=float((index.offsets.stop - index.offsets.start).sum()) / len(index),
@@ -164,20 +157,21 @@ def _measure(
         page_cache=page_cache,
         bad=whole.report["bad"],
     )
-    return result, on_part.rate
 
 
 def _waits(part_setup: Setup, part: Index, threads: Rate) -> bool:
     """Return whether decoder threads wait for the GIL.
 
-    Together they then use about one core, although a worker process computes without waiting.
+    Together they then use about one core, although a worker process computes without waiting. On a
+    busy machine, processes get less time too.
     """
     if int(threads.report["decoders"]) < 2 or threads.rate * threads.compute > _ONE_CORE:
         return False
     if not part_setup.fits_processes:
         return False
     process = part_setup.run(part, num_workers=1)
-    return process.compute > _COMPUTES * process.decode
+    share = process.compute / max(1e-9, process.decode)
+    return share > _COMPUTES and threads.compute < _SLOWED * share * threads.decode
 
 
 def _bottleneck(rates: Mapping[str, float], *, waits_for_gil: bool) -> str:

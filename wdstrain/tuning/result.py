@@ -18,7 +18,7 @@ class Trial(NamedTuple):
     """A setting that was run.
 
     setting: the changed option, as "name=value". rate: samples/s. baseline: samples/s of the
-    settings in use, measured in the same way. advice: shell words that choose this setting.
+    settings in use, measured just before. advice: a flag of `wdstrain train`, or a whole command.
     """
 
     setting: str
@@ -85,13 +85,16 @@ class Bench:
 
     @property
     def advice(self) -> list[str]:
-        """Options and commands to use: for each kind of setting the fastest trial that pays."""
+        """Commands to use: with the fastest setting of each kind that pays."""
         best: dict[str, Trial] = {}
         for trial in self.trials:
             name = trial.setting.partition("=")[0]
             if trial.gain >= max(_WORTH, best[name].gain if name in best else 0.0):
                 best[name] = trial
-        return [trial.advice for trial in best.values()]
+        words = [trial.advice for trial in best.values()]
+        flags = [flag for flag in words if flag.startswith("--")]
+        train = ["wdstrain train SHARDS --out RUN " + " ".join(flags)] if flags else []
+        return [*train, *(command for command in words if command not in flags)]
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (name, value) pairs for a table."""
@@ -114,10 +117,7 @@ class Bench:
                 ("tried", f"{trial.setting}: {trial.rate:.0f} samples/s ({trial.gain:.2f}x)")
             )
         if self.trials:
-            flags = " ".join(words for words in self.advice if words.startswith("--"))
-            commands = [words for words in self.advice if not words.startswith("--")]
-            used = [*([flags] if flags else []), *commands] or ["the current settings"]
-            rows += [("use", words) for words in used]
+            rows += [("use", command) for command in self.advice or ["the current settings"]]
         return [*rows, ("verdict", self.verdict)]
 
     def as_dict(self) -> dict[str, Any]:

@@ -30,8 +30,7 @@ class Subject:
     """The loader whose settings are varied.
 
     index: the whole set. part: an excerpt on this machine. setup, part_setup: the loader over each.
-    folder: for files that a trial makes. rate, part_rate: samples/s of the settings in use, over the
-    whole set and over the excerpt.
+    folder: for files that a trial makes.
     """
 
     index: Index
@@ -39,29 +38,29 @@ class Subject:
     setup: Setup
     part_setup: Setup
     folder: str
-    rate: float
-    part_rate: float
 
     def run(self, name: str, value: int | str) -> Trial:
-        """Run one of `settings(...)`."""
+        """Run one of `settings(...)`, and the settings in use just before it.
+
+        The load of a machine changes from minute to minute, so both are measured together.
+        """
         setting = f"{name}={value}"
-        if name == "num_workers":
-            rate = self.setup.run(self.index, num_workers=int(value)).rate
-            return Trial(setting, rate, self.rate, f"--num-workers {value}")
-        if name == "shuffle_buffer":
-            rate = self.setup.run(self.index, shuffle_buffer=int(value)).rate
-            return Trial(setting, rate, self.rate, f"--shuffle-buffer {value}")
-        if name == "cache_dir":
-            return Trial(setting, self.part_rate, self.rate, "--cache-dir DIR")
+        if name != "resize":
+            baseline = self.setup.run(self.index).rate
+            if name == "cache_dir":  # the excerpt is local, as a full cache is
+                rate = self.part_setup.run(self.part).rate
+                return Trial(setting, rate, baseline, "--cache-dir DIR")
+            rate = self.setup.run(self.index, **{name: value}).rate
+            return Trial(setting, rate, baseline, f"--{name.replace('_', '-')} {value}")
         small = stages.excerpt(
             self.part,
             len(self.part),
             os.path.join(self.folder, "small.tar"),
             Recipe.of(Options(resize=int(value))).apply,
         )
+        baseline = self.part_setup.run(self.part).rate
         rate = self.part_setup.run(small).rate
-        advice = f"wdstrain convert tars SHARDS OUT --resize {value}"
-        return Trial(setting, rate, self.part_rate, advice)
+        return Trial(setting, rate, baseline, f"wdstrain convert tars SHARDS OUT --resize {value}")
 
 
 def settings(
