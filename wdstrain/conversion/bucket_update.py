@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from wdstrain.conversion.output_dir import RENAMED_NAME, SKIPPED_NAME
+from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.upload import ShardUploads, file_sha256, object_in, outgoing
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index

@@ -11,29 +11,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from wdstrain.conversion.folder_lock import LOCK_NAME, FolderLock
+from wdstrain.conversion.set_exchange import (
+    DONE_NAME,
+    EXCHANGE_NAME,
+    SKIPPED_NAME,
+    SetExchange,
+)
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import TABLE_NAME, json_bytes, move_index, read_document, save_index
+from wdstrain.shards.index_io import json_bytes, move_index, read_document, save_index
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
 from wdstrain.storage.files import read_whole, sync_folder, write_whole
 
-SKIPPED_NAME = "skipped.jsonl"  # samples that were skipped, with reasons
-RENAMED_NAME = "renamed.jsonl"  # samples whose key is not their name in the source
-
 # Names in the staging directory:
-_EXCHANGE = "names.json"  # names that the exchange removes and brings
 _UPDATE = "update.json"  # an update that is decided: from here on it is completed, never undone
-_DONE = "done"  # left over after an exchange or update was completed
-_LOCK = "owner"  # locked by the process that works here
 _CALL = "call.json"  # arguments of the conversion
-
-_LOCK_TIMEOUT = 2.0  # seconds: workers of a killed conversion hold its lock a moment longer
-_LOCK_POLL = 0.02  # seconds
 
 Publish = Callable[[list[str], list[str]], None]  # names of new files, of shards to delete
 
@@ -63,14 +60,15 @@ class OutputTransaction:
         self.out, self.path = out, os.path.join(out, UNFINISHED)
         self.shown, self._publish = shown or out, publish
         self.is_complete, self.completed_update = False, dict[str, Any]()
-        self._created, self._lock_fd = not os.path.exists(out), -1
+        self._created, self._lock = not os.path.exists(out), FolderLock(self.path)
+        self._exchange = SetExchange(out, self.path)
         try:
             if not (update and self._created):
                 os.makedirs(out, exist_ok=True)
             if self._created and not update:
                 sync_folder(os.path.dirname(os.path.abspath(out)))
             if os.path.exists(self.path):
-                self._lock(create=False)
+                self._lock.acquire(self.shown, create=False)
                 self._finish_former()
             if update:
                 self._begin_update(resume)
@@ -96,27 +94,25 @@ class OutputTransaction:
         if resume and present - {SKIPPED_NAME} and not present & {UNFINISHED, SWAPPING}:
             self.is_complete = True
             return
-        self._lock(create=True)
+        self._lock.acquire(self.shown, create=True)
         if (set(os.listdir(self.out)) ^ present) - {UNFINISHED}:
             raise UsageError(
                 f"another conversion was writing into {self.out} until now. Look at what it made "
                 f"before you go on."
             )
         if resume and SWAPPING in present:
-            self._exchange()
+            self._exchange.complete()
+            self._remove()
             self.is_complete = True
         elif not resume:
-            names = self._interrupted_names()
-            if names:
-                record = {"former": names, "files": {}}
-                write_whole(os.path.join(self.path, _EXCHANGE), json.dumps(record).encode())
-            for name in set(os.listdir(self.path)) - {_LOCK, _EXCHANGE}:
+            self._exchange.remember_names()
+            for name in set(os.listdir(self.path)) - {LOCK_NAME, EXCHANGE_NAME}:
                 _discard(os.path.join(self.path, name))
 
     def _begin_update(self, resume: bool) -> None:
         listed = os.path.join(self.out, INDEX_NAME)
         data = read_whole(listed)
-        if os.path.exists(self._swapping) or data is None or is_foreign(data):
+        if self._exchange.is_begun or data is None or is_foreign(data):
             raise UsageError(
                 f"{self.shown} holds no finished set of shards with an index. Name the folder of one."
             )
@@ -126,19 +122,19 @@ class OutputTransaction:
                 f"{self.shown} holds an unfinished conversion. Continue it with resume=True, "
                 f"or delete {self.path}"
             )
-        self._lock(create=True)
+        self._lock.acquire(self.shown, create=True)
         if not resume:
-            for name in set(os.listdir(self.path)) - {_LOCK}:
+            for name in set(os.listdir(self.path)) - {LOCK_NAME}:
                 _discard(os.path.join(self.path, name))
 
     def _finish_former(self) -> None:
         """Complete an update that was decided; remove the rest of a completed transaction."""
-        if self._lock_fd < 0:
+        if not self._lock.is_held:
             return
         if os.path.exists(os.path.join(self.path, _UPDATE)):
             self._complete_update()
-        elif os.path.exists(os.path.join(self.path, _DONE)) or not (
-            set(os.listdir(self.path)) - {_LOCK}
+        elif os.path.exists(os.path.join(self.path, DONE_NAME)) or not (
+            set(os.listdir(self.path)) - {LOCK_NAME}
         ):
             self._remove()
 
@@ -181,12 +177,12 @@ class OutputTransaction:
     def check_names(self, splits: Sequence[str]) -> None:
         """Raise UsageError for foreign files that would be taken for shards of the new splits."""
         listed = os.path.join(self.out, INDEX_NAME)
-        known = set(self._interrupted_names())
+        known = set(self._exchange.names())
         if os.path.exists(listed):
             known |= {row["url"] for row in read_document(listed)["shardlist"]}
         for name in sorted(os.listdir(self.out)):
             is_shard = name.endswith(".tar") and name.rpartition("-")[0] in splits
-            if is_shard and name not in known and not os.path.exists(self._swapping):
+            if is_shard and name not in known and not self._exchange.is_begun:
                 raise UsageError(
                     f"{self.out} holds {name}, which no index lists and which would be taken for a "
                     f"shard of the new split '{name.rpartition('-')[0]}'. Move such files away, or "
@@ -210,7 +206,7 @@ class OutputTransaction:
         An update that is decided stays: the next transaction completes it.
         """
         if os.path.exists(os.path.join(self.path, _UPDATE)):
-            self._unlock()
+            self._lock.release()
             return
         self._remove()
         if self._created:
@@ -219,11 +215,11 @@ class OutputTransaction:
 
     def leave(self) -> None:
         """Leave the staging directory for `resume`; remove it if nothing was written."""
-        if self._lock_fd >= 0 and not any(
-            set(files) - {_LOCK, _CALL} for _, _, files in os.walk(self.path)
+        if self._lock.is_held and not any(
+            set(files) - {LOCK_NAME, _CALL} for _, _, files in os.walk(self.path)
         ):
             self.clear()
-        self._unlock()
+        self._lock.release()
 
     def replace_set(self, shards: str, files: dict[str, str]) -> None:
         """Replace the set in the folder by files in `shards`: {final name: name there}.
@@ -231,23 +227,12 @@ class OutputTransaction:
         The index is put last. Only files that the former index lists are removed, and files of
         interrupted exchanges.
         """
-        swapping, listed = self._swapping, os.path.join(self.out, INDEX_NAME)
-        former: list[str] = []
-        with suppress(WdstrainError):
-            if os.path.exists(listed):
-                former += [row["url"] for row in read_document(listed)["shardlist"]]
-        former += self._interrupted_names()
         try:
-            record = {"former": former, "files": files}
-            write_whole(os.path.join(shards, _EXCHANGE), json.dumps(record).encode())
-            if os.path.exists(swapping):  # interrupted; no index is there until the new one is put
-                shutil.rmtree(os.path.join(self.path, "former"), ignore_errors=True)
-                os.rename(swapping, os.path.join(self.path, "former"))
-            os.rename(shards, swapping)
-            sync_folder(self.out)
-            self._exchange()
+            self._exchange.begin(shards, files)
+            self._exchange.complete()
         except OSError as error:
             raise self._not_written(error) from error
+        self._remove()
 
     def update_set(
         self, index: Index, shards: str, files: dict[str, str], call: dict[str, Any]
@@ -285,7 +270,7 @@ class OutputTransaction:
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(self.out, os.path.basename(name)))
             sync_folder(self.out)
-            os.rename(path, os.path.join(self.path, _DONE))
+            os.rename(path, os.path.join(self.path, DONE_NAME))
             sync_folder(self.path)
         except OSError as error:
             raise self._not_written(error) from error
@@ -298,125 +283,17 @@ class OutputTransaction:
             f"with resume=True."
         )
 
-    def _interrupted_names(self) -> list[str]:
-        """Return the names that interrupted exchanges were about to remove or bring."""
-        found: list[str] = []
-        for place in (self._swapping, os.path.join(self.path, "shards"), self.path):
-            with (
-                suppress(OSError, ValueError, KeyError),
-                open(os.path.join(place, _EXCHANGE), encoding="utf-8") as file,
-            ):
-                names = json.load(file)
-                found += [*names["former"], *names["files"]]
-        return list(dict.fromkeys(found))
-
-    @property
-    def _swapping(self) -> str:
-        return os.path.join(self.out, SWAPPING)
-
-    def _exchange(self) -> None:
-        """Complete an exchange from any point at which it was interrupted."""
-        swapping = self._swapping
-        with open(os.path.join(swapping, _EXCHANGE), encoding="utf-8") as file:
-            names = json.load(file)
-        files: dict[str, str] = names["files"]
-        arrived = {
-            final
-            for final, name in files.items()
-            if not os.path.exists(os.path.join(swapping, name))
-        }
-        if INDEX_NAME not in arrived:
-            # The old index goes first, so no old shard is ever read under the new index.
-            for name in [INDEX_NAME, SKIPPED_NAME, RENAMED_NAME, *names["former"], TABLE_NAME]:
-                if os.path.basename(name) not in arrived:
-                    with suppress(FileNotFoundError):
-                        os.unlink(os.path.join(self.out, os.path.basename(name)))
-            for final, name in files.items():
-                if final == INDEX_NAME:
-                    sync_folder(self.out)  # where it arrived, all others did, also after power loss
-                if final not in arrived:
-                    os.replace(os.path.join(swapping, name), os.path.join(self.out, final))
-            sync_folder(self.out)
-        os.rename(swapping, os.path.join(self.path, _DONE))  # readers take the new set from here on
-        sync_folder(self.out)
-        self._remove()
-
-    # --- one conversion at a time -----------------------------------------------------------------
-
-    def _lock(self, *, create: bool) -> None:
-        """Lock the staging directory until this process ends.
-
-        create: create it if it is missing; otherwise nothing is locked if it disappears.
-        """
-        end, path = time.monotonic() + _LOCK_TIMEOUT, os.path.join(self.path, _LOCK)
-        while self._lock_fd < 0:
-            if create:
-                os.makedirs(self.path, exist_ok=True)
-            elif not os.path.exists(self.path):
-                return
-            with suppress(FileNotFoundError):  # the directory was removed just now
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-                try:
-                    # The file may have been deleted after it was opened.
-                    if _try_lock(fd) and os.path.samestat(os.fstat(fd), os.stat(path)):
-                        self._lock_fd = fd
-                finally:
-                    if self._lock_fd < 0:
-                        os.close(fd)
-            if self._lock_fd < 0:
-                if time.monotonic() > end:
-                    raise UsageError(
-                        f"another conversion is writing into {self.out}. Wait for it, or choose "
-                        f"another folder."
-                    )
-                time.sleep(_LOCK_POLL)
-
     def _remove(self) -> None:
         """Remove the staging directory; its lock last, so that the next process creates its own."""
         with suppress(OSError):  # somebody removed it, or the whole folder
             for name in sorted(
-                set(os.listdir(self.path)) - {_LOCK},
-                key=lambda name: (name == _EXCHANGE, name == _DONE),
+                set(os.listdir(self.path)) - {LOCK_NAME},
+                key=lambda name: (name == EXCHANGE_NAME, name == DONE_NAME),
             ):
                 _discard(os.path.join(self.path, name))
-        self._unlock()
+        self._lock.release()
         with suppress(OSError):
             os.rmdir(self.path)
-
-    def _unlock(self) -> None:
-        if self._lock_fd < 0:
-            return
-        with suppress(OSError):
-            os.unlink(os.path.join(self.path, _LOCK))
-        os.close(self._lock_fd)
-        self._lock_fd = -1
-
-
-def _try_lock(fd: int) -> bool:
-    """Lock a file; return False if another process holds the lock. True where locks do not exist."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def free_number(split: str, names: Iterable[str]) -> int:
-    """Return the first shard number of a split above all numbers in `names`."""
-    numbers = [
-        int(name[len(split) + 1 : -4])
-        for name in names
-        if name.startswith(f"{split}-")
-        and name.endswith(".tar")
-        and name[len(split) + 1 : -4].isdecimal()
-    ]
-    return max(numbers, default=-1) + 1
 
 
 def is_foreign(document: bytes) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,17 +26,10 @@ from wdstrain.conversion.catalog import Catalog, FileCatalog, SpanCatalog
 from wdstrain.conversion.external_shuffle import restore_shuffle, shuffle_stream
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.index_builder import IndexBuilder
-from wdstrain.conversion.listing import BadSamples, Listing, Source, Stream
+from wdstrain.conversion.listing import BadSample, BadSamples, Listing, Source, Stream
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.output_dir import (
-    RENAMED_NAME,
-    SKIPPED_NAME,
-    OutputTransaction,
-    free_number,
-)
-from wdstrain.conversion.parallel import Tick, run
+from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.result import (
-    ClassCounts,
     ConversionResult,
     Progress,
     Step,
@@ -49,6 +41,8 @@ from wdstrain.conversion.resume import (
     call_of,
     saved_options,
 )
+from wdstrain.conversion.set_exchange import SKIPPED_NAME
+from wdstrain.conversion.set_files import renumbered, split_record, write_lists
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
@@ -56,16 +50,16 @@ from wdstrain.conversion.shard_plan import (
     chosen,
     plan_shards,
 )
-from wdstrain.conversion.shard_writer import Packed, identity, kept, write_shard
+from wdstrain.conversion.shard_pool import ShardJob
+from wdstrain.conversion.shard_writer import Packed
 from wdstrain.conversion.stream_writer import StreamWriter, can_write_directly
 from wdstrain.conversion.upload import ShardUploads
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.runtime.byte_sizes import as_bytes
 from wdstrain.shards.index import Index, Label, Shard, join, with_labels
 from wdstrain.shards.index_io import TABLE_NAME, json_bytes, save_index
 from wdstrain.shards.tar import END
 from wdstrain.storage.addresses import INDEX_NAME
-from wdstrain.storage.files import read_whole, write_whole
+from wdstrain.storage.files import write_whole
 
 _MOST_REASONS = 5  # in the error of a source without a good sample
 # Bytes of images that one task re-encodes: a tenth of a second, so that workers end together.
@@ -94,7 +88,6 @@ class Packer:
         self._former, self._uploads = former, uploads
         self._write, self._progress = write, progress or (lambda step: None)
         self._bad = BadSamples(collect=options.on_error == "skip")
-        self._kept = 0
 
     @property
     def _transaction(self) -> OutputTransaction:
@@ -174,9 +167,8 @@ class Packer:
         folder = self._transaction.folder("shards")
         title = "packing" if self._write else "comparing"
         packed = []
-        with closing(
-            self._packed(title, plan, catalog, recipe, folder, write=self._write)
-        ) as shards:
+        job = ShardJob(catalog, recipe, folder, write=self._write)
+        with closing(self._shards(job, plan, title)) as shards:
             for part in shards:
                 if self._uploads is not None and len(part.numbers):
                     shard = part.index.shards[0]
@@ -243,7 +235,7 @@ class Packer:
         runs = batches(numbers, catalog.sizes[numbers], _ENCODE_BATCH)
         plan = [PlannedShard(f"{place:06d}", "", run_) for place, run_ in enumerate(runs)]
         folder = self._transaction.folder("encoded")
-        done = list(self._packed("encoding", plan, catalog, recipe, folder, write=True))
+        done = list(self._shards(ShardJob(catalog, recipe, folder), plan, "encoding"))
         index = join([part.index for part in done])
         at = np.concatenate([part.numbers for part in done])
         file = index.shard_of(np.arange(len(index))).astype(np.int32)
@@ -251,47 +243,13 @@ class Packer:
         name, meta = self._source.name, catalog.meta.take(at)
         return SpanCatalog(name, paths, file, index.offsets, index.fields, meta), at
 
-    def _packed(
-        self,
-        title: str,
-        plan: list[PlannedShard],
-        catalog: Catalog,
-        recipe: Recipe,
-        folder: str,
-        *,
-        write: bool,
+    def _shards(
+        self, job: ShardJob, plan: list[PlannedShard], title: str
     ) -> Generator[Packed, None, None]:
-        """Yield the shards in order as they are written; those of an earlier run are kept."""
-        options, collect = self._options, self._bad.collect
-        marks = [identity(shard, catalog, recipe, collect) for shard in plan]
-        found = [
-            kept(folder, shard, mark) if options.resume else None
-            for shard, mark in zip(plan, marks, strict=True)
-        ]
-        missing = [number for number, part in enumerate(found) if part is None]
-        self._kept += len(plan) - len(missing)
-        total = sum(len(shard.numbers) for shard in plan)
-        before = sum(len(part.numbers) for part in found if part is not None)
-        workers = options.processes(int(catalog.sizes.sum()))
-        work = _WriteShards(
-            folder,
-            [(plan[number], marks[number] if write else None) for number in missing],
-            catalog,
-            recipe,
-            collect,
-            max(1 << 20, as_bytes(options.memory) // (8 * workers)),
-        )
+        def report(done: int, total: int, size: int) -> None:
+            self._report(title, done, total, size)
 
-        def progress(done: int, size: int) -> None:
-            self._report(title, before + done, total, size)
-
-        with closing(run(work, len(missing), workers, progress, engine=options.engine)) as results:
-            for part in found:
-                packed = next(results) if part is None else part
-                for sample in packed.bad:
-                    self._bad.put(sample)
-                yield packed
-            next(results, None)  # to its end: there it waits for its processes
+        return job.run(plan, self._options, self._bad, report)
 
     def _finish(
         self,
@@ -305,7 +263,7 @@ class Packer:
         """Write the index and the lists of samples, and put the set in place."""
         bad, former = self._bad.bad, self._former
         taken = os.listdir(self._transaction.out) if former is not None else []
-        parts, files = _renumbered(packed, folder, taken)
+        parts, files = renumbered(packed, folder, taken)
         samples = tally.sorted_samples(labels)
         divided = divided_images([*parts, *filter(None, [former])])
         info = {
@@ -317,7 +275,7 @@ class Packer:
             "renamed": len(tally.renamed),
             "ignored": self._source.ignored,
             "divided": divided,
-            **self._split_record(samples),
+            **split_record(self._options, self._source.source.get("group_by"), samples),
         }
         index = replace(with_labels(join(parts), labels), info=info)
         if former is not None:
@@ -327,7 +285,8 @@ class Packer:
             entry = {**info, "source": call["source"], "limited": limited}
             index = replace(index, info=appended_info(former, entry))
         if self._write:
-            files |= self._lists(folder, tally.renamed)
+            out = self._transaction.out if former is not None else None
+            files |= write_lists(folder, bad, tally.renamed, out)
         if former is not None:
             self._transaction.update_set(index, folder, files, call)
         elif self._write:
@@ -341,45 +300,11 @@ class Packer:
             len(tally.renamed),
             samples,
             self._source.ignored,
-            self._kept,
+            sum(part.is_kept for part in packed),
             limited,
             divided,
         )
         return result.moved_to(self._transaction.out) if self._write else result
-
-    def _split_record(self, samples: ClassCounts) -> dict[str, Any]:
-        """Return how the splits were made, and the shares that they got."""
-        options = self._options
-        if not options.split:
-            return {}
-        sums = {split: sum(counts.values()) for split, counts in samples.items()}
-        return {
-            "split": {
-                "shares": options.split,
-                "got": {split: count / sum(sums.values()) for split, count in sums.items()},
-                "stratify": options.stratify,
-                "group_by": self._source.source.get("group_by"),
-                "seed": options.seed,
-            }
-        }
-
-    def _lists(self, folder: str, renamed: list[dict[str, str]]) -> dict[str, str]:
-        """Write the lists of skipped and of renamed samples; an append extends those of the set.
-
-        Returns {final name: name in `folder`}.
-        """
-        files = {}
-        for name, rows in (
-            (SKIPPED_NAME, [sample.portable() for sample in self._bad.bad]),
-            (RENAMED_NAME, renamed),
-        ):
-            if rows:
-                data = b"".join(map(json_bytes, rows))
-                if self._former is not None:
-                    data = (read_whole(os.path.join(self._transaction.out, name)) or b"") + data
-                write_whole(os.path.join(folder, name), data)
-                files[name] = name
-        return files
 
     @contextmanager
     def _refusal(self) -> Iterator[None]:
@@ -399,12 +324,8 @@ class Packer:
             place = f" All are listed in {path}"
         if self._staging is not None:
             self._staging.clear()  # there is nothing to resume
-        reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
-        more = (
-            f"; {len(reasons) - _MOST_REASONS} more reasons" if len(reasons) > _MOST_REASONS else ""
-        )
         return SourceError(
-            f"all of {listed} samples were skipped: {'; '.join(reasons[:_MOST_REASONS])}{more}. "
+            f"all of {listed} samples were skipped: {_reasons(bad)}. "
             f"The first: {bad[0].sentence}{place}"
         )
 
@@ -421,51 +342,10 @@ def _check_stratum(source: Source, options: Options) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _WriteShards:
-    """Task of the workers: write a shard. shards: with the identity of each; None: only index it."""
-
-    folder: str
-    shards: list[tuple[PlannedShard, str | None]]
-    catalog: Catalog
-    recipe: Recipe
-    collect: bool
-    memory: int
-
-    def __call__(self, number: int, tick: Tick) -> Packed:
-        shard, mark = self.shards[number]
-        return write_shard(
-            self.folder,
-            shard,
-            self.catalog,
-            self.recipe,
-            collect=self.collect,
-            memory=self.memory,
-            mark=mark,
-            tick=tick,
-        )
-
-
-def _renumbered(
-    packed: list[Packed], folder: str, taken: list[str]
-) -> tuple[list[Index], dict[str, str]]:
-    """Return the indexes of the shards with samples, under their final names.
-
-    Also returns {final name: name in `folder`}. Shards without samples get no number. taken: names
-    of the shards that are there; numbers begin after theirs.
-    """
-    parts, files, numbers = [], {}, dict[str, int]()
-    for part in packed:
-        shard = part.index.shards[0] if part.index.shards else None
-        if shard is None or not shard.samples:
-            continue
-        if shard.split not in numbers:
-            numbers[shard.split] = free_number(shard.split, taken) - 1
-        number = numbers[shard.split] = numbers[shard.split] + 1
-        name = f"{shard.split}-{number:06d}.tar"
-        files[name] = shard.name
-        parts.append(replace(part.index, shards=(replace(shard, path=os.path.join(folder, name)),)))
-    return parts, files
+def _reasons(bad: list[BadSample]) -> str:
+    reasons = [f"{count} x {reason}" for reason, count in count_reasons(bad).items()]
+    left = len(reasons) - _MOST_REASONS
+    return "; ".join(reasons[:_MOST_REASONS]) + (f"; {left} more reasons" if left > 0 else "")
 
 
 def _no_samples(source: Source) -> SourceError:

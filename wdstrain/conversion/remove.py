@@ -19,7 +19,8 @@ from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.catalog import SpanCatalog, sample_meta
 from wdstrain.conversion.listing import Part
 from wdstrain.conversion.options import RemoveOptions
-from wdstrain.conversion.output_dir import OutputTransaction, free_number
+from wdstrain.conversion.output_dir import OutputTransaction
+from wdstrain.conversion.set_files import free_number
 from wdstrain.conversion.shard_plan import batches
 from wdstrain.conversion.shard_writer import write_samples
 from wdstrain.conversion.sources.shards import read_keys

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from wdstrain.conversion.catalog import FileCatalog, SampleMeta, SpanCatalog
 from wdstrain.conversion.images import is_picture
 from wdstrain.conversion.listing import BadSample
-from wdstrain.conversion.output_dir import SKIPPED_NAME
+from wdstrain.conversion.set_exchange import SKIPPED_NAME
 from wdstrain.shards.index import Index, Label
 from wdstrain.shards.offsets import Ints
 

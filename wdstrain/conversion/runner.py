@@ -17,16 +17,11 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 
-from wdstrain.conversion.append import (
-    appended_result,
-)
+from wdstrain.conversion.append import appended_result
 from wdstrain.conversion.bucket_update import BucketUpdate, bucket_update
 from wdstrain.conversion.listing import Listing, Source
 from wdstrain.conversion.options import Options
-from wdstrain.conversion.output_dir import (
-    SKIPPED_NAME,
-    OutputTransaction,
-)
+from wdstrain.conversion.output_dir import OutputTransaction
 from wdstrain.conversion.packer import Packer
 from wdstrain.conversion.result import (
     ConversionResult,
@@ -40,6 +35,7 @@ from wdstrain.conversion.resume import (
     first_difference,
     other_conversion,
 )
+from wdstrain.conversion.set_exchange import SKIPPED_NAME
 from wdstrain.conversion.upload import ShardUploads, check_free, deliver_result, outgoing
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused

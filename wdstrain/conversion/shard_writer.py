@@ -43,11 +43,15 @@ Tick = Callable[[int, int], None]  # samples and bytes of this shard so far
 
 @dataclass(frozen=True)
 class Packed:
-    """A written shard: its index, the numbers of its samples, and the samples that were skipped."""
+    """A written shard: its index, the numbers of its samples, and the samples that were skipped.
+
+    is_kept: an earlier run wrote it.
+    """
 
     index: Index
     numbers: Ints
     bad: list[BadSample]
+    is_kept: bool = False
 
 
 def identity(shard: PlannedShard, catalog: Catalog, recipe: Recipe, collect: bool) -> str:
@@ -65,7 +69,8 @@ def kept(folder: str, shard: PlannedShard, mark: str) -> Packed | None:
         if extra["identity"] != mark or os.stat(path).st_size != index.shards[0].bytes:
             return None
         bad = [BadSample(*row) for row in extra["bad"]]
-        return Packed(index, shard.numbers[np.array(extra["places"], np.int64)], bad)
+        numbers = shard.numbers[np.array(extra["places"], np.int64)]
+        return Packed(index, numbers, bad, is_kept=True)
     except (OSError, ShardError, ValueError, KeyError, TypeError, IndexError, OverflowError):
         return None  # it is written again
 

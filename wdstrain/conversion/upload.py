@@ -15,8 +15,9 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 
-from wdstrain.conversion.output_dir import RENAMED_NAME, SKIPPED_NAME, is_foreign
+from wdstrain.conversion.output_dir import is_foreign
 from wdstrain.conversion.result import ConversionResult, Progress, Step
+from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.index_io import TABLE_NAME, read_document
