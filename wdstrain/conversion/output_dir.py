@@ -90,7 +90,7 @@ class OutputTransaction:
 
     def _begin(self, overwrite: bool, resume: bool) -> None:
         present = set(os.listdir(self.out))
-        self._check(present, overwrite, resume)
+        _check_use(self.out, present, overwrite, resume)
         if resume and present - {SKIPPED_NAME} and not present & {UNFINISHED, SWAPPING}:
             self.is_complete = True
             return
@@ -137,29 +137,6 @@ class OutputTransaction:
             set(os.listdir(self.path)) - {LOCK_NAME}
         ):
             self._remove()
-
-    def _check(self, present: set[str], overwrite: bool, resume: bool) -> None:
-        others = present - {UNFINISHED, SWAPPING}
-        listed = os.path.join(self.out, INDEX_NAME)
-        is_set = INDEX_NAME in present and not is_foreign(read_whole(listed) or b"")
-        if overwrite and INDEX_NAME in present and not is_set:
-            raise UsageError(
-                f"{listed} is no index of this package and would be replaced. Choose another "
-                f"folder, or move it away."
-            )
-        if overwrite or not present or present == {SKIPPED_NAME}:
-            return
-        is_unfinished = len(others) < len(present)
-        if not resume and is_unfinished:
-            raise UsageError(
-                f"{self.out} holds an unfinished conversion. Continue it with "
-                f"resume=True, or start anew with overwrite=True."
-            )
-        if not resume or not (is_unfinished or (is_set and "listed" in _info(listed))):
-            raise UsageError(
-                f"{self.out} holds {len(others)} files{' and no conversion' if resume else ''}. "
-                f"Choose an empty folder, or replace its shards with overwrite=True."
-            )
 
     def read_call(self) -> dict[str, Any]:
         """Return the arguments of the conversion that left this directory; {} if unknown."""
@@ -294,6 +271,31 @@ class OutputTransaction:
         self._lock.release()
         with suppress(OSError):
             os.rmdir(self.path)
+
+
+def _check_use(out: str, present: set[str], overwrite: bool, resume: bool) -> None:
+    """Raise UsageError if a folder with these files may not be used."""
+    others = present - {UNFINISHED, SWAPPING}
+    listed = os.path.join(out, INDEX_NAME)
+    is_set = INDEX_NAME in present and not is_foreign(read_whole(listed) or b"")
+    if overwrite and INDEX_NAME in present and not is_set:
+        raise UsageError(
+            f"{listed} is no index of this package and would be replaced. Choose another "
+            f"folder, or move it away."
+        )
+    if overwrite or not present or present == {SKIPPED_NAME}:
+        return
+    is_unfinished = len(others) < len(present)
+    if not resume and is_unfinished:
+        raise UsageError(
+            f"{out} holds an unfinished conversion. Continue it with resume=True, or start anew "
+            f"with overwrite=True."
+        )
+    if not resume or not (is_unfinished or (is_set and "listed" in _info(listed))):
+        raise UsageError(
+            f"{out} holds {len(others)} files{' and no conversion' if resume else ''}. Choose an "
+            f"empty folder, or replace its shards with overwrite=True."
+        )
 
 
 def is_foreign(document: bytes) -> bool:

@@ -37,12 +37,9 @@ from wdstrain.conversion.result import (
     count_reasons,
     divided_images,
 )
-from wdstrain.conversion.resume import (
-    call_of,
-    saved_options,
-)
+from wdstrain.conversion.resume import call_of
 from wdstrain.conversion.set_exchange import SKIPPED_NAME
-from wdstrain.conversion.set_files import renumbered, split_record, write_lists
+from wdstrain.conversion.set_files import record, renumbered, write_lists
 from wdstrain.conversion.shard_plan import (
     PlannedShard,
     batches,
@@ -107,14 +104,8 @@ class Packer:
             check_labels(self._former, labels, out)
             check_keys(self._former, catalog, numbers, out)
         for shard in self._plan(catalog, self._options):
-            rows = IndexBuilder()
-            for number in shard.numbers.tolist():
-                rows.reserve(catalog.key(number), catalog.member_sizes(number))
             tally.add(shard.split, catalog.meta, shard.numbers, shard.numbers)
-            entry = Shard(
-                f"{out.rstrip('/')}/{shard.name}", len(rows), rows.stop + len(END), shard.split
-            )
-            parts.append(Index((entry,), tuple(rows.fields), rows.offsets()))
+            parts.append(_planned_index(shard, catalog, out))
         index = with_labels(join(parts), labels)
         info = {"source": self._source.source, "made": "planned by a dry run"}
         return ConversionResult(
@@ -267,15 +258,11 @@ class Packer:
         samples = tally.sorted_samples(labels)
         divided = divided_images([*parts, *filter(None, [former])])
         info = {
-            "source": self._source.source,
-            "options": saved_options(self._options),
-            "samples": samples,
             "listed": listed,
             "skipped": len(bad),
             "renamed": len(tally.renamed),
-            "ignored": self._source.ignored,
             "divided": divided,
-            **split_record(self._options, self._source.source.get("group_by"), samples),
+            **record(self._source, self._options, samples),
         }
         index = replace(with_labels(join(parts), labels), info=info)
         if former is not None:
@@ -331,6 +318,16 @@ class Packer:
 
     def _report(self, title: str, done: int, total: int | None, size: int) -> None:
         self._progress(Step(title, done, total, size, len(self._bad.bad)))
+
+
+def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
+    """Return the index that a shard would have, without checksums and columns."""
+    rows = IndexBuilder()
+    for number in shard.numbers.tolist():
+        rows.reserve(catalog.key(number), catalog.member_sizes(number))
+    path = f"{out.rstrip('/')}/{shard.name}"
+    entry = Shard(path, len(rows), rows.stop + len(END), shard.split)
+    return Index((entry,), tuple(rows.fields), rows.offsets())
 
 
 def _check_stratum(source: Source, options: Options) -> None:

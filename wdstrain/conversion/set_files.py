@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from wdstrain.conversion.listing import BadSample
+from wdstrain.conversion.listing import BadSample, Source
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.result import ClassCounts
+from wdstrain.conversion.resume import saved_options
 from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.conversion.shard_writer import Packed
 from wdstrain.shards.index import Index
@@ -71,17 +72,21 @@ def write_lists(
     return files
 
 
-def split_record(options: Options, group_by: str | None, samples: ClassCounts) -> dict[str, Any]:
-    """Return how the splits were made, and the shares that they got."""
-    if not options.split:
-        return {}
-    sums = {split: sum(counts.values()) for split, counts in samples.items()}
-    return {
-        "split": {
+def record(source: Source, options: Options, samples: ClassCounts) -> dict[str, Any]:
+    """Return how a set was made: source, options, splits, and samples by split and class."""
+    made: dict[str, Any] = {
+        "source": source.source,
+        "options": saved_options(options),
+        "samples": samples,
+        "ignored": source.ignored,
+    }
+    if options.split:
+        sums = {split: sum(counts.values()) for split, counts in samples.items()}
+        made["split"] = {
             "shares": options.split,
             "got": {split: count / sum(sums.values()) for split, count in sums.items()},
             "stratify": options.stratify,
-            "group_by": group_by,
+            "group_by": source.source.get("group_by"),
             "seed": options.seed,
         }
-    }
+    return made
