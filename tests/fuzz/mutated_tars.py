@@ -67,7 +67,7 @@ from tests.fuzz.tar_mutations import BLOCK, KINDS
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import save_index, scan
-from wdstrain.shards.tar import END, header, is_aside, padding, split_name
+from wdstrain.shards.tar import END, header, is_not_sample, padding, split_name
 
 Sample = tuple[str, dict[str, bytes]]
 Read = Callable[[str], list[Sample]]
@@ -182,7 +182,7 @@ def _grouped(members: Iterable[tuple[str, bytes]]) -> list[Sample]:
     found: list[Sample] = []
     for name, data in members:
         parts = split_name(name)
-        if parts is None or is_aside(name):
+        if parts is None or is_not_sample(name):
             continue
         if not found or found[-1][0] != parts[0] or parts[1] in found[-1][1]:
             found.append((parts[0], {}))

@@ -56,13 +56,13 @@ from wdstrain.shards.index import Index, Label
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
 from wdstrain.shards.resolve import make_index, open_index, recall
 from wdstrain.shards.tar import (
-    ASIDE,
     BLOCK,
     END,
     NO_KEY,
-    Walk,
+    NOT_A_SAMPLE,
+    SkippedMembers,
     header,
-    is_aside,
+    is_not_sample,
     padding,
     samples,
     split_name,
@@ -148,9 +148,9 @@ def _mutated_tar(data: bytes, random: Random) -> bytes:
 
 def run_tar(data: bytes) -> None:
     """The reader's walk: what it reports lies inside, apart and once, and is what Python's tarfile finds."""
-    walk = Walk()
+    skipped = SkippedMembers()
     try:
-        found = list(samples(_reading(data), len(data), "it", walk))
+        found = list(samples(_reading(data), len(data), "it", skipped))
     except ShardError:
         return
     at = 0
@@ -175,14 +175,16 @@ def run_tar(data: bytes) -> None:
             sample,
         )
     _must(len({sample.key for sample in found}) == len(found), "keys come once", found)
-    _compare_with_tarfile(data, [one for sample in found for one in _members_of(sample)], walk)
+    _compare_with_tarfile(data, [one for sample in found for one in _members_of(sample)], skipped)
 
 
 def _members_of(sample: Any) -> list[tuple[str, int, int]]:
     return [(f"{sample.key}.{name}", offset, size) for name, offset, size in sample.fields]
 
 
-def _compare_with_tarfile(data: bytes, ours: list[tuple[str, int, int]], walk: Walk) -> None:
+def _compare_with_tarfile(
+    data: bytes, ours: list[tuple[str, int, int]], skipped: SkippedMembers
+) -> None:
     """What we take for whole has the members that tarfile sees, which stops without an error where it likes."""
     theirs = []
     with suppress(tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError):
@@ -191,8 +193,8 @@ def _compare_with_tarfile(data: bytes, ours: list[tuple[str, int, int]], walk: W
             if info.isreg():
                 theirs.append((info.name, info.offset_data, info.size))
         if not any(data[tar.offset :]):
-            aside = walk.ignored.get(NO_KEY, 0) + walk.ignored.get(ASIDE, 0)
-            slashed = walk.ignored.get(
+            aside = skipped.reasons.get(NO_KEY, 0) + skipped.reasons.get(NOT_A_SAMPLE, 0)
+            slashed = skipped.reasons.get(
                 "a directory", 0
             )  # a regular file to tarfile, where its type says so
             _must(
@@ -217,7 +219,7 @@ def _compare_with_tarfile(data: bytes, ours: list[tuple[str, int, int]], walk: W
             )
         else:
             _must(
-                parts is None or is_aside(name) or name.endswith("/") or not plain,
+                parts is None or is_not_sample(name) or name.endswith("/") or not plain,
                 "no member is passed over",
                 (name, offset),
             )
@@ -254,7 +256,7 @@ def run_written(data: bytes) -> None:
     wanted = {
         name: body
         for name, body in given.items()
-        if split_name(name) and not is_aside(name) and not name.endswith("/")
+        if split_name(name) and not is_not_sample(name) and not name.endswith("/")
     }
     try:
         found = list(samples(_reading(made), len(made), "it"))
@@ -282,7 +284,10 @@ def run_salvage(data: bytes) -> None:
     read = _reading(data)
     pieces = list(
         walk_damaged(
-            read, len(data), lambda key, name, offset, size: (crc32(read(offset, size)), 0), Walk()
+            read,
+            len(data),
+            lambda key, name, offset, size: (crc32(read(offset, size)), 0),
+            SkippedMembers(),
         )
     )
     found = sorted(

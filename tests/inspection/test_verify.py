@@ -28,7 +28,7 @@ from wdstrain.errors import StorageError, UsageError
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.loader.stats import Finding
 from wdstrain.order.rng import bits
-from wdstrain.shards.tar import END, Walk, header, padding
+from wdstrain.shards.tar import END, SkippedMembers, header, padding
 from wdstrain.shards.tar import samples as strict
 
 
@@ -88,7 +88,9 @@ def flipped(data: bytes, at: int, mask: int = 0x41) -> bytes:
 
 def walked(data: bytes) -> tuple[list[FoundSample], list[Damage]]:
     found = list(
-        walk_damaged(lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), Walk())
+        walk_damaged(
+            lambda at, n: data[at : at + n], len(data), lambda *_: (0, 0), SkippedMembers()
+        )
     )
     return [one for one in found if isinstance(one, FoundSample)], [
         one for one in found if isinstance(one, Damage)
@@ -200,7 +202,7 @@ def test_hostile_shards_take_linear_time_and_little_memory(tmp_path: Path) -> No
             read += n
             return data[at : at + n]
 
-        found = list(walk_damaged(counted, len(data), lambda *_: (0, 0), Walk()))
+        found = list(walk_damaged(counted, len(data), lambda *_: (0, 0), SkippedMembers()))
         assert read < 5 * len(data) + (4 << 20)
         assert sum(isinstance(one, Damage) for one in found) <= 1
         looks += len(found)

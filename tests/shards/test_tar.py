@@ -13,7 +13,7 @@ import webdataset
 import wdstrain as wt
 from tests.conftest import Sample, picture, read_with_webdataset, write_tar
 from wdstrain.errors import ShardError, UsageError
-from wdstrain.shards.tar import Walk, header, samples, split_name
+from wdstrain.shards.tar import SkippedMembers, header, samples, split_name
 from wdstrain.storage.local import open_source
 
 LONG = "folder-" + "x" * 60 + "/" + "y" * 60 + "/" + "z" * 72  # fits ustar's prefix and name
@@ -28,10 +28,10 @@ ODD: list[Sample] = [
 ]
 
 
-def read(path: Path, walk: Walk | None = None) -> list[Sample]:
+def read(path: Path, skipped: SkippedMembers | None = None) -> list[Sample]:
     """All samples of a shard through our reader."""
     with open_source(str(path)) as source:
-        found = list(samples(source.read, source.size, str(path), walk))
+        found = list(samples(source.read, source.size, str(path), skipped))
         return [
             (s.key, {name: source.read(offset, size) for name, offset, size in s.fields})
             for s in found
@@ -97,12 +97,12 @@ def test_we_read_every_format_of_python_tarfile(tmp_path: Path, style: int) -> N
             member = tarfile.TarInfo(name)
             member.size, member.mtime = len(data), 1.5 if style == tarfile.PAX_FORMAT else 1
             tar.addfile(member, io.BytesIO(data))
-    walk = Walk()
-    assert read(path, walk) == [
+    skipped = SkippedMembers()
+    assert read(path, skipped) == [
         ("folder/a", {"jpg": b"1" * 600, "cls": b"2"}),
         (LONG[:150], {"txt": b"3"}),
     ]
-    assert walk.ignored == {"a directory": 1}
+    assert skipped.reasons == {"a directory": 1}
 
 
 def test_names_are_split_as_webdataset_splits_them() -> None:
@@ -124,9 +124,9 @@ def test_links_and_files_without_a_key_are_counted(tmp_path: Path) -> None:
             member = tarfile.TarInfo(name)
             member.type = kind
             tar.addfile(member)
-    walk = Walk()
-    assert read(path, walk) == [("a", {"txt": b""})]
-    assert walk.ignored == {"no key in the name": 1, "a link or device": 1}
+    skipped = SkippedMembers()
+    assert read(path, skipped) == [("a", {"txt": b""})]
+    assert skipped.reasons == {"no key in the name": 1, "a link or device": 1}
 
 
 def test_a_shard_cut_at_any_block_is_never_taken_for_whole(odd: Path, tmp_path: Path) -> None:

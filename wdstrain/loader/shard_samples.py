@@ -18,7 +18,14 @@ from wdstrain.errors import ShardError, WdstrainError
 from wdstrain.loader.options import open_cache
 from wdstrain.loader.shared_epochs import SharedEpochs, worker_share
 from wdstrain.loader.tar_stream import members, open_tar, shown
-from wdstrain.shards.tar import ASIDE, NO_KEY, Walk, is_aside, other_kind, split_name
+from wdstrain.shards.tar import (
+    NO_KEY,
+    NOT_A_SAMPLE,
+    SkippedMembers,
+    is_not_sample,
+    other_kind,
+    split_name,
+)
 from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.storage.shard_cache import Cache
 
@@ -125,10 +132,10 @@ class ShardSamples:
 
     def _samples(self, path: str, cache: Cache | None) -> Iterator[dict[str, Any]]:
         """Yield the samples of a shard. After an error the sample before it is incomplete."""
-        name, keys, walk, bad = shown(path), set[str](), Walk(), 0
+        name, keys, skipped, bad = shown(path), set[str](), SkippedMembers(), 0
         origin = origin_of(path)
         current: dict[str, Any] | None = None
-        for key, field, data in self._fields(path, cache, walk):
+        for key, field, data in self._fields(path, cache, skipped):
             if current is None or current["__key__"] != key:
                 if current is not None and not current.get("__bad__"):
                     yield current
@@ -145,16 +152,16 @@ class ShardSamples:
         if current is not None and not current.get("__bad__"):
             yield current
         bad += current is not None and bool(current.get("__bad__"))
-        _log_skipped(name, walk, bad)
+        _log_skipped(name, skipped, bad)
 
     def _fields(
-        self, path: str, cache: Cache | None, walk: Walk
+        self, path: str, cache: Cache | None, skipped: SkippedMembers
     ) -> Iterator[tuple[str, str, bytes]]:
         """Yield (key, field, data) of the members that belong to samples."""
         with open_tar(path, cache) as stream:
-            for name, data in members(stream, shown(path), walk):
-                if is_aside(name):
-                    walk.ignore(ASIDE)
+            for name, data in members(stream, shown(path), skipped):
+                if is_not_sample(name):
+                    skipped.add(NOT_A_SAMPLE)
                     continue
                 try:
                     name = self._rename(name) if self._rename else name
@@ -166,7 +173,7 @@ class ShardSamples:
                     continue
                 parts = split_name(name)
                 if parts is None:
-                    walk.ignore(NO_KEY)
+                    skipped.add(NO_KEY)
                     continue
                 yield *parts, data
 
@@ -182,9 +189,9 @@ def _twice(shard: str, name: str) -> ShardError:
     return ShardError(f"{shard} holds two members named '{name}', or a reserved name. Repack it.")
 
 
-def _log_skipped(shard: str, walk: Walk, bad: int) -> None:
+def _log_skipped(shard: str, skipped: SkippedMembers, bad: int) -> None:
     """Log the members and samples of a shard that were left out, without directories."""
-    counts = {reason: n for reason, n in walk.ignored.items() if reason != other_kind(b"5", "")}
+    counts = {reason: n for reason, n in skipped.reasons.items() if reason != other_kind(b"5", "")}
     if bad:
         counts['samples with the field "__bad__"'] = bad
     if counts:

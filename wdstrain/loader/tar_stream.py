@@ -27,7 +27,7 @@ from wdstrain.shards.tar import (
     EXTENSION_LIMIT,
     EXTENSIONS,
     Extra,
-    Walk,
+    SkippedMembers,
     check_plain,
     is_padding,
     name_in,
@@ -143,10 +143,10 @@ _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-def members(stream: BinaryIO, shard: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
+def members(stream: BinaryIO, shard: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
     """Yield (name, data) of the regular files of a tar.
 
-    shard: its name in errors. walk: counts the members that are skipped. Raises ShardError for a
+    shard: its name in errors. skipped: counts the members that are skipped. Raises ShardError for a
     shard that is cut or damaged.
     """
     reader = _Reader(stream, shard)
@@ -182,7 +182,7 @@ def members(stream: BinaryIO, shard: str, walk: Walk) -> Iterator[tuple[str, byt
             yield name, reader.read(length, f"'{printable(name)}'")
             reader.read(padding(length), f"'{printable(name)}'")
         else:
-            walk.ignore(other_kind(kind, name))
+            skipped.add(other_kind(kind, name))
             length = 0 if kind in b"123456" else length
             reader.skip(length + padding(length), f"'{printable(name)}'")
 

@@ -31,7 +31,7 @@ from wdstrain.shards.columns import TYPES
 from wdstrain.shards.index import Index, Label, Shard
 from wdstrain.shards.index_table import from_batch
 from wdstrain.shards.offsets import Offsets
-from wdstrain.shards.tar import Walk, samples
+from wdstrain.shards.tar import SkippedMembers, samples
 from wdstrain.storage.addresses import INDEX_NAME, beside
 from wdstrain.storage.files import read_whole, regular, sync_folder, write_whole
 from wdstrain.storage.local import open_source, state_of
@@ -216,18 +216,21 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
     error is raised.
     """
     fields: list[str] = []
-    shards, tables, walk = [], [Offsets.of([], fields)], Walk()
+    shards, tables, skipped = [], [Offsets.of([], fields)], SkippedMembers()
     for path in paths:
         try:
             with open_source(path) as source:
-                rows = list(samples(source.read, source.size, _shown(path), walk))
+                rows = list(samples(source.read, source.size, _shown(path), skipped))
                 tables.append(Offsets.of(rows, fields))
                 shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
         except WdstrainError as error:
             if failed is None:
                 raise
             failed.append(error)
-    info = {"made": "scanned from headers", **({"ignored": walk.ignored} if walk.ignored else {})}
+    info = {
+        "made": "scanned from headers",
+        **({"ignored": skipped.reasons} if skipped.reasons else {}),
+    }
     return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
 
 

@@ -57,13 +57,13 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class Walk:
-    """Members that a walk over headers skipped. `ignored`: reason -> number of members."""
+class SkippedMembers:
+    """Numbers of members that were not read as part of a sample, by reason."""
 
-    ignored: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, int] = field(default_factory=dict)
 
-    def ignore(self, reason: str) -> None:
-        self.ignored[reason] = self.ignored.get(reason, 0) + 1
+    def add(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -152,16 +152,16 @@ def split_name(path: str) -> tuple[str, str] | None:
     return (match.group(1), match.group(2).lower()) if match else None
 
 
-def is_aside(name: str) -> bool:
-    """Return whether a name marks a member that belongs to no sample.
+def is_not_sample(name: str) -> bool:
+    """Return whether a member with this name belongs to no sample.
 
-    These are notes on the data set (`__*__` and `__*__/...`, as in webdataset), and the files that
-    macOS adds (`._*`).
+    True for metadata of the data set (`__*__` and `__*__/...`, as in webdataset) and for the files
+    that macOS adds (`._*`).
     """
     return bool(_NOTE_PATTERN.match(name)) or name.rpartition("/")[2].startswith("._")
 
 
-NO_KEY, ASIDE = "no key in the name", "not a sample"  # reasons to skip a member
+NO_KEY, NOT_A_SAMPLE = "no key in the name", "not a sample"  # reasons to skip a member
 
 
 def other_kind(kind: bytes, name: str) -> str:
@@ -169,21 +169,23 @@ def other_kind(kind: bytes, name: str) -> str:
     return "a directory" if kind == b"5" or name.endswith("/") else "a link or device"
 
 
-def samples(read: Read, size: int, shard: str, walk: Walk | None = None) -> Iterator[Sample]:
+def samples(
+    read: Read, size: int, shard: str, skipped: SkippedMembers | None = None
+) -> Iterator[Sample]:
     """Yield the samples of a shard of `size` bytes, in order. Only headers are read.
 
-    `shard` is its name in errors; `walk` counts the skipped members. Raises ShardError with the
+    `shard` is its name in errors; `skipped` counts the skipped members. Raises ShardError with the
     offset for a shard that ends inside a member or a header, lacks the end marker, has a wrong
     header checksum, has the same key in two places, or has two members of the same name.
     """
-    walk = walk or Walk()
+    skipped = skipped or SkippedMembers()
     seen_keys: set[str] = set()
     field_names: set[str] = set()  # of the current sample
     current: Sample | None = None
-    for name, start, data, length in _members(read, size, shard, walk):
+    for name, start, data, length in _members(read, size, shard, skipped):
         parts = split_name(name)
-        if parts is None or is_aside(name):
-            walk.ignore(NO_KEY if parts is None else ASIDE)
+        if parts is None or is_not_sample(name):
+            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
             continue
         key, field_name = parts
         stop = data + length + padding(length)
@@ -220,11 +222,13 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
         return data[offset : offset + length] if offset < len(data) else END[:length]
 
     try:
-        members = list(_members(read, len(data) + len(END), "", Walk(), is_first=False))
+        members = list(_members(read, len(data) + len(END), "", SkippedMembers(), is_first=False))
     except ShardError:
         return False
     named = [
-        (split_name(name), offset, size) for name, _, offset, size in members if not is_aside(name)
+        (split_name(name), offset, size)
+        for name, _, offset, size in members
+        if not is_not_sample(name)
     ]
     return [(parts, offset, size) for parts, offset, size in named if parts is not None] == [
         ((key, name), offset, size) for name, offset, size in fields
@@ -232,7 +236,7 @@ def is_sample(data: memoryview, key: str, fields: Sequence[tuple[str, int, int]]
 
 
 def _members(
-    read: Read, size: int, shard: str, walk: Walk, *, is_first: bool = True
+    read: Read, size: int, shard: str, skipped: SkippedMembers, *, is_first: bool = True
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield (name, offset of its first header block, offset of its data, size) of each member.
 
@@ -287,7 +291,7 @@ def _members(
         if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
             yield name, start, data, length
         else:
-            walk.ignore(other_kind(kind, name))
+            skipped.add(other_kind(kind, name))
             length = 0 if kind in b"123456" else length
         offset, start, extra = data + length + padding(length), None, Extra()
 

@@ -30,7 +30,14 @@ from wdstrain.errors import SampleError, ShardError, SourceError, UsageError
 from wdstrain.loader.tar_stream import members, open_tar, shown
 from wdstrain.report.printing import printable
 from wdstrain.shards.expressions import Expression
-from wdstrain.shards.tar import ASIDE, NO_KEY, Walk, is_aside, other_kind, split_name
+from wdstrain.shards.tar import (
+    NO_KEY,
+    NOT_A_SAMPLE,
+    SkippedMembers,
+    is_not_sample,
+    other_kind,
+    split_name,
+)
 from wdstrain.storage.addresses import INDEX_NAME, Urls, expand, is_json
 from wdstrain.storage.remote import is_remote, name_of, open_remote
 
@@ -103,8 +110,8 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
     def samples(bad: BadSamples) -> Iterator[StreamSample]:
         for path in paths:
             split = split_of(name_of(path))
-            walk = Walk()
-            for key, parts in _grouped(path, walk):
+            skipped = SkippedMembers()
+            for key, parts in _grouped(path, skipped):
                 if fields.keys is not None and key not in fields.keys:
                     _count(ignored, "keys that were not asked for")
                     continue
@@ -120,7 +127,7 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
                     bad.put(BadSample(shown(path), 0, key, str(error)))
                     continue
                 yield StreamSample(key, packed, split)
-            for reason, count in walk.ignored.items():
+            for reason, count in skipped.reasons.items():
                 ignored[reason] = ignored.get(reason, 0) + count
 
     name = ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
@@ -128,14 +135,14 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
     return Stream(name, samples, lambda: (), source, None, mark, ignored, resplit=True)
 
 
-def _grouped(path: str, walk: Walk) -> Iterator[tuple[str, list[Part]]]:
+def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:
     """Yield (key, parts) of the samples of an archive. Raises ShardError for a key in two places."""
     seen: set[str] = set()
     key, parts = "", list[Part]()
-    for name, data in _zip_members(path, walk) if _is_zip(path) else _tar_members(path, walk):
+    for name, data in _zip_members(path, skipped) if _is_zip(path) else _tar_members(path, skipped):
         split = split_name(name)
-        if split is None or is_aside(name):
-            walk.ignore(NO_KEY if split is None else ASIDE)
+        if split is None or is_not_sample(name):
+            skipped.add(NO_KEY if split is None else NOT_A_SAMPLE)
             continue
         if split[0] != key or not parts:
             if parts:
@@ -160,10 +167,10 @@ def _is_zip(path: str) -> bool:
     return name_of(path).lower().endswith(".zip")
 
 
-def _tar_members(path: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
+def _tar_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
     with open_tar(path) as stream:
         limited = cast(BinaryIO, _Limited(stream.read, _limit(path), shown(path)))
-        yield from members(limited, shown(path), walk)
+        yield from members(limited, shown(path), skipped)
 
 
 def _limit(path: str) -> int:
@@ -197,7 +204,7 @@ def _too_large(archive: str) -> ShardError:
     )
 
 
-def _zip_members(path: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
+def _zip_members(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, bytes]]:
     """Yield (name, data) of the files of a zip: forward, but the members of a key together."""
     if is_remote(path):
         raise UsageError(f"{shown(path)}: a zip archive must be on a disk. Download it first.")
@@ -213,7 +220,7 @@ def _zip_members(path: str, walk: Walk) -> Iterator[tuple[str, bytes]]:
             for info in infos:
                 mode = info.external_attr >> 16
                 if info.is_dir() or (stat.S_IFMT(mode) and not stat.S_ISREG(mode)):
-                    walk.ignore(other_kind(b"5" if info.is_dir() else b"2", info.filename))
+                    skipped.add(other_kind(b"5" if info.is_dir() else b"2", info.filename))
                     continue
                 yield info.filename, archive.read(info)
     except (zipfile.BadZipFile, zlib.error, LZMAError, EOFError, ValueError, OSError) as error:

@@ -22,7 +22,7 @@ from wdstrain.errors import ShardError, StorageError, WdstrainError
 from wdstrain.inspection.info.contents import Value
 from wdstrain.shards.index import Index, Shard
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.tar import END, Sample, Walk, samples
+from wdstrain.shards.tar import END, Sample, SkippedMembers, samples
 from wdstrain.storage.local import LocalFile, Source
 from wdstrain.storage.remote import is_remote, open_remote, redacted
 
@@ -41,7 +41,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass
 class Beginning:
-    """What was read of one shard. complete: the walk over its headers reached the end."""
+    """What was read of one shard. complete: all of its headers were read."""
 
     path: str
     size: int = 0
@@ -49,7 +49,7 @@ class Beginning:
     tag: str = ""
     found: list[Sample] = field(default_factory=list)
     complete: bool = False
-    walk: Walk = field(default_factory=Walk)
+    skipped: SkippedMembers = field(default_factory=SkippedMembers)
     requests: int = 0
     bytes_read: int = 0
     error: WdstrainError | None = None
@@ -106,7 +106,7 @@ def estimate(paths: Sequence[str]) -> Estimate:
         counts.append(max(len(one.found), rest))
     ignored = Counter[str]()
     for one in used:
-        ignored.update(one.walk.ignored)
+        ignored.update(one.skipped.reasons)
     return Estimate(
         index=Index(tuple(shards), tuple(fields), Offsets.join(tables)),
         exact=len(used) == len(shards) and all(one.complete for one in used),
@@ -337,7 +337,7 @@ def _walk(source: Source, one: Beginning) -> None:
 
     shown = redacted(one.path) if is_remote(one.path) else one.path
     try:
-        for sample in samples(read, one.size, shown, one.walk):
+        for sample in samples(read, one.size, shown, one.skipped):
             one.found.append(sample)
         one.complete = True
     except _EnoughError:

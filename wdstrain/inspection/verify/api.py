@@ -28,7 +28,7 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import is_wdstrain_index, load
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
-from wdstrain.shards.tar import Walk
+from wdstrain.shards.tar import SkippedMembers
 from wdstrain.storage.addresses import Urls, check_finished, expand, is_json
 from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote, redacted
@@ -108,7 +108,7 @@ def verify(options: VerifyOptions) -> Verification:
                 result.unindexed += not check.compared
                 totals["decoded"].update(check.scan.decoded)
                 totals["not_decoded"].update(check.scan.not_decoded)
-                totals["ignored"].update(check.scan.walk.ignored)
+                totals["ignored"].update(check.scan.skipped_members.reasons)
     result.findings += cross_shard.findings()
     _check_groups(result, [index for _, index in shards if index is not None], options.group_by)
     for name, counts in totals.items():
@@ -279,7 +279,7 @@ def _key_at(path: str, offset: int) -> str:
                 lambda start, length: source.read(offset + start, length),
                 source.size - offset,
                 lambda key, name, data, size: (0, 0),
-                Walk(),
+                SkippedMembers(),
             )
             first = next(samples, None)
             return "" if first is None or isinstance(first, Damage) else first.key

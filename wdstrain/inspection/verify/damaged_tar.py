@@ -16,18 +16,18 @@ import numpy as np
 from wdstrain.errors import ShardError
 from wdstrain.inspection.verify.header_search import Search
 from wdstrain.shards.tar import (
-    ASIDE,
     BLOCK,
     END,
     EXTENSIONS,
     NO_KEY,
+    NOT_A_SAMPLE,
     Extra,
     Read,
-    Walk,
+    SkippedMembers,
     check_extension,
     check_inside,
     check_plain,
-    is_aside,
+    is_not_sample,
     is_padding,
     name_in,
     other_kind,
@@ -74,16 +74,18 @@ class FoundSample:
     twice: list[tuple[str, int]] = field(default_factory=list)
 
 
-def walk_damaged(read: Read, size: int, look: Look, walk: Walk) -> Iterator[FoundSample | Damage]:
+def walk_damaged(
+    read: Read, size: int, look: Look, skipped: SkippedMembers
+) -> Iterator[FoundSample | Damage]:
     """Yield samples and damage of a shard, by offset; damage comes before the sample that it ends.
 
     read: called with offsets that ascend, except for steps back of less than 2 MiB. look: called for
-    each member, returns its crc32 and a hash. walk: counts ignored members.
+    each member, returns its crc32 and a hash. skipped: counts ignored members.
     """
     current: FoundSample | None = None
     after = False
     named: set[str] = set()
-    for item in _members(read, size, walk):
+    for item in _members(read, size, skipped):
         if isinstance(item, Damage):
             yield item
             after = True
@@ -92,8 +94,8 @@ def walk_damaged(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Foun
             continue
         name, start, data, length = item
         parts = split_name(name)
-        if parts is None or is_aside(name):
-            walk.ignore(NO_KEY if parts is None else ASIDE)
+        if parts is None or is_not_sample(name):
+            skipped.add(NO_KEY if parts is None else NOT_A_SAMPLE)
             continue
         key, field_name = parts
         if current is None or current.key != key:
@@ -119,7 +121,9 @@ def walk_damaged(read: Read, size: int, look: Look, walk: Walk) -> Iterator[Foun
 # --- headers ---------------------------------------------------------------------------------------------------------
 
 
-def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int, int] | Damage]:
+def _members(
+    read: Read, size: int, skipped: SkippedMembers
+) -> Iterator[tuple[str, int, int, int] | Damage]:
     """Yield (name, offset of the header, offset of the data, size) of each file, and damage."""
     try:
         check_plain(read(0, min(size, BLOCK)), "")
@@ -178,7 +182,7 @@ def _members(read: Read, size: int, walk: Walk) -> Iterator[tuple[str, int, int,
         if kind in (b"0", b"\0", b"7") and not name.endswith("/"):
             yield name, begun, data, length
         else:
-            walk.ignore(other_kind(kind, name))
+            skipped.add(other_kind(kind, name))
             length = 0 if kind in b"123456" else length
         offset, start, extra = data + length + padding(length), None, Extra()
 

@@ -18,7 +18,7 @@ from wdstrain.inspection.verify.decode_check import MOST, DecodeCheck, FieldRead
 from wdstrain.inspection.verify.forward_reader import ForwardReader, checksums
 from wdstrain.shards.columns import ColumnBuilder, Place
 from wdstrain.shards.offsets import Ints, Members, Offsets, check_field_count, firsts
-from wdstrain.shards.tar import Walk
+from wdstrain.shards.tar import SkippedMembers
 
 EXAMPLES = 100  # keys that are kept of samples with the same fields
 
@@ -44,7 +44,7 @@ class ShardScan:
         self.examples: dict[Fields, list[tuple[str, int]]] = {}
         self.decoded: Counter[str] = Counter()
         self.not_decoded: Counter[str] = Counter()
-        self.walk, self.sha256 = Walk(), ""
+        self.skipped_members, self.sha256 = SkippedMembers(), ""
         self.values: dict[int, list[tuple[Place, Any]]] = {}  # of columns, by offset of the member
         self._numbers: dict[str, int] = {}
         self._samples, self._members = array("q"), array("q")
@@ -149,7 +149,7 @@ def scan_shard(
         decode_check.put(key, field, offset, data, read)
         return checksums([data], size)
 
-    for one in walk_damaged(reader.read, reader.size, look, found.walk):
+    for one in walk_damaged(reader.read, reader.size, look, found.skipped_members):
         if isinstance(one, Damage):
             found.damages.append(one)
         else:
