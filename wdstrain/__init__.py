@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from wdstrain.loader.to_example import to_example
     from wdstrain.loader.webdataset import WebDataset
     from wdstrain.order.plan import Plan
-    from wdstrain.shards.index import Index, Label, Shard
-    from wdstrain.shards.resolve import make_index as index
+    from wdstrain.shards.index import Index, Shard
+    from wdstrain.shards.label import Label
+    from wdstrain.shards.make_index import make_index as index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.file_object import gopen
     from wdstrain.training.api import evaluate, train
@@ -146,7 +147,7 @@ _NAMES = {
     "tuning.result": "Bench",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()} | {
-    "index": "shards.resolve",
+    "index": "shards.make_index",
     "open": "shards.resolve",
 }
 _OWN_NAMES = {"index": "make_index", "open": "open_index"}

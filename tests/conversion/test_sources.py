@@ -32,7 +32,7 @@ from tests.conftest import (
 from wdstrain.cli import main
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.expressions import Expression
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 
 def samples(out: Path) -> dict[str, dict[str, bytes]]:

@@ -52,9 +52,12 @@ from wdstrain.inspection.repair.recover import recover
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.order.rng import uniform
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.header_scans import recall
+from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
-from wdstrain.shards.resolve import make_index, open_index, recall
+from wdstrain.shards.label import Label
+from wdstrain.shards.make_index import make_index
+from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (
     BLOCK,
     END,

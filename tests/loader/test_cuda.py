@@ -14,7 +14,7 @@ from tests.conftest import Sample, picture, write_tar
 from wdstrain.decode.batch_slots import PageLock
 from wdstrain.loader.gpu_augment import DRAWS
 from wdstrain.memory.shared import Memory
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.training.epoch_sums import EpochSums
 from wdstrain.training.heads import ClassHead
 from wdstrain.training.images import Normalization, normalize

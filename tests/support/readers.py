@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from wdstrain.decode.batch_slots import Layout, Slots
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.reader import CollectedBatch, Reader, ReadRun
 from wdstrain.reader.resources import ReadOptions

@@ -22,7 +22,8 @@ import wdstrain as wt
 from wdstrain.decode import augment_policies
 from wdstrain.decode.transforms import DRAWS, Augment
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Offsets
 from wdstrain.training.config import OPTIONS, Config, read_config
 from wdstrain.training.heads import BinaryHead, ClassHead, MultiLabelHead, NumberHead

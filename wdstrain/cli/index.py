@@ -24,7 +24,7 @@ def add_index(verbs: Any) -> None:
 
 def _index(arguments: argparse.Namespace) -> int:
     from wdstrain.shards.declare import column_rows
-    from wdstrain.shards.resolve import make_index
+    from wdstrain.shards.make_index import make_index
 
     index = make_index(**given(arguments, IndexOptions))
     result(arguments, facts(index), [*summary(index), *column_rows(index)])

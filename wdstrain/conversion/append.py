@@ -16,7 +16,8 @@ from wdstrain.conversion.catalog import Catalog
 from wdstrain.conversion.result import ConversionResult, merged_counts
 from wdstrain.errors import UsageError
 from wdstrain.shards.columns import NOT_A_COLUMN
-from wdstrain.shards.index import Index, Label, join
+from wdstrain.shards.index import Index, join
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Ints
 
 _NUMBERED = re.compile(r"\d{9,}", re.ASCII)  # a key that a conversion made from a number

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 

@@ -27,7 +27,7 @@ from wdstrain.conversion.listing import BadSample, BadSamples, Stream, StreamSam
 from wdstrain.conversion.options import Options
 from wdstrain.errors import StorageError
 from wdstrain.runtime.byte_sizes import as_bytes
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.files import sync_folder, write_whole
 

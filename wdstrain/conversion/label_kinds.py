@@ -17,7 +17,7 @@ from typing import Any
 
 from wdstrain.conversion.classes import RANGE, look_alikes, shown
 from wdstrain.errors import SourceError, UsageError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 KINDS = ("class", "number", "multi")
 _FEW = 0.05  # cells of another type that do not make a column ambiguous

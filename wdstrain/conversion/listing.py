@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SampleError, SourceError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote
 
 # files that operating systems leave in folders

@@ -19,7 +19,7 @@ from wdstrain.order.plan import integer
 from wdstrain.runtime.byte_sizes import as_bytes, parse_size
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import REQUIRED, option, parse_list, parse_pair, parse_pairs
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.shards.options import (
     progress_option,
     shard_urls,

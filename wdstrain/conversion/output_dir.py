@@ -24,7 +24,8 @@ from wdstrain.conversion.set_exchange import (
 )
 from wdstrain.errors import StorageError, UsageError, WdstrainError
 from wdstrain.shards.index import Index
-from wdstrain.shards.index_io import json_bytes, move_index, read_document, save_index
+from wdstrain.shards.index_document import read_document
+from wdstrain.shards.index_io import json_bytes, move_index, save_index
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING, UNFINISHED
 from wdstrain.storage.files import read_whole, sync_folder, write_whole
 

@@ -30,8 +30,9 @@ from wdstrain.runtime.options import takes
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_io import check_sizes, load
+from wdstrain.shards.make_index import class_counts
 from wdstrain.shards.offsets import Ints
-from wdstrain.shards.resolve import class_counts, open_index
+from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.object_store import is_object
 from wdstrain.storage.remote import is_remote, redacted

@@ -18,7 +18,8 @@ from wdstrain.conversion.catalog import FileCatalog, SampleMeta, SpanCatalog
 from wdstrain.conversion.images import is_picture
 from wdstrain.conversion.listing import BadSample
 from wdstrain.conversion.set_exchange import SKIPPED_NAME
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Ints
 
 # Numbers and quoted names in a reason, which differ from sample to sample.

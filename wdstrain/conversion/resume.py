@@ -20,8 +20,9 @@ from wdstrain.conversion.output_dir import OutputTransaction, source_in
 from wdstrain.conversion.result import ConversionResult, Progress, read_result
 from wdstrain.conversion.upload import deliver_result, outgoing
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import check_sizes, load
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import ARRAYS
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.object_store import is_object

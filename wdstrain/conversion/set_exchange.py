@@ -12,7 +12,8 @@ import shutil
 from contextlib import suppress
 
 from wdstrain.errors import WdstrainError
-from wdstrain.shards.index_io import TABLE_NAME, read_document
+from wdstrain.shards.index_document import read_document
+from wdstrain.shards.index_io import TABLE_NAME
 from wdstrain.storage.addresses import INDEX_NAME, SWAPPING
 from wdstrain.storage.files import sync_folder, write_whole
 

@@ -20,7 +20,8 @@ from wdstrain.conversion.result import ConversionResult, Progress, Step
 from wdstrain.conversion.set_exchange import RENAMED_NAME, SKIPPED_NAME
 from wdstrain.errors import ShardError, StorageError, UsageError
 from wdstrain.shards.index import Index, Shard
-from wdstrain.shards.index_io import TABLE_NAME, read_document
+from wdstrain.shards.index_document import read_document
+from wdstrain.shards.index_io import TABLE_NAME
 from wdstrain.storage.addresses import INDEX_NAME, UNFINISHED
 from wdstrain.storage.files import put_whole, read_whole, user_cache, write_whole
 from wdstrain.storage.local import open_source

@@ -18,7 +18,7 @@ from wdstrain.decode.fields import Example, Field, field_names
 from wdstrain.decode.transforms import Draws
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.index import Index
-from wdstrain.shards.index import Label as IndexLabel
+from wdstrain.shards.label import Label as IndexLabel
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import Array, scalar
 

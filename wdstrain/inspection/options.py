@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import Tail
+from wdstrain.order.order import Tail
 from wdstrain.runtime.options import REQUIRED, option
 from wdstrain.shards.index import Index
 from wdstrain.shards.options import CheckedOptions, progress_option, shard_urls, where_option

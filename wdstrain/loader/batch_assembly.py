@@ -16,7 +16,7 @@ from wdstrain.loader.batch_repair import BatchRepair
 from wdstrain.loader.batch_stream import PendingBatch
 from wdstrain.loader.pipeline_parts import PipelineParts
 from wdstrain.loader.stats import Finding
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.reader import CollectedBatch
 from wdstrain.shards.offsets import Ints
 

@@ -24,7 +24,7 @@ from wdstrain.loader.pipeline import Pipeline
 from wdstrain.loader.pipeline_parts import StageTotals
 from wdstrain.loader.session import PassLink, Position
 from wdstrain.loader.stats import EpochStats, Finding
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.order.rng import uniform
 
 _log = logging.getLogger("wdstrain")

@@ -24,7 +24,8 @@ from wdstrain.loader.pipeline_parts import PipelineOptions
 from wdstrain.loader.planning import EpochPlans, MixedSources, warn_of_class_numbers
 from wdstrain.loader.session import LoaderSession, PassLink, Position, log_slow_paths
 from wdstrain.loader.stats import Report
-from wdstrain.order.plan import Order, Tail, integer
+from wdstrain.order.order import Order, Tail
+from wdstrain.order.plan import integer
 from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 

@@ -15,7 +15,8 @@ from wdstrain.decode.fields import Field, fits_batch_memory
 from wdstrain.decode.pickling import check_picklable
 from wdstrain.decode.task import Collate, Transform
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import Tail, integer, is_number
+from wdstrain.order.order import Tail
+from wdstrain.order.plan import integer, is_number
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.launch import Launch
 from wdstrain.storage.shard_cache import Cache

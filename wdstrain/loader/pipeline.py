@@ -25,7 +25,7 @@ from wdstrain.errors import WdstrainError
 from wdstrain.loader.batch_assembly import BatchAssembler, BatchInfo
 from wdstrain.loader.batch_stream import OVER, BatchStream
 from wdstrain.loader.pipeline_parts import PipelineOptions, StageTotals, build_parts
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.runtime.signals import WORKER_DEATH, DeferSignals
 from wdstrain.runtime.watchdog import StallWatchdog
 from wdstrain.shards.index import Index

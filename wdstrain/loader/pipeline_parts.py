@@ -15,7 +15,7 @@ from wdstrain.decode.task import Collate, DecoderSettings, Transform
 from wdstrain.decode.worker_processes import WorkerProcesses
 from wdstrain.decode.workers import DecoderThreads, InlineDecoder, Workers
 from wdstrain.loader.task_blocks import TaskBuilder
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields, find_direct_fields
 from wdstrain.reader.reader import Reader
 from wdstrain.reader.resources import ReadOptions, batches_begun

@@ -16,7 +16,8 @@ from wdstrain.errors import UsageError
 from wdstrain.loader.options import LoaderOptions
 from wdstrain.loader.weighting import choose
 from wdstrain.order.mixture import TURNS, Mixture
-from wdstrain.order.plan import ORDER, Order, Plan
+from wdstrain.order.order import Order
+from wdstrain.order.plan import ORDER, Plan
 from wdstrain.order.weighted_plan import WeightedPlan
 from wdstrain.shards.index import Index, join
 from wdstrain.shards.resolve import open_index, require_one_split

@@ -25,7 +25,8 @@ from math import lcm
 import numpy as np
 
 from wdstrain.errors import PlanError
-from wdstrain.order.plan import Ints, Plan, Tail
+from wdstrain.order.order import Ints, Tail
+from wdstrain.order.plan import Plan
 from wdstrain.order.rng import key
 from wdstrain.runtime.cached import cached_property
 

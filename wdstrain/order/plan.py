@@ -22,23 +22,20 @@ commit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from operator import index
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.errors import PlanError, UsageError
+from wdstrain.order.order import Ints, Tail
 from wdstrain.order.rng import below, bits
 from wdstrain.runtime.cached import cached_property
 
 ORDER = 1  # version of the order; equal inputs and equal ORDER give equal epochs
 
-Ints = npt.NDArray[np.int64]
-Tail = Literal["drop", "pad", "keep"]
 
 _BLOCK = 4096  # least number of positions computed at a time; smaller blocks sort too often
 _KEPT_BLOCKS = 3  # blocks before and after the newest one that are kept
@@ -63,44 +60,6 @@ def integer(name: str, value: Any, least: int | None = None) -> int:
 def is_number(value: Any) -> bool:
     """Return whether an argument is a real number of Python or NumPy."""
     return isinstance(value, Real)
-
-
-class Order(Protocol):
-    """Members of a plan that readers and loaders use: `Plan` and `Mixture` have them."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def lane_count(self) -> int: ...
-    @property
-    def samples_per_step_per_lane(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def shuffle(self) -> bool: ...
-    @property
-    def tail(self) -> Tail: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def left_out(self) -> int: ...
-    def lanes_of(self, rank: int) -> Sequence[int]: ...
-    def lane_samples(self, lane: int) -> int: ...
-    def lane_places(self, lane: int) -> int: ...
-    def span(self, lane: int, step: int) -> tuple[int, int]: ...
-    def order(self, lane: int, start: int, stop: int) -> Ints: ...
-    def due(self, lane: int, start: int, stop: int) -> Ints: ...
-    def first_place(self, lane: int, step: int) -> int: ...
-    def ids(self, lane: int, places: Ints) -> Ints: ...
-    def draws(self, lane: int, places: Ints, ids: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -352,24 +311,6 @@ def has_padding(plan: Plan) -> bool:
     if plan.tail == "pad":
         return plan.samples % plan.global_batch > 0
     return any(_repeats(plan, lane) for lane in range(plan.lane_count))
-
-
-def rows_in_batch(plan: Plan, rank: int, lane: int, start: int, stop: int) -> Ints:
-    """Return the rows of the places [start, stop) of a lane in their batches. int64[stop - start].
-
-    Only for plans without padding.
-    """
-    position, share = plan.positions(lane, start, stop), plan.samples_per_step_per_lane
-    lanes = plan.lanes_of(rank)
-    rows = position % share + lanes.index(lane) * share
-    short = range(max(0, plan.steps - 2), plan.steps) if plan.tail == "keep" else range(0)
-    for step in short:  # lanes may give these steps different numbers of samples
-        first, end = plan.span(lane, step)
-        inside = (position >= first) & (position < end)
-        if inside.any():
-            spans = [plan.span(other, step) for other in lanes[: lanes.index(lane)]]
-            rows[inside] = position[inside] - first + sum(end - begin for begin, end in spans)
-    return rows
 
 
 def _lent(plan: Plan, lane: int) -> int:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.errors import PlanError
-from wdstrain.order.plan import Ints, Plan
+from wdstrain.order.order import Ints
+from wdstrain.order.plan import Plan
 from wdstrain.order.rng import bits
 from wdstrain.runtime.cached import cached_property
 

@@ -16,7 +16,8 @@ from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.fields import Field, NumpyArray
 from wdstrain.errors import WdstrainError
 from wdstrain.native import kernels
-from wdstrain.order.plan import Order, Plan, has_padding
+from wdstrain.order.order import Order
+from wdstrain.order.plan import Plan, has_padding
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.local import LocalFile, open_source

@@ -9,7 +9,7 @@ import numpy as np
 
 from wdstrain.errors import WdstrainError
 from wdstrain.memory.scatter import Bools
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.read_blocks import ReadBlock
 from wdstrain.reader.step_blocks import LaneSteps
 from wdstrain.shards.index import Shard

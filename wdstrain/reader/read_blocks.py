@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.order.plan import Order, Plan, rows_in_batch
+from wdstrain.order.order import Order
+from wdstrain.order.plan import Plan
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.block_map import range_size
@@ -73,7 +74,7 @@ class ReadBlock(NamedTuple):
         batch_rows = None
         if with_rows:
             assert isinstance(plan, Plan)
-            batch_rows = rows_in_batch(plan, rank, lane, start, stop)
+            batch_rows = _rows_in_batch(plan, rank, lane, start, stop)
         return cls(
             start,
             end,
@@ -110,3 +111,21 @@ class ReadBlock(NamedTuple):
         """Return whether `place` is the end of the lane, or in another shard than the one before."""
         row = place - self.start
         return place == self.end or bool(self.shards[row] != self.shards[row - 1])
+
+
+def _rows_in_batch(plan: Plan, rank: int, lane: int, start: int, stop: int) -> Ints:
+    """Return the rows of the places [start, stop) of a lane in their batches. int64[stop - start].
+
+    Only for plans without padding.
+    """
+    position, share = plan.positions(lane, start, stop), plan.samples_per_step_per_lane
+    lanes = plan.lanes_of(rank)
+    rows = position % share + lanes.index(lane) * share
+    short = range(max(0, plan.steps - 2), plan.steps) if plan.tail == "keep" else range(0)
+    for step in short:  # lanes may give these steps different numbers of samples
+        first, end = plan.span(lane, step)
+        inside = (position >= first) & (position < end)
+        if inside.any():
+            spans = [plan.span(other, step) for other in lanes[: lanes.index(lane)]]
+            rows[inside] = position[inside] - first + sum(end - begin for begin, end in spans)
+    return rows

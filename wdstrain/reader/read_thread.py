@@ -10,7 +10,7 @@ from functools import cache, partial
 import numpy as np
 
 from wdstrain.memory.scatter import Bools
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.lane import Lane, LaneRead
 from wdstrain.reader.read_blocks import ReadBlock
 from wdstrain.reader.resources import ReadResources

@@ -29,7 +29,7 @@ import numpy as np
 from wdstrain.decode.batch_slots import Slots
 from wdstrain.memory.scatter import Bools
 from wdstrain.memory.shared import Memory
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.arena_sink import ArenaSink
 from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.lane import Lane

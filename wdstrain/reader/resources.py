@@ -11,7 +11,7 @@ from wdstrain.decode.batch_slots import Slots
 from wdstrain.errors import ShardError
 from wdstrain.memory.arena import Arena
 from wdstrain.memory.shared import Memory
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 from wdstrain.reader.direct_fields import DirectFields
 from wdstrain.reader.read_blocks import GAP, READ_SAMPLES, READ_TOGETHER, read_bytes
 from wdstrain.runtime.machine import memory

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.order.plan import Order
+from wdstrain.order.order import Order
 
 Ints = npt.NDArray[np.int64]
 

@@ -30,6 +30,16 @@ from wdstrain.shards.columns import NOT_A_COLUMN, Column
 from wdstrain.shards.expressions import parse
 from wdstrain.shards.index_table import key_array, named_columns, utf8_text
 from wdstrain.shards.offsets import Ints, Offsets
+from wdstrain.shards.operands import (
+    DESCRIBED,
+    Operand,
+    as_number,
+    as_text,
+    as_utf8,
+    in_lower_case,
+    kind_of,
+    modulo,
+)
 
 Bools = npt.NDArray[np.bool_]
 
@@ -50,9 +60,6 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Sub: pc.subtract_checked,
     ast.Mult: pc.multiply_checked,
 }
-
-# An operand: an Arrow array with one value per sample, an Arrow scalar, or a list of constants.
-_Operand = Any
 
 
 class _Shard(Protocol):
@@ -138,7 +145,7 @@ class _Evaluation:
     def __init__(self, index: Samples | TableRows, text: str) -> None:
         self._index, self._text = index, text
 
-    def truth(self, node: ast.expr) -> _Operand:
+    def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
         if isinstance(node, ast.BoolOp):
             join = pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene
@@ -146,7 +153,7 @@ class _Evaluation:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             return pc.invert(self.truth(node.operand))
         value = self._value(node)
-        match _kind(value):
+        match kind_of(value):
             case "flag":
                 return value
             case "number":
@@ -159,7 +166,7 @@ class _Evaluation:
                 return pa.scalar(False)
         raise self._error(f"{ast.unparse(node)} is neither true nor false. Compare it with a value")
 
-    def _value(self, node: ast.expr) -> _Operand:
+    def _value(self, node: ast.expr) -> Operand:
         match node:
             case ast.Constant(value=None):
                 return pa.scalar(None)
@@ -204,7 +211,7 @@ class _Evaluation:
                 return (*self._path(node.value), part)
         raise self._error(f"{ast.unparse(node)} is not the name of a column")
 
-    def named(self, name: str) -> _Operand:
+    def named(self, name: str) -> Operand:
         """Return the values that a name stands for."""
         base, _, rest = name.partition(".")
         index = self._index
@@ -219,7 +226,7 @@ class _Evaluation:
         if name == "size":
             return pa.array(index.offsets.stop - index.offsets.start)
         if name == "key":
-            return _as_utf8(key_array(index.offsets))
+            return as_utf8(key_array(index.offsets))
         if name in ("shard", "split"):
             texts = [shard.name if name == "shard" else shard.split for shard in index.shards]
             rows = np.repeat(np.arange(len(index.shards)), index.counts)
@@ -243,7 +250,7 @@ class _Evaluation:
         size[rows], missing[rows] = offsets.member_size[members], False
         return pa.array(size, mask=missing)
 
-    def _has(self, name: str) -> _Operand:
+    def _has(self, name: str) -> Operand:
         if name in self._index.fields:
             return pc.is_valid(self._field_size(name))
         column = self._column(name)
@@ -253,7 +260,7 @@ class _Evaluation:
 
     # --- operators --------------------------------------------------------------------------------
 
-    def _compared(self, node: ast.Compare) -> _Operand:
+    def _compared(self, node: ast.Compare) -> Operand:
         """Return the result of a comparison, also of a chain such as 2 < a <= b."""
         sides = [node.left, *node.comparators]
         values = [self._value(side) for side in sides]
@@ -263,10 +270,10 @@ class _Evaluation:
             results.append(self._comparison(type(operator), values[i], values[i + 1], shown))
         return reduce(pc.and_kleene, results)
 
-    def _comparison(self, operator: type, a: _Operand, b: _Operand, shown: str) -> _Operand:
+    def _comparison(self, operator: type, a: Operand, b: Operand, shown: str) -> Operand:
         """shown: both operands, for error messages."""
         if operator in (ast.Is, ast.IsNot):
-            if _kind(b) != "null" or _kind(a) in ("null", "constants"):
+            if kind_of(b) != "null" or kind_of(a) in ("null", "constants"):
                 raise self._error(f"is and is not compare a column with None, not {shown}")
             return (pc.is_null if operator is ast.Is else pc.is_valid)(a)
         if operator in (ast.In, ast.NotIn):
@@ -278,53 +285,57 @@ class _Evaluation:
         a, b = self._as_one_kind(a, b, shown)
         return _COMPARISONS[operator](a, b)
 
-    def _as_one_kind(self, a: _Operand, b: _Operand, shown: str) -> tuple[_Operand, _Operand]:
+    def _as_one_kind(self, a: Operand, b: Operand, shown: str) -> tuple[Operand, Operand]:
         """Return two operands as they are compared: both as numbers, or both as texts."""
-        kinds = (_kind(a), _kind(b))
+        kinds = (kind_of(a), kind_of(b))
         if "null" in kinds:
             raise self._error(f"None is compared with is or is not: {shown}")
         if set(kinds) <= {"number", "flag", "class"} and kinds != ("class", "class"):
-            return _as_number(a), _as_number(b)
+            return as_number(a), as_number(b)
         if set(kinds) <= {"text", "class"}:
-            return _as_text(a), _as_text(b)
-        described = " with ".join(_DESCRIBED[kind] for kind in kinds)
+            return as_text(a), as_text(b)
+        described = " with ".join(DESCRIBED[kind] for kind in kinds)
         raise self._error(f"{described} cannot be compared: {shown}")
 
-    def _contained(self, a: _Operand, b: _Operand, shown: str) -> _Operand:
+    def _contained(self, a: Operand, b: Operand, shown: str) -> Operand:
         """Return a in b: in a list of constants, in the lists of a column, or in a text."""
         if isinstance(b, list):
             return self._is_in_list(a, b, shown)
-        if _kind(b) == "multi" and _kind(a) == "text" and isinstance(a, pa.Scalar):
+        if kind_of(b) == "multi" and kind_of(a) == "text" and isinstance(a, pa.Scalar):
             rows = pc.list_parent_indices(b).filter(pc.equal(b.flatten(), a))
             holds = np.zeros(len(b), np.bool_)
             holds[rows.to_numpy()] = True
             return pa.array(holds, mask=np.asarray(pc.is_null(b)))
-        if _kind(b) in ("text", "class") and _kind(a) == "text" and isinstance(a, pa.Scalar):
-            return pc.match_substring(_as_text(b), a.as_py())
+        if kind_of(b) in ("text", "class") and kind_of(a) == "text" and isinstance(a, pa.Scalar):
+            return pc.match_substring(as_text(b), a.as_py())
         raise self._error(
             f"in looks for a value in a list, or for a constant text in a column of texts or lists, not {shown}"
         )
 
-    def _is_in_list(self, a: _Operand, constants: list[Any], shown: str) -> _Operand:
+    def _is_in_list(self, a: Operand, constants: list[Any], shown: str) -> Operand:
         """Return whether a equals one of the constants."""
         if not constants:
             raise self._error(f"the list is empty: {shown}")
         equal = [self._comparison(ast.Eq, a, pa.scalar(constant), shown) for constant in constants]
         return reduce(pc.or_kleene, equal)
 
-    def _check_class_name(self, classes: _Operand, name: _Operand) -> None:
+    def _check_class_name(self, classes: Operand, name: Operand) -> None:
         """Raise UsageError for a name that no class has: a typing error would choose wrongly."""
-        if _kind(classes) != "class" or not isinstance(name, pa.Scalar) or _kind(name) != "text":
+        if (
+            kind_of(classes) != "class"
+            or not isinstance(name, pa.Scalar)
+            or kind_of(name) != "text"
+        ):
             return
         known = classes.dictionary.to_pylist()
         if name.as_py() not in known:
             raise self._error(f"there is no class {name.as_py()!r}. Classes: {_listed(known)}")
 
-    def _calculated(self, node: ast.BinOp) -> _Operand:
+    def _calculated(self, node: ast.BinOp) -> Operand:
         a, b = self._value(node.left), self._value(node.right)
-        if isinstance(node.op, ast.Add) and {_kind(a), _kind(b)} <= {"text", "class"}:
+        if isinstance(node.op, ast.Add) and {kind_of(a), kind_of(b)} <= {"text", "class"}:
             return pc.binary_join_element_wise(
-                _as_text(a), _as_text(b), pa.scalar("", pa.large_string())
+                as_text(a), as_text(b), pa.scalar("", pa.large_string())
             )
         a, b = self._number(node.left), self._number(node.right)
         if type(node.op) in _ARITHMETIC:
@@ -333,40 +344,40 @@ class _Evaluation:
             raise self._error(f"{ast.unparse(node)} divides by 0")
         if isinstance(node.op, ast.Div):
             return pc.divide(pc.cast(a, pa.float64()), pc.cast(b, pa.float64()))
-        return _modulo(a, b)
+        return modulo(a, b)
 
-    def _number(self, node: ast.expr) -> _Operand:
+    def _number(self, node: ast.expr) -> Operand:
         value = self._value(node)
-        if _kind(value) not in ("number", "flag"):
+        if kind_of(value) not in ("number", "flag"):
             raise self._error(
-                f"{ast.unparse(node)} is {_DESCRIBED[_kind(value)]}, not a number. Calculate with numbers only"
+                f"{ast.unparse(node)} is {DESCRIBED[kind_of(value)]}, not a number. Calculate with numbers only"
             )
-        return _as_number(value)
+        return as_number(value)
 
-    def _called(self, node: ast.Call) -> _Operand:
+    def _called(self, node: ast.Call) -> Operand:
         """Return the value of len() or of a method of texts."""
         if isinstance(node.func, ast.Name):
             value = self._value(node.args[0])
-            if _kind(value) == "multi":
+            if kind_of(value) == "multi":
                 return pc.list_value_length(value)
-            if _kind(value) in ("text", "class"):
-                return pc.utf8_length(_as_text(value))
+            if kind_of(value) in ("text", "class"):
+                return pc.utf8_length(as_text(value))
             raise self._error(f"len() needs a text or a list: {ast.unparse(node)}")
         assert isinstance(node.func, ast.Attribute)
         text = self._value(node.func.value)
-        if _kind(text) not in ("text", "class"):
+        if kind_of(text) not in ("text", "class"):
             raise self._error(
-                f"{ast.unparse(node.func.value)} is {_DESCRIBED[_kind(text)]}, not a text"
+                f"{ast.unparse(node.func.value)} is {DESCRIBED[kind_of(text)]}, not a text"
             )
         arguments = [self._constant(argument) for argument in node.args]
         if node.func.attr == "lower":
             if arguments:
                 raise self._error("lower() takes no argument")
-            return _in_lower_case(_as_text(text))
+            return in_lower_case(as_text(text))
         if len(arguments) != 1 or not isinstance(arguments[0], str):
             raise self._error(f"{node.func.attr}() takes one text")
         check = pc.starts_with if node.func.attr == "startswith" else pc.ends_with
-        return check(_as_text(text), arguments[0])
+        return check(as_text(text), arguments[0])
 
     # --- errors -----------------------------------------------------------------------------------
 
@@ -399,71 +410,6 @@ class _Evaluation:
             f"there is no column {name!r}. Columns: {columns}; also key, shard, split, size, "
             f"size.FIELD and has.FIELD.{hint}".rstrip(".")
         )
-
-
-_DESCRIBED = {
-    "flag": "true or false",
-    "number": "a number",
-    "text": "a text",
-    "class": "a class",
-    "multi": "a list",
-    "null": "None",
-    "constants": "a list",
-}
-
-
-def _kind(value: _Operand) -> str:
-    if isinstance(value, list):
-        return "constants"
-    kind = value.type
-    if pa.types.is_boolean(kind):
-        return "flag"
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return "number"
-    if pa.types.is_dictionary(kind):
-        return "class"
-    if pa.types.is_list(kind):
-        return "multi"
-    return "null" if pa.types.is_null(kind) else "text"
-
-
-def _as_number(value: _Operand) -> _Operand:
-    """Return numbers; of classes their numbers, of flags 0 and 1."""
-    if _kind(value) == "class":
-        return value.indices
-    return pc.cast(value, pa.int64()) if _kind(value) == "flag" else value
-
-
-def _as_text(value: _Operand) -> _Operand:
-    return pc.cast(value, pa.large_string())
-
-
-def _in_lower_case(texts: _Operand) -> _Operand:
-    """Return texts in lower case. Arrow's own function differs from Python's for some letters."""
-    if isinstance(texts, pa.Scalar):
-        return pa.scalar(texts.as_py().lower(), pa.large_string())
-    coded = texts.dictionary_encode()
-    lower = [text.lower() for text in coded.dictionary.to_pylist()]
-    return pa.array(lower, pa.large_string()).take(coded.indices)
-
-
-def _as_utf8(keys: pa.Array) -> pa.Array:
-    """Return keys as text: bytes that are not UTF-8 as escapes."""
-    if pa.types.is_large_string(keys.type):
-        return keys
-    texts = [bytes(key).decode("utf-8", "backslashreplace") for key in keys.to_pylist()]
-    return pa.array(texts, pa.large_string())
-
-
-def _modulo(a: _Operand, b: _Operand) -> _Operand:
-    """Return a % b with Python's sign."""
-    missing = [np.asarray(pc.is_null(v)) for v in (a, b) if isinstance(v, pa.Array)]
-    if not missing:
-        return pa.scalar(a.as_py() % b.as_py())
-    parts = [
-        np.asarray(pc.fill_null(v, 1)) if isinstance(v, pa.Array) else v.as_py() for v in (a, b)
-    ]
-    return pa.array(np.mod(*parts), mask=np.logical_or.reduce(missing))
 
 
 def _spelled_place(column: Column) -> str:

@@ -25,8 +25,9 @@ from wdstrain.shards.columns import (
     column_name,
     is_json,
 )
-from wdstrain.shards.index import Index, Label
-from wdstrain.shards.labels import read_columns
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
+from wdstrain.shards.label_values import read_columns
 from wdstrain.storage.files import read_whole
 
 KINDS = ("class", "number", "multi")

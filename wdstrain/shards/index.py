@@ -26,6 +26,7 @@ from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index_table import to_table
+from wdstrain.shards.label import Label, disagreement, joined_labels
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.storage.local import ShardFile, open_source
@@ -55,41 +56,6 @@ class Shard:
     def shown(self) -> str:
         """The path for messages: without secrets in an address, and with printable characters."""
         return printable(redacted(self.path) if is_remote(self.path) else self.path)
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label: a training target that is stored in `field`, in the entry `column` if it is JSON.
-
-    kind: "class": the value is a class number or one of `classes`; "number": a float; "multi": a
-    list of `classes`.
-    """
-
-    name: str
-    kind: str
-    field: str
-    column: str | None = None
-    classes: tuple[str, ...] = ()
-
-    @property
-    def place(self) -> tuple[str, str | None]:
-        """(field, column) of its value."""
-        return self.field, self.column
-
-    @property
-    def has_names(self) -> bool:
-        """Whether the classes have names other than their numbers."""
-        return self.classes != tuple(map(str, range(len(self.classes))))
-
-    @property
-    def numbering(self) -> str:
-        """The first classes with their numbers, for error messages."""
-        if self.kind == "number":
-            return "numbers, no classes"
-        if not self.has_names:
-            return f"{len(self.classes)} classes without names"
-        shown = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:6]))
-        return shown + (f", ... ({len(self.classes)} classes)" if len(self.classes) > 6 else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +90,13 @@ class Index:
         return np.array([names is None or name in names for name in self.fields], bool)
 
     def __repr__(self) -> str:
-        return f"Index({len(self)} samples, {len(self.shards)} shards, {self._megabytes:.1f} MB, fields {', '.join(self.fields)})"
+        return f"Index({len(self)} samples, {len(self.shards)} shards, {self.megabytes:.1f} MB, fields {', '.join(self.fields)})"
 
     def _repr_html_(self) -> str:
-        splits = {
-            split: sum(shard.samples for shard in self.shards if shard.split == split)
-            for split in self.splits
-        }
-        rows = {
-            "samples": len(self),
-            "shards": len(self.shards),
-            "MB": f"{self._megabytes:.1f}",
-            "splits": ", ".join(
-                f"{name or 'without a name'} {count}" for name, count in splits.items()
-            ),
-            "fields": ", ".join(self.fields),
-            "labels": ", ".join(label.name for label in self.labels) or "none are known",
-        }
-        return charts.fragment("Index", charts.table(rows))
+        return _card(self)
 
     @property
-    def _megabytes(self) -> float:
+    def megabytes(self) -> float:
         """Size of the shards; of a selection, of its samples only."""
         if self.is_selection:
             return float((self.offsets.stop - self.offsets.start).sum()) / 1e6
@@ -210,15 +162,8 @@ class Index:
         """
         if not self.shard_labels or any(label.place == (field, column) for label in self.labels):
             return ""
-        first_shards: dict[str, str] = {}  # by numbering
-        for shard, labels in zip(self.shards, self.shard_labels, strict=True):
-            numberings = (label.numbering for label in labels if label.place == (field, column))
-            first_shards.setdefault(next(numberings, "no label"), shard.shown)
-        if set(first_shards) == {"no label"}:
-            return ""
-        parts = "; ".join(f"{numbering} ({shown})" for numbering, shown in first_shards.items())
-        place = field if column is None else f"{field}, column {column!r},"
-        return f"the label in {place} differs between these sets: {parts}"
+        shown = (shard.shown for shard in self.shards)
+        return disagreement(self.shard_labels, shown, (field, column))
 
     def unjoined(self, name: str) -> str:
         """Return why joined sets have no label column of this name; "" if there is another reason.
@@ -246,19 +191,12 @@ class Index:
                 shard.name,
                 shard.samples,
                 shard.bytes,
-                (not self.is_selection and shard.sha256) or self._header_hash(number),
+                (not self.is_selection and shard.sha256)
+                or self.offsets.digest(int(self.first[number]), int(self.first[number + 1])),
             )
             for number, shard in enumerate(self.shards)
         ]
         return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
-
-    def _header_hash(self, number: int) -> str:
-        """Return a short hash of the keys, offsets and sizes in shard `number`."""
-        part = self.offsets.cut(int(self.first[number]), int(self.first[number + 1]))
-        digest = blake2b(digest_size=8)
-        for array in (part.key_first, part.keys, part.member_offset, part.member_size):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
@@ -267,23 +205,7 @@ class Index:
 
     def keys(self, ids: Ints) -> list[str]:
         """Return the keys of samples. ids: int64[n]"""
-        starts = self.offsets.key_first[ids]
-        sizes = self.offsets.key_first[ids + 1] - starts
-        # Most keys are ASCII of one length: numpy splits them all at once. The loader calls this
-        # for every batch.
-        if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
-            letters = self.offsets.keys[starts[:, None] + np.arange(size)]
-            if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
-                keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
-                return keys
-        first = firsts(sizes)
-        joined = self.offsets.keys[
-            np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)
-        ].tobytes()
-        if joined.isascii():  # decode once: faster than once per key
-            text = joined.decode("ascii")
-            return [text[a:b] for a, b in pairwise(first.tolist())]
-        return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in pairwise(first.tolist())]
+        return self.offsets.keys_of(ids)
 
     def shard_of(self, ids: Ints) -> Ints:
         """Return the shard number of each sample, int64 in the shape of `ids`."""
@@ -310,7 +232,7 @@ class Index:
         shard_labels = tuple(self.shard_labels[i] for i in wanted) if self.shard_labels else ()
         labels = self.labels
         if shard_labels:
-            labels, shard_labels = _joined_labels(shard_labels)
+            labels, shard_labels = joined_labels(shard_labels)
         runs = [(int(self.first[i]), int(self.first[i + 1])) for i in wanted]
         if runs and wanted == list(range(wanted[0], wanted[-1] + 1)):  # views, no copies
             runs = [(runs[0][0], runs[-1][1])]
@@ -390,21 +312,7 @@ class Index:
         Raises KeyError for an unknown key, IndexError for a number out of range, and ShardError if
         its shard has changed or its bytes are damaged.
         """
-        number = number_of(self, key)
-        shard = self.shards[int(self.shard_of(np.array([number]))[0])]
-        crcs = self.offsets.member_crc[slice(*self.offsets.member_first[number : number + 2])]
-        sample: dict[str, Any] = {"__key__": self.key(number)}
-        with open_source(shard.path, shard.bytes, self.expected_state(shard)) as source:
-            for i, (name, offset, size) in enumerate(self.members(number)):
-                data = bytearray(size)
-                source.read_into([memoryview(data)], offset)
-                if len(crcs) and crcs[i] and crc32(data) != crcs[i]:
-                    raise ShardError(
-                        f"{shard.shown}: the field {name} of sample {printable(sample['__key__'])} at "
-                        f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
-                    )
-                sample[name] = bytes(data)
-        return sample
+        return _read_sample(self, number_of(self, key))
 
     # Without this, Python would iterate by __getitem__: `list(index)` would read every sample.
     __iter__: ClassVar[None] = None
@@ -439,7 +347,7 @@ def join(parts: Sequence[Index]) -> Index:
     shard_labels = tuple(
         labels for part in parts for labels in part.shard_labels or [part.labels] * len(part.shards)
     )
-    labels, shard_labels = _joined_labels(shard_labels or (parts[0].labels,))
+    labels, shard_labels = joined_labels(shard_labels or (parts[0].labels,))
     return Index(
         shards=tuple(shard for part in parts for shard in part.shards),
         fields=tuple(fields),
@@ -468,29 +376,38 @@ def with_labels(index: Index, labels: Sequence[Label]) -> Index:
     return replace(index, labels=tuple(labels), columns=tuple(columns))
 
 
-def _joined_labels(
-    shard_labels: tuple[tuple[Label, ...], ...],
-) -> tuple[tuple[Label, ...], tuple[tuple[Label, ...], ...]]:
-    """Return (labels of all shards together, labels of each shard or () if they are all equal).
+def _card(index: Index) -> str:
+    """Return an index as an HTML table, for notebooks."""
+    splits = {
+        split: sum(shard.samples for shard in index.shards if shard.split == split)
+        for split in index.splits
+    }
+    rows = {
+        "samples": len(index),
+        "shards": len(index.shards),
+        "MB": f"{index.megabytes:.1f}",
+        "splits": ", ".join(
+            f"{name or 'without a name'} {count}" for name, count in splits.items()
+        ),
+        "fields": ", ".join(index.fields),
+        "labels": ", ".join(label.name for label in index.labels) or "none are known",
+    }
+    return charts.fragment("Index", charts.table(rows))
 
-    shard_labels: labels of each shard; at least one shard.
-    """
-    different = list(dict.fromkeys(shard_labels))
-    if len(different) == 1:
-        return different[0], ()
-    joined = []
-    for place in dict.fromkeys(label.place for labels in different for label in labels):
-        by_set = [
-            next((label for label in labels if label.place == place), None) for labels in different
-        ]
-        present = [label for label in by_set if label is not None]
-        # Class numbers without names must not be joined: 0 may be another class in another set.
-        # Multi-labels store names, so they can always be joined.
-        is_ambiguous = (
-            present[0].kind == "class" and len({label.has_names for label in present}) > 1
-        )
-        same_kind = len({label.kind for label in present}) == 1
-        if len(present) == len(by_set) and same_kind and not is_ambiguous:
-            classes = dict.fromkeys(name for label in present for name in label.classes)
-            joined.append(replace(present[0], classes=tuple(classes)))
-    return tuple(joined), shard_labels
+
+def _read_sample(index: Index, number: int) -> dict[str, Any]:
+    """Return the bytes of one sample by field, with its key."""
+    shard = index.shards[int(index.shard_of(np.array([number]))[0])]
+    crcs = index.offsets.member_crc[slice(*index.offsets.member_first[number : number + 2])]
+    sample: dict[str, Any] = {"__key__": index.key(number)}
+    with open_source(shard.path, shard.bytes, index.expected_state(shard)) as source:
+        for i, (name, offset, size) in enumerate(index.members(number)):
+            data = bytearray(size)
+            source.read_into([memoryview(data)], offset)
+            if len(crcs) and crcs[i] and crc32(data) != crcs[i]:
+                raise ShardError(
+                    f"{shard.shown}: the field {name} of sample {printable(sample['__key__'])} at "
+                    f"offset {offset} has another crc32 than the index says. Run: wdstrain verify"
+                )
+            sample[name] = bytes(data)
+    return sample

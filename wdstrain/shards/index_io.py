@@ -26,9 +26,23 @@ from typing import Any
 import pyarrow as pa
 
 from wdstrain.errors import ShardError, WdstrainError
-from wdstrain.runtime.machine import memory
-from wdstrain.shards.columns import TYPES
-from wdstrain.shards.index import Index, Label, Shard
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index_document import (
+    FORMAT_ERRORS,
+    VERSION,
+    described_columns,
+    fields_of,
+    first_line,
+    info_of,
+    labels_of,
+    no_index,
+    parsed,
+    read_document,
+    shard_beside,
+    shown,
+    size,
+    word,
+)
 from wdstrain.shards.index_table import from_batch
 from wdstrain.shards.offsets import Offsets
 from wdstrain.shards.tar import SkippedMembers, samples
@@ -39,13 +53,7 @@ from wdstrain.storage.remote import is_remote, redacted
 
 TABLE_NAME = "index.arrow"
 FORMER_TABLE = f".{TABLE_NAME}.former"  # table of the old index.json while both files are replaced
-_VERSION = 2  # of the format; version 1 had offsets in a file index.arrow
 _METADATA = b"wdstrain"  # key in the metadata of the Arrow file: its id, or the head of a part
-# Errors that reading a file of another format or a damaged one can raise.
-_FORMAT_ERRORS = (
-    *(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError),
-    *(pa.ArrowException, IndexError),
-)
 
 
 def save_index(index: Index, folder: str) -> None:
@@ -66,7 +74,7 @@ def save_index(index: Index, folder: str) -> None:
             for s in index.shards
         ],
         "wdstrain": {
-            "version": _VERSION,
+            "version": VERSION,
             "id": identity,
             "table": TABLE_NAME,
             "samples": len(index),
@@ -110,7 +118,7 @@ def _keep_former(folder: str) -> None:
     If index.arrow belongs to another index.json, the hidden file of an interrupted call is kept.
     """
     table, former = os.path.join(folder, TABLE_NAME), os.path.join(folder, FORMER_TABLE)
-    with suppress(OSError, ShardError, *_FORMAT_ERRORS):  # no index to keep
+    with suppress(OSError, ShardError, *FORMAT_ERRORS):  # no index to keep
         document = read_document(os.path.join(folder, INDEX_NAME))
         _mapped_batch(table, document["wdstrain"]["id"], former=None)
         with suppress(FileNotFoundError):
@@ -138,28 +146,28 @@ def unpack_part(data: bytes, path: str) -> tuple[Index, dict[str, Any]]:
     """
     try:
         batch, text = _batch(data)
-        head = _parsed(text)
+        head = parsed(text)
         shards = tuple(
             Shard(
-                _beside(path, row["path"]),
-                _size(row["samples"]),
-                _size(row["bytes"]),
-                _word(row["split"]),
-                _word(row["sha256"]),
-                _word(row["tag"]),
+                shard_beside(path, row["path"]),
+                size(row["samples"]),
+                size(row["bytes"]),
+                word(row["split"]),
+                word(row["sha256"]),
+                word(row["tag"]),
             )
             for row in head["shards"]
         )
-        fields = _fields(head["fields"])
-        offsets, columns = from_batch(batch, shards, fields, _described(head["columns"]))
+        fields = fields_of(head["fields"])
+        offsets, columns = from_batch(batch, shards, fields, described_columns(head["columns"]))
         index = Index(shards, fields, offsets, columns=columns)
         if _identity(index) != head["id"]:
             raise ValueError("its bytes differ from what was written")
         return index, dict(head["extra"])
-    except _FORMAT_ERRORS as error:
+    except FORMAT_ERRORS as error:
         raise ShardError(
             f"{path} is damaged or not a file of a wdstrain conversion ({type(error).__name__}: "
-            f"{_first_line(error)}). Remove it and run the conversion again."
+            f"{first_line(error)}). Remove it and run the conversion again."
         ) from error
 
 
@@ -175,35 +183,35 @@ def load(path: str, *, base: str | None = None) -> Index:
         listed = beside(base, INDEX_NAME) if is_remote(base) else os.path.join(base, INDEX_NAME)
     try:
         part = document["wdstrain"]
-        if part["version"] != _VERSION:
-            raise ValueError(f"version {part['version']!r}; this wdstrain reads version {_VERSION}")
+        if part["version"] != VERSION:
+            raise ValueError(f"version {part['version']!r}; this wdstrain reads version {VERSION}")
         shards = tuple(
             Shard(
-                _beside(listed, row["url"]),
-                _size(row["nsamples"]),
-                _size(row["filesize"]),
-                _word(row["split"] or ""),
-                _word(row["sha256"]),
+                shard_beside(listed, row["url"]),
+                size(row["nsamples"]),
+                size(row["filesize"]),
+                word(row["split"] or ""),
+                word(row["sha256"]),
             )
             for row in document["shardlist"]
         )
-        fields, labels, info = _fields(part["fields"]), labels_of(document), info_of(document)
+        fields, labels, info = fields_of(part["fields"]), labels_of(document), info_of(document)
         batch = _mapped_batch(
             beside(path, TABLE_NAME), part["id"], former=beside(path, FORMER_TABLE)
         )
-    except _FORMAT_ERRORS as error:
-        raise _no_index(path, error) from error
+    except FORMAT_ERRORS as error:
+        raise no_index(path, error) from error
     except OSError as error:
         unread = error.filename or path
         raise ShardError(
             f"{unread} cannot be read: {error.strerror}. Check its permissions."
         ) from error
     try:
-        offsets, columns = from_batch(batch, shards, fields, _described(part["columns"]))
-    except _FORMAT_ERRORS as error:
+        offsets, columns = from_batch(batch, shards, fields, described_columns(part["columns"]))
+    except FORMAT_ERRORS as error:
         folder = os.path.dirname(path) or "."
         raise ShardError(
-            f"{beside(_shown(path), TABLE_NAME)} is damaged: {_first_line(error)}. "
+            f"{beside(shown(path), TABLE_NAME)} is damaged: {first_line(error)}. "
             f"Make it again: wdstrain index {folder}"
         ) from error
     return Index(shards, fields, offsets, labels, info, columns=columns)
@@ -220,7 +228,7 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
     for path in paths:
         try:
             with open_source(path) as source:
-                rows = list(samples(source.read, source.size, _shown(path), skipped))
+                rows = list(samples(source.read, source.size, shown(path), skipped))
                 tables.append(Offsets.of(rows, fields))
                 shards.append(Shard(path, len(rows), source.size, tag=source.version or ""))
         except WdstrainError as error:
@@ -232,73 +240,6 @@ def scan(paths: Iterable[str], failed: list[WdstrainError] | None = None) -> Ind
         **({"ignored": skipped.reasons} if skipped.reasons else {}),
     }
     return Index(tuple(shards), tuple(fields), Offsets.join(tables), info=info)
-
-
-def read_document(path: str) -> dict[str, Any]:
-    """Return the document of an index.json that wdstrain wrote. Raises ShardError for others."""
-    try:
-        data = read_whole(path)
-        if data is None:
-            reason, advice = "", "Check the address."
-            if is_remote(path):
-                reason = ", or may not be read (the server answered 404, 410 or 403)"
-                advice += (
-                    " Shards without an index are named with braces: train-{000000..000041}.tar"
-                )
-            raise ShardError(f"{_shown(path)} is not there{reason}. {advice}")
-        document: dict[str, Any] = _parsed(data)
-        labels_of(document)
-        splits_of(document)
-        info_of(document)
-        return document
-    except _FORMAT_ERRORS as error:
-        raise _no_index(path, error) from error
-    except OSError as error:
-        raise ShardError(
-            f"{path} cannot be read: {error.strerror}. Check its permissions."
-        ) from error
-
-
-def is_wdstrain_index(path: str) -> bool:
-    """Return False if an index.json is another tool's list of shards, without offsets.
-
-    True also for a file that is unreadable or damaged: `load` raises its error.
-    """
-    try:
-        document = _parsed(read_whole(path) or b"")
-    except (OSError, ValueError, RecursionError):
-        return True
-    return not (
-        isinstance(document, dict) and "shardlist" in document and "wdstrain" not in document
-    )
-
-
-def _parsed(data: bytes) -> Any:
-    """Return a parsed JSON document.
-
-    Raises ValueError for a document whose Python objects could fill memory: they take up to 48
-    bytes for each byte of JSON.
-    """
-    if len(data) > (most := memory() // 128):
-        raise ValueError(
-            f"it has {len(data)} bytes of JSON; {most} is the limit for this machine's memory"
-        )
-    return json.loads(data)
-
-
-def labels_of(document: dict[str, Any]) -> tuple[Label, ...]:
-    """Return the labels in an index.json."""
-    return tuple(map(_label, document["wdstrain"]["labels"]))
-
-
-def splits_of(document: dict[str, Any]) -> dict[str, str]:
-    """Return the split of each shard in an index.json, by the shard's name."""
-    return {_word(row["url"]): _word(row["split"] or "") for row in document["shardlist"]}
-
-
-def info_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what an index.json records about how its set was made."""
-    return dict(document["wdstrain"]["info"])
 
 
 def check_sizes(index: Index, *, may_be_short: bool = False) -> Index:
@@ -336,85 +277,6 @@ def check_size(shard: Shard, *, may_be_short: bool = False) -> Shard:
 
 
 # --- parts ----------------------------------------------------------------------------------------
-
-
-def _shown(path: str) -> str:
-    """Return a path for messages, without the secrets of an address."""
-    return redacted(path) if is_remote(path) else path
-
-
-def _no_index(path: str, error: Exception) -> ShardError:
-    """Return the error for a file that is not an index of this package."""
-    if is_remote(path):
-        return ShardError(
-            f"{redacted(path)} is not an index of this package ({type(error).__name__}: "
-            f"{_first_line(error)}). Check the address."
-        )
-    folder = os.path.dirname(path) or "."
-    return ShardError(
-        f"{path} is not an index of this package ({type(error).__name__}: {_first_line(error)}). "
-        f"Remove it and make a new index: wdstrain index {folder}"
-    )
-
-
-def _beside(path: str, name: str) -> str:
-    """Return the path of the shard `name` beside the index at `path`.
-
-    Raises ValueError for a name with a folder, which could lead to files elsewhere.
-    """
-    if (
-        not isinstance(name, str)
-        or os.path.basename(name) != name
-        or name in ("", ".", "..")
-        or "\0" in name
-    ):
-        raise ValueError(
-            f"its shard {name!r} is not a plain file name; shards lie beside their index"
-        )
-    os.fsencode(name)  # raises ValueError for characters that no file name can have
-    return beside(path, name)
-
-
-def _label(row: dict[str, Any]) -> Label:
-    label = Label(**{**row, "classes": tuple(map(_word, row["classes"]))})
-    if label.kind not in ("class", "number", "multi") or not (
-        label.column is None or isinstance(label.column, str)
-    ):
-        raise ValueError(f"its label has the kind {label.kind!r} and the column {label.column!r}")
-    return replace(label, name=_word(label.name), field=_word(label.field))
-
-
-def _fields(names: object) -> tuple[str, ...]:
-    if not isinstance(names, list) or len(set(map(_word, names))) < len(names):
-        raise ValueError("its fields must be a list of different names")
-    return tuple(names)
-
-
-def _word(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} must be a string")
-    return value
-
-
-def _size(value: object) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} must be an integer >= 0 and < 2**62")
-    return value
-
-
-def _described(rows: object) -> list[dict[str, Any]]:
-    """Return the list of label columns in an index.json, checked."""
-    if not isinstance(rows, list):
-        raise ValueError("its columns must be a list")
-    for row in rows:
-        _word(row["name"]), _word(row["field"])
-        if row["kind"] not in TYPES or not (row["entry"] is None or isinstance(row["entry"], str)):
-            raise ValueError(f"its column {row['name']!r} has the kind {row['kind']!r}")
-    return rows
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
 
 
 def _identity(index: Index) -> str:
@@ -457,7 +319,7 @@ def _mapped_batch(path: str, wanted: str, *, former: str | None) -> pa.RecordBat
     batch, identity = _batch(data)
     if identity != wanted.encode():
         if former is not None:
-            with suppress(OSError, *_FORMAT_ERRORS):
+            with suppress(OSError, *FORMAT_ERRORS):
                 return _mapped_batch(former, wanted, former=None)
         raise ValueError(f"{path} belongs to another index.json")
     return batch
@@ -471,4 +333,4 @@ def _batch(data: bytes | mmap.mmap) -> tuple[pa.RecordBatch, bytes]:
             raise ValueError(f"it has {reader.num_record_batches} record batches, not 1")
         return reader.get_batch(0), (reader.schema.metadata or {})[_METADATA]
     except OSError as error:  # pyarrow's error for damaged files
-        raise ValueError(_first_line(error)) from error
+        raise ValueError(first_line(error)) from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,24 @@ class Offsets:
     @property
     def member_crc(self) -> npt.NDArray[np.uint32]:
         return self._members.crc
+
+    def keys_of(self, ids: Ints) -> list[str]:
+        """Return the keys of samples. ids: int64[n]"""
+        starts = self.key_first[ids]
+        sizes = self.key_first[ids + 1] - starts
+        # Most keys are ASCII of one length: numpy splits them all at once. The loader calls this
+        # for every batch.
+        if len(ids) and (size := int(sizes[0])) and (sizes == size).all():
+            letters = self.keys[starts[:, None] + np.arange(size)]
+            if letters.max() < 128 and letters[:, -1].all():  # numpy drops a NUL at the end
+                keys: list[str] = letters.astype(np.uint32).view(f"U{size}")[:, 0].tolist()
+                return keys
+        first = firsts(sizes)
+        joined = self.keys[np.arange(first[-1]) + np.repeat(starts - first[:-1], sizes)].tobytes()
+        if joined.isascii():  # decode once: faster than once per key
+            text = joined.decode("ascii")
+            return [text[a:b] for a, b in pairwise(first.tolist())]
+        return [str(joined[a:b], "utf-8", "surrogateescape") for a, b in pairwise(first.tolist())]
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, Any]) -> Offsets:
@@ -208,6 +228,13 @@ class Offsets:
             keys=self.keys[k0:k1],
             members=members,
         )
+
+    def digest(self, start: int, stop: int) -> str:
+        """Return a short hash of the keys, offsets and sizes of the samples [start, stop)."""
+        part, digest = self.cut(start, stop), blake2b(digest_size=8)
+        for array in (part.key_first, part.keys, part.member_offset, part.member_size):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     def take(self, ids: Ints) -> Offsets:
         """Return the offsets of these samples, in the order of `ids` (int64[k])."""

@@ -20,7 +20,7 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.declare import read_classes, with_label
 from wdstrain.shards.index import Index
-from wdstrain.shards.labels import (
+from wdstrain.shards.label_values import (
     classes_in,
     complete_column,
     even_part,

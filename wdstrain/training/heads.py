@@ -19,7 +19,7 @@ from torch.nn import functional
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import Number, label
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from wdstrain.report import charts
 from wdstrain.report.charts import Line
 from wdstrain.shards.index import Index
-from wdstrain.shards.labels import recorded_counts
+from wdstrain.shards.label_values import recorded_counts
 from wdstrain.storage.files import write_whole
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
 from wdstrain.training.heads import Head, head_from_state, head_state, make_head
 
 # (outputs [b, columns], target) -> loss, a scalar or [b]. By the name of the head if there are

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
-from wdstrain.order.plan import Tail
+from wdstrain.order.order import Tail
 from wdstrain.runtime.byte_sizes import parse_size
 from wdstrain.runtime.options import option
 from wdstrain.shards.index import Index

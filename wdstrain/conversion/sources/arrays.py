@@ -24,7 +24,7 @@ from wdstrain.conversion.listing import (
     file_mark,
 )
 from wdstrain.errors import SampleError, SourceError, UsageError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 _BLOCK = 16 << 20  # bytes of rows read at a time, about
 

@@ -21,7 +21,7 @@ from wdstrain.conversion.listing import (
 )
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 
 @collector_paused()

@@ -14,7 +14,7 @@ from wdstrain.conversion.classes import Numbered, check_classes, stated_classes
 from wdstrain.conversion.encode import encode
 from wdstrain.conversion.listing import BadSample, BadSamples, Part, Stream, StreamSample
 from wdstrain.errors import SampleError, UsageError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 
 def stream_samples(

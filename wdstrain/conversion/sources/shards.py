@@ -32,8 +32,9 @@ from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, str
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_label
 from wdstrain.shards.expressions import Expression
-from wdstrain.shards.index import Index, Label
-from wdstrain.shards.index_io import info_of, is_wdstrain_index, labels_of, read_document
+from wdstrain.shards.index import Index
+from wdstrain.shards.index_document import info_of, is_wdstrain_index, labels_of, read_document
+from wdstrain.shards.label import Label
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.values import scalar
 from wdstrain.storage.addresses import INDEX_NAME, beside, folder_of

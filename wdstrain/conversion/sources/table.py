@@ -46,7 +46,7 @@ from wdstrain.runtime.machine import collector_paused
 from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import ColumnBuilder, as_label
 from wdstrain.shards.conditions import TableRows, matching
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -30,8 +30,9 @@ from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards
 from wdstrain.order.plan import Plan
 from wdstrain.runtime.options import takes
-from wdstrain.shards.index import Index, Label
-from wdstrain.shards.labels import MOST_FAR, classes_in, label_bytes
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
+from wdstrain.shards.label_values import MOST_FAR, classes_in, label_bytes
 from wdstrain.shards.offsets import Ints
 from wdstrain.storage.remote import is_remote
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from wdstrain.inspection.epoch_preview.shuffle_quality import ClassMix, Neighbors
 from wdstrain.inspection.epoch_preview.simulate import RankShare
-from wdstrain.order.plan import Tail
+from wdstrain.order.order import Tail
 from wdstrain.runtime.cached import cached_property
 
 

@@ -40,11 +40,13 @@ from wdstrain.shards.columns import (
     as_label,
     join_columns,
 )
-from wdstrain.shards.index import Index, Label, Shard, join
+from wdstrain.shards.header_scans import Note, recall, recall_or_scan
+from wdstrain.shards.index import Index, Shard, join
 from wdstrain.shards.index_io import check_size
-from wdstrain.shards.labels import read_columns
+from wdstrain.shards.label import Label
+from wdstrain.shards.label_values import read_columns
 from wdstrain.shards.offsets import Ints, Offsets
-from wdstrain.shards.resolve import Note, gather, open_index, recall, recall_or_scan
+from wdstrain.shards.resolve import gather, open_index
 from wdstrain.storage.remote import name_of
 
 Progress = Callable[[str, int, int], None]  # (work, finished samples, all samples)

@@ -11,7 +11,7 @@ from wdstrain.inspection.info.contents import Content, Range
 from wdstrain.inspection.info.statistics import ColumnSummary, plural
 from wdstrain.report import charts
 from wdstrain.runtime.byte_sizes import format_size
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 FIELD_HEAD = ("field", "samples", "smallest", "median", "99 %", "largest", "total")
 _DEFAULTS = {

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from wdstrain.inspection.info.contents import Range, range_of
 from wdstrain.report.printing import printable
 from wdstrain.shards.columns import Column
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 
 BARS = 20  # of a chart of classes; the other classes are added up
 _BINS = 10  # of a histogram of numbers

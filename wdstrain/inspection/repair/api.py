@@ -29,7 +29,8 @@ from wdstrain.inspection.verify.header_search import holds_header
 from wdstrain.loader.stats import Finding
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join, with_labels
-from wdstrain.shards.index_io import TABLE_NAME, is_wdstrain_index, load, save_index
+from wdstrain.shards.index_document import is_wdstrain_index
+from wdstrain.shards.index_io import TABLE_NAME, load, save_index
 from wdstrain.shards.resolve import shard_index, tars_of
 from wdstrain.storage.addresses import INDEX_NAME, Urls, check_finished, expand, is_json
 from wdstrain.storage.local import Source, open_source

@@ -21,7 +21,7 @@ from wdstrain.inspection.show.values import display_range, is_image_shape, to_im
 from wdstrain.loader.gpu_augment import IMAGENET
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.stats import Finding
-from wdstrain.shards.index import Label as IndexLabel
+from wdstrain.shards.label import Label as IndexLabel
 
 Normalization = str | tuple[Sequence[float], Sequence[float]] | None
 

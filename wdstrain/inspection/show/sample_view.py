@@ -35,8 +35,9 @@ from wdstrain.inspection.show.values import (
 from wdstrain.order.rng import uniform
 from wdstrain.report.printing import printable
 from wdstrain.runtime.byte_sizes import format_size
-from wdstrain.shards.index import Index, Label
-from wdstrain.shards.labels import classes_in
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
+from wdstrain.shards.label_values import classes_in
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import parsed_json, scalar
 from wdstrain.storage.local import Source, open_source

@@ -20,9 +20,10 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.inspection.options import PeekOptions
 from wdstrain.order.rng import bits
-from wdstrain.shards.index import Index, Label, Shard
-from wdstrain.shards.index_io import is_wdstrain_index
-from wdstrain.shards.labels import classes_in, even_part, label_bytes
+from wdstrain.shards.index import Index, Shard
+from wdstrain.shards.index_document import is_wdstrain_index
+from wdstrain.shards.label import Label
+from wdstrain.shards.label_values import classes_in, even_part, label_bytes
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import samples

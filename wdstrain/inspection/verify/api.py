@@ -26,7 +26,8 @@ from wdstrain.loader.stats import Finding
 from wdstrain.runtime.machine import cores
 from wdstrain.runtime.options import takes
 from wdstrain.shards.index import Index, join
-from wdstrain.shards.index_io import is_wdstrain_index, load
+from wdstrain.shards.index_document import is_wdstrain_index
+from wdstrain.shards.index_io import load
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
 from wdstrain.shards.tar import SkippedMembers
 from wdstrain.storage.addresses import Urls, check_finished, expand, is_json

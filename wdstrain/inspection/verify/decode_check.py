@@ -19,7 +19,7 @@ from wdstrain.decode.fields import Field, array, json, text
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Number, label, number
 from wdstrain.errors import SampleError
-from wdstrain.shards.index import Label
+from wdstrain.shards.label import Label
 from wdstrain.shards.values import scalar
 
 MOST = 1 << 30  # bytes of a field that is decoded

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import WdstrainError
 from wdstrain.shards.columns import Column, ColumnBuilder, Place
-from wdstrain.shards.index import Index, Label
+from wdstrain.shards.index import Index
+from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.values import scalar
 from wdstrain.storage.local import LocalFile, open_source

@@ -1,0 +1,170 @@
+"""Making the index of a folder of shards: `wt.index` and `wdstrain index`.
+
+Headers are read again. Splits, labels, provenance and, for shards with the same samples, checksums
+and columns are kept from the index that is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from wdstrain.errors import ShardError, UsageError
+from wdstrain.report.printing import printable
+from wdstrain.runtime.options import takes
+from wdstrain.shards.declare import with_columns, with_label
+from wdstrain.shards.header_scans import is_unchanged, same_samples
+from wdstrain.shards.index import Index, join, with_labels
+from wdstrain.shards.index_document import (
+    info_of,
+    is_wdstrain_index,
+    labels_of,
+    read_document,
+    splits_of,
+)
+from wdstrain.shards.index_io import load, save_index, scan
+from wdstrain.shards.label_values import classes_in, label_bytes, read_columns
+from wdstrain.shards.options import IndexOptions
+from wdstrain.shards.resolve import tars_of
+from wdstrain.storage.addresses import (
+    INDEX_NAME,
+    check_finished,
+    expand,
+)
+from wdstrain.storage.remote import is_remote
+
+_log = logging.getLogger("wdstrain")
+
+
+@takes(IndexOptions)
+def make_index(options: IndexOptions) -> Index:
+    """Make the index of all shards in a folder, write it there, and return it.
+
+    Only headers are read, the chosen columns, and the columns of shards that the existing index does
+    not list as they are. Splits, labels and provenance of an existing index are kept, and the
+    checksums and columns of shards whose samples have the same offsets. Raises UsageError for shards
+    of several folders, for a folder without shards, and for columns and labels that do not fit,
+    ShardError for a shard that is cut or damaged.
+    """
+    listed = expand(options.urls)
+    if any(map(is_remote, listed)):
+        raise UsageError(
+            "an index is written beside its shards, which is not possible on a server. "
+            "Make it where the files are stored, then copy it to the server."
+        )
+    folders = {os.path.dirname(path) for path in listed}
+    if len(folders) != 1:
+        raise UsageError(
+            f"these shards lie in {len(folders)} folders; an index lists the shards of one folder. Run this for each folder."
+        )
+    folder = folders.pop()
+    check_finished(folder)
+    paths = tars_of(folder)
+    if not paths:
+        raise UsageError(
+            f"{folder or '.'}: this folder holds no .tar file. Name the folder of the shards."
+        )
+    index, index_path = scan(paths), os.path.join(folder, INDEX_NAME)
+    changed = [shard.name for shard in index.shards if not is_unchanged(shard)]
+    if changed:
+        raise ShardError(
+            f"{changed[0]} was written to while it was scanned. Run this again when it is complete."
+        )
+    if os.path.exists(index_path) and is_wdstrain_index(index_path):
+        index = _with_former(index, index_path)
+    if options.columns:
+        index = with_columns(index, options.columns)
+    if options.label is not None:
+        index = with_label(index, options.label, options.classes)
+    save_index(index, folder)
+    return index
+
+
+def _with_former(index: Index, index_path: str) -> Index:
+    """Return `index` with what headers do not give, from the former index file at `index_path`.
+
+    Splits, labels and provenance are kept; so are checksums of shards with unchanged samples.
+    """
+    document = read_document(index_path)
+    splits, labels, info = (
+        splits_of(document),
+        labels_of(document),
+        {**info_of(document), **index.info},
+    )
+    former: Index | None = None
+    with suppress(ShardError):
+        former = load(index_path)
+    known = former.columns if former is not None else ()
+    places = {column.place for column in known} | {label.place for label in labels}
+    parts, new = [], []
+    for number, shard in enumerate(index.shards):
+        part, shard = index.pick([number]), replace(shard, split=splits.get(shard.name, ""))
+        old = None
+        if former is not None and shard.name in former.shard_numbers:
+            old = former.pick([former.shard_numbers[shard.name]])
+        if old is not None and old.shards[0].bytes == shard.bytes and same_samples(part, old):
+            part, shard = replace(old, labels=()), replace(shard, sha256=old.shards[0].sha256)
+        else:
+            new.append(shard.name)
+            if old is not None:
+                _warn_of_losses(old, part)
+            part = replace(with_labels(read_columns(part, places), labels), labels=())
+        parts.append(replace(part, shards=(shard,)))
+    merged = replace(join(parts), labels=labels, info=info)
+    if "samples" in info and (new or set(splits) - set(index.shard_numbers)):
+        merged.info["samples"] = class_counts(merged)
+    for label in labels if new else ():
+        if label.kind == "class" and label.column is None:
+            _log.warning(
+                "new in this set: %s. Numbers in their %s are class numbers of this set: %s",
+                ", ".join(new[:5]) + (f" and {len(new) - 5} more" if len(new) > 5 else ""),
+                label.field,
+                label.numbering,
+            )
+    return merged
+
+
+def _warn_of_losses(old: Index, new: Index) -> None:
+    """Log what the former index of one shard lists and the shard no longer holds."""
+    fields: dict[str, set[str]] = {}
+    for i, key in enumerate(new.keys(np.arange(len(new)))):
+        fields.setdefault(key, set()).update(field for field, _, _ in new.members(i))
+    lost = []
+    for i, key in enumerate(old.keys(np.arange(len(old)))):
+        gone = [field for field, _, _ in old.members(i) if field not in fields.get(key, ())]
+        if gone:
+            lost.append(printable(f"'{key[:80]}' ({', '.join(gone)})"))
+    if lost:
+        _log.warning(
+            "%s lost fields of %d samples since its index was made: %s. The new index leaves them "
+            "out. If that was not intended, restore the shard.",
+            new.shards[0].shown,
+            len(lost),
+            ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else ""),
+        )
+
+
+def class_counts(index: Index) -> dict[str, dict[str, int]]:
+    """Return the number of samples of each class, by split, from the labels in the shards.
+
+    Samples without a readable label count as the class "".
+    """
+    label = next((label for label in index.labels if label.kind == "class"), None)
+    names = dict.fromkeys(range(len(index)), "")
+    if label is not None:
+        for i, data in label_bytes(index, label.field, np.arange(len(index))):
+            names[i] = next(iter(classes_in(data, label.column, label.classes)), "")
+    order = {name: place for place, name in enumerate(label.classes if label is not None else ())}
+    by_split: dict[str, dict[str, int]] = {}
+    for number, shard in enumerate(index.shards):
+        ids = range(int(index.first[number]), int(index.first[number + 1]))
+        counts = Counter(names[i] for i in ids) + Counter(by_split.get(shard.split, {}))
+        by_split[shard.split] = dict(
+            sorted(counts.items(), key=lambda item: (order.get(item[0], len(order)), item[0]))
+        )
+    return by_split
