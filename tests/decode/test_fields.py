@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import picture
+from tests.conftest import picture, write_tar
 from wdstrain.decode.codecs import decode_image
 from wdstrain.decode.pixels import resize
 from wdstrain.decode.transforms import DRAWS, FLIP_DRAW, Augment, center_crop, random_crop, region
@@ -231,6 +231,29 @@ def test_a_center_crop_has_the_aspect_ratio_asked_for() -> None:
     assert center_crop(200, 100, 1.0) == (50, 0, 100, 100)
     assert center_crop(100, 100, 2.0) == (25, 0, 50, 100)
     assert center_crop(1, 1, 7.0) == (0, 0, 1, 1)
+
+
+def test_a_crop_percentage_is_that_of_resizing_and_cropping(tmp_path: Path) -> None:
+    assert center_crop(512, 512, 1.0, 0.875) == (32, 32, 448, 448)
+    assert center_crop(100, 200, 1.0, 0.5) == (25, 75, 50, 50)
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (8, 12, 3), np.uint8)
+    pixels = np.asarray(Image.fromarray(blocks).resize((384, 256), Image.Resampling.BICUBIC))
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    write_tar(tmp_path / "s.tar", [("a", {"png": file.getvalue()})])
+    fields = {"image": wt.image(size=112, crop_pct=0.875)}
+    with closing(wt.Loader(tmp_path / "s.tar", fields, batch_size=1)) as loader:
+        made = next(iter(loader))["image"][0]
+    image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    theirs = v2.functional.center_crop(v2.functional.resize(image, [128], antialias=True), [112])
+    difference = (made.int() - theirs.int()).abs()[:, 1:-1, 1:-1]  # edges see no pixels outside
+    assert int(difference.max()) <= 1
+    for wrong in ({"crop_pct": 0.0}, {"crop_pct": 1.5}, {"scale": (0.5, 1.0)}, {"ratio": (2, 1)}):
+        with pytest.raises(UsageError):
+            wt.image(size=8, **wrong)
+    with pytest.raises(UsageError, match="needs a size"):
+        wt.image(crop_pct=0.5)
 
 
 def test_random_crops_have_the_distribution_of_torchvision() -> None:

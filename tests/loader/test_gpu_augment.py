@@ -14,8 +14,9 @@ from torchvision.transforms.v2 import functional
 
 import wdstrain as wt
 from tests.conftest import Sample, picture, write_tar
-from wdstrain.decode.transforms import random_crop, random_crops
-from wdstrain.loader.gpu_augment import DRAWS, beta_quantiles
+from wdstrain.decode.transforms import random_crop, random_crops, region
+from wdstrain.loader.gpu_augment import DRAWS, IMAGENET
+from wdstrain.loader.gpu_mixing import beta_quantiles
 
 FIELDS = {"image": wt.image(size=32), "label": wt.label()}
 _FACTOR, _ORDER, _SHARE = 23, 27, 29  # where an augmentation looks in a sample's draws
@@ -194,6 +195,69 @@ def test_with_both_half_get_mixup_and_half_cutmix() -> None:
     assert (
         120 < int(pieces) < 200
     )  # of about 200, those whose piece is empty or all of it look like a mixture
+
+
+def test_a_share_of_the_images_is_mixed_and_a_share_of_these_by_cutmix() -> None:
+    images = torch.arange(400, dtype=torch.int64) % 199
+    batch = {
+        "image": images.to(torch.uint8).view(-1, 1, 1, 1).expand(400, 3, 32, 32).contiguous(),
+        "label": images,
+    }
+    draws = np.random.default_rng(1).random((400, DRAWS))
+    made = wt.Augmentation(
+        mixup=1.0, cutmix=1.0, mixup_prob=0.3, mixup_switch_prob=0.25, classes=199
+    )(batch, draws)
+    own = made["label"][torch.arange(400), images]
+    mixed = own < 1
+    assert 0.2 < float(mixed.float().mean()) < 0.4
+    plain = batch["image"][~mixed].float() / 255
+    assert torch.equal(made["image"][~mixed], plain)
+    flat = made["image"][mixed].flatten(1)
+    cut = flat.amax(1) - flat.amin(1) > 1e-3
+    assert 0.1 < float(cut.float().mean()) < 0.4
+    untouched = wt.Augmentation(mixup=1.0, mixup_prob=0.0, classes=199)(batch, draws)
+    assert torch.equal(untouched["label"], images)
+
+
+def test_rectangles_are_erased_as_by_torchvision() -> None:
+    count = 3000
+    images = torch.full((count, 3, 40, 56), 200, dtype=torch.uint8)
+    draws = np.random.default_rng(1).random((count, DRAWS))
+    made = wt.Augmentation(random_erasing=0.25, normalize="imagenet")({"image": images}, draws)
+    black = (made["image"].abs() < 1e-5).all(1)
+    erased = black.flatten(1).any(1)
+    assert 0.22 < float(erased.float().mean()) < 0.28
+    whole = ((200 / 255 - torch.tensor(IMAGENET[0])) / torch.tensor(IMAGENET[1])).view(3, 1, 1)
+    assert torch.allclose(made["image"][~erased], whole, atol=1e-5)
+    always = wt.Augmentation(random_erasing=1.0)({"image": images}, draws)["image"][:, 0] == 0
+    rows, columns = always.any(2).sum(1), always.any(1).sum(1)
+    assert torch.equal(always.flatten(1).sum(1), rows * columns)  # rectangles
+    torch.manual_seed(0)
+    eraser = v2.RandomErasing(p=1.0)
+    theirs = [eraser.make_params([images[0]]) for _ in range(count)]
+    tops = always.any(2).int().argmax(1).numpy()
+    for values, name in ((rows.numpy(), "h"), (columns.numpy(), "w"), (tops, "i")):
+        expected = np.array([params[name] for params in theirs if params["v"] is not None])
+        assert _distance(values[rows.numpy() > 0], expected) < 0.05, name
+
+
+def test_crops_have_the_asked_area_and_aspect_ratio() -> None:
+    torch.manual_seed(0)
+    picture, count = torch.zeros(3, 375, 500, dtype=torch.uint8), 2000
+    scale, ratio = (0.35, 0.9), (0.5, 1.2)
+    crop = v2.RandomResizedCrop(224, scale=scale, ratio=ratio)
+    theirs = [crop.make_params([picture]) for _ in range(count)]
+    ours = random_crops(375, 500, _draws(count), scale, ratio)
+    for column, name in enumerate(("top", "left", "height", "width")):
+        assert _distance(ours[:, column], np.array([one[name] for one in theirs])) < 0.05, name
+    field = wt.image(size=8, augment="rrc", scale=scale, ratio=ratio)
+    boxes = [region(375, 500, (8, 8), field.augment, row) for row in _draws(50)]
+    assert boxes == [tuple(box) for box in ours[:50].tolist()]
+    made = wt.Augmentation("rrc", size=20, scale=scale)({"image": _pictures(9)}, _draws(9))["image"]
+    for row, (top, left, height, width) in enumerate(random_crops(40, 56, _draws(9), scale)):
+        image = _pictures(9)[row].float() / 255
+        cut = functional.resized_crop(image, top, left, height, width, [20, 20], antialias=True)
+        assert torch.allclose(made[row], cut, atol=1e-4)
 
 
 def test_the_same_pixels_for_any_workers_and_after_a_resume(tmp_path: Path, pictures: Path) -> None:

@@ -22,7 +22,7 @@ from wdstrain.decode.codecs import decode_image, is_jpeg
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.jpeg_batch import EncodedImages
 from wdstrain.decode.pixels import resize
-from wdstrain.decode.transforms import FLIP_DRAW, Augment, Draws, region
+from wdstrain.decode.transforms import FLIP_DRAW, RATIO, SCALE, Augment, Draws, region
 from wdstrain.errors import SampleError, UsageError
 from wdstrain.shards.values import Array, npy_array, npy_head, parsed_json
 
@@ -195,6 +195,9 @@ def image(
     *,
     size: int | tuple[int, int] | None = None,
     augment: str | None = None,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
+    crop_pct: float = 1.0,
 ) -> Image:
     """Return a field of RGB images.
 
@@ -207,6 +210,9 @@ def image(
     augment: "rrc" (random resized crop), "flip" (left-right, with probability 0.5),
     "trivialaugment", "randaugment"; joined by "+", such as "rrc+flip". The result depends on the
     loader's seed, the epoch and the sample alone.
+    scale, ratio: of "rrc": least and largest area as a share of the image, and width / height.
+    crop_pct: without "rrc", side of the region in the center as a share of the largest, such as
+    0.875: resizing to 256 pixels and cropping 224.
 
     EXIF orientation is applied. Images that share a sample get the same crop and flip. Damaged or
     truncated images are bad samples.
@@ -214,9 +220,11 @@ def image(
         wt.Loader(urls, {"image": wt.image(size=224, augment="rrc+flip"), "label": wt.label()})
     """
     sides = _sides(size)
-    parsed = Augment.parse(augment)
+    parsed = Augment.parse(augment, scale=scale, ratio=ratio, crop_pct=crop_pct)
     if sides is None and parsed.rrc:
         raise UsageError(f"augment={augment!r} needs a size. Give for example size=224.")
+    if sides is None and parsed.crop_pct != 1:
+        raise UsageError(f"crop_pct={crop_pct} needs a size. Give for example size=224.")
     return Image(field_names(names), sides, parsed)
 
 

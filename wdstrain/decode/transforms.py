@@ -25,8 +25,8 @@ _TRIES = 10  # numbers 0 to 19: area and aspect ratio of up to ten crops
 _TOP_DRAW, _LEFT_DRAW, FLIP_DRAW, _POLICY_DRAWS = 20, 21, 22, 23
 DRAWS = _POLICY_DRAWS + augment_policies.DRAWS  # random numbers of one sample, in [0, 1)
 
-_MIN_AREA = 0.08  # of a crop, as a share of the image
-_MIN_ASPECT, _MAX_ASPECT = 3 / 4, 4 / 3  # width / height of a crop
+SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image
+RATIO = (3 / 4, 4 / 3)  # width / height of a random crop
 _POLICIES = {
     "trivialaugment": augment_policies.trivial_augment,
     "randaugment": augment_policies.rand_augment,
@@ -38,18 +38,38 @@ class Augment:
     """Augmentation of images.
 
     rrc: random resized crop. flip: mirror left-right, with probability 0.5.
-    policy: "trivialaugment", "randaugment", or "" for neither.
+    policy: "trivialaugment", "randaugment", or "" for neither. scale, ratio: least and largest area
+    of a random crop as a share of the image, and its width / height. crop_pct: without rrc, side of
+    the center crop as a share of the largest.
     """
 
     rrc: bool = False
     flip: bool = False
     policy: str = ""
+    scale: tuple[float, float] = SCALE
+    ratio: tuple[float, float] = RATIO
+    crop_pct: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "ratio"):  # a checkpoint may hold lists
+            object.__setattr__(self, name, check_range(name, getattr(self, name)))
+            if not self.rrc and getattr(self, name) != getattr(type(self), name):
+                raise UsageError(f"{name} is that of random crops. Add rrc to augment.")
+        if not 0 < self.crop_pct <= 1:
+            raise UsageError(f"crop_pct={self.crop_pct}: must be above 0 and at most 1.")
 
     @classmethod
-    def parse(cls, text: str | None) -> Augment:
+    def parse(
+        cls,
+        text: str | None,
+        *,
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
+        crop_pct: float = 1.0,
+    ) -> Augment:
         """Return the augmentation for text such as "rrc+flip"; None, "" and "none" are none.
 
-        Raises UsageError for unknown words, and for two policies.
+        Raises UsageError for unknown words, for two policies, and for values out of range.
         """
         words = [] if text in (None, "", "none") else str(text).split("+")
         policies = [word for word in words if word in _POLICIES]
@@ -61,7 +81,18 @@ class Augment:
                 )
         if len(policies) > 1:
             raise UsageError(f"augment={text!r}: use one of {' and '.join(policies)}, not both.")
-        return cls(rrc="rrc" in words, flip="flip" in words, policy="".join(policies))
+        return cls(
+            "rrc" in words, "flip" in words, "".join(policies), scale, ratio, float(crop_pct)
+        )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether images differ between epochs."""
+        return self.rrc or self.flip or bool(self.policy)
+
+    def without_randomness(self) -> Augment:
+        """Return the augmentation for validation, with the same center crop."""
+        return Augment(crop_pct=self.crop_pct)
 
     def apply_policy(self, pixels: Pixels, draws: Draws) -> None:
         """Apply the policy in place. pixels: uint8[h, w, 3]. draws: float64[DRAWS] of the sample."""
@@ -70,59 +101,104 @@ class Augment:
             pixels[...] = np.asarray(policy(Image.fromarray(pixels), draws[_POLICY_DRAWS:]))
 
 
+def check_range(name: str, value: object) -> tuple[float, float]:
+    """Return (low, high) of the option `scale` or `ratio`. Raises UsageError."""
+    highest, rule = (1.0, "<= 1") if name == "scale" else (math.inf, "finite")
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if is_pair and all(isinstance(end, (int, float)) for end in value):  # type: ignore[attr-defined]
+        low, high = map(float, value)  # type: ignore[call-overload]
+        if 0 < low <= high <= highest and high < math.inf:
+            return low, high
+    raise UsageError(f"{name}={value!r}: must be (low, high) with 0 < low <= high and high {rule}.")
+
+
 def region(height: int, width: int, size: tuple[int, int], augment: Augment, draws: Draws) -> Box:
     """Return the region of an image that is resized to `size` (height, width).
 
-    With rrc a random crop, else the largest region in the center with the aspect ratio of `size`.
+    With rrc a random crop, else a region in the center with the aspect ratio of `size`.
     """
     if augment.rrc:
-        return random_crop(height, width, draws)
-    return center_crop(height, width, size[1] / size[0])
+        return random_crop(height, width, draws, augment.scale, augment.ratio)
+    return center_crop(height, width, size[1] / size[0], augment.crop_pct)
 
 
-def random_crop(height: int, width: int, draws: Draws) -> Box:
+def random_crop(
+    height: int,
+    width: int,
+    draws: Draws,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
+) -> Box:
     """Return the region of a random resized crop of a height x width image.
 
-    As torchvision draws it (Inception training, Szegedy et al., 2014): 8 to 100 % of the area,
-    aspect ratio 3/4 to 4/3. draws: float64[DRAWS] of the sample.
+    As torchvision draws it (Inception training, Szegedy et al., 2014). scale: least and largest
+    area, as a share of the image. ratio: of width to height. draws: float64[DRAWS] of the sample.
     """
+    log_range = math.log(ratio[1] / ratio[0])
     for attempt in range(_TRIES):
-        area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[2 * attempt])
-        log_range = math.log(_MAX_ASPECT / _MIN_ASPECT)
-        aspect = math.exp(math.log(_MIN_ASPECT) + draws[2 * attempt + 1] * log_range)
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[2 * attempt])
+        aspect = math.exp(math.log(ratio[0]) + draws[2 * attempt + 1] * log_range)
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             top = int(draws[_TOP_DRAW] * (height - h + 1))
             return top, int(draws[_LEFT_DRAW] * (width - w + 1)), h, w
-    return _fallback_crop(height, width)
+    return _fallback_crop(height, width, ratio)
 
 
-def random_crops(height: int, width: int, draws: Draws) -> npt.NDArray[np.int64]:
+def random_crops(
+    height: int,
+    width: int,
+    draws: Draws,
+    scale: tuple[float, float] = SCALE,
+    ratio: tuple[float, float] = RATIO,
+) -> npt.NDArray[np.int64]:
     """Return `random_crop` of b images of one size at once. int64[b, 4]; draws: float64[b, DRAWS].
 
     One image takes ten times as long as with `random_crop`; a batch is much faster.
     """
-    area = height * width * (_MIN_AREA + (1 - _MIN_AREA) * draws[:, 0 : 2 * _TRIES : 2])
-    log_range = math.log(_MAX_ASPECT / _MIN_ASPECT)
-    aspect = np.exp(math.log(_MIN_ASPECT) + draws[:, 1 : 2 * _TRIES : 2] * log_range)
+    crops, fits = random_boxes(height, width, draws, scale, ratio)
+    crops[~fits] = _fallback_crop(height, width, ratio)
+    return crops
+
+
+def random_boxes(
+    height: int,
+    width: int,
+    draws: Draws,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    *,
+    within: bool = False,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return a random box (top, left, height, width) for each row, and whether it fits the image.
+
+    int64[b, 4], bool[b]. The first of ten boxes that fits is taken. draws: float64[b, 22]: area and
+    aspect ratio of each try, top and left. within: boxes are smaller than the image on both sides.
+    """
+    most_h, most_w = height - within, width - within
+    area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[:, 0 : 2 * _TRIES : 2])
+    log_range = math.log(ratio[1] / ratio[0])
+    aspect = np.exp(math.log(ratio[0]) + draws[:, 1 : 2 * _TRIES : 2] * log_range)
     w = np.rint(np.sqrt(area * aspect)).astype(np.int64)
     h = np.rint(np.sqrt(area / aspect)).astype(np.int64)
-    fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= width, h > 0, h <= height])
+    fits: npt.NDArray[np.bool_] = np.logical_and.reduce([w > 0, w <= most_w, h > 0, h <= most_h])
     rows, first = np.arange(len(draws)), fits.argmax(1)
     w, h = w[rows, first], h[rows, first]
     top = (draws[:, _TOP_DRAW] * (height - h + 1)).astype(np.int64)
     left = (draws[:, _LEFT_DRAW] * (width - w + 1)).astype(np.int64)
-    crops = np.stack([top, left, h, w], 1)
-    crops[~np.logical_or.reduce(fits, axis=1)] = _fallback_crop(height, width)
-    return crops
+    return np.stack([top, left, h, w], 1), np.logical_or.reduce(fits, axis=1)
 
 
-def center_crop(height: int, width: int, aspect: float) -> Box:
-    """Return the largest region in the center of an image with this ratio of width to height."""
-    w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
+def center_crop(height: int, width: int, aspect: float, share: float = 1.0) -> Box:
+    """Return a region in the center of an image with this ratio of width to height.
+
+    share: of the sides of the largest such region.
+    """
+    w = max(1, round(min(width, height * aspect) * share))
+    h = max(1, round(min(height, width / aspect) * share))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def _fallback_crop(height: int, width: int) -> Box:
+def _fallback_crop(height: int, width: int, ratio: tuple[float, float]) -> Box:
     """Return the crop of an image so narrow that no random crop fits."""
-    return center_crop(height, width, min(max(width / height, _MIN_ASPECT), _MAX_ASPECT))
+    return center_crop(height, width, min(max(width / height, ratio[0]), ratio[1]))

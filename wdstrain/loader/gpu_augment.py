@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -24,8 +23,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from wdstrain.decode.transforms import FLIP_DRAW, Augment, center_crop, random_crops
+from wdstrain.decode.transforms import (
+    FLIP_DRAW,
+    RATIO,
+    SCALE,
+    Augment,
+    center_crop,
+    random_crops,
+)
 from wdstrain.errors import UsageError
+from wdstrain.loader.gpu_mixing import DRAWS as DRAWS
+from wdstrain.loader.gpu_mixing import Mixing, check_probability, erase, mix, on_device_of
 
 Batch = dict[str, Any]
 Draws = npt.NDArray[np.float64]
@@ -34,14 +42,13 @@ Ints = npt.NDArray[np.int64]
 # Mean and standard deviation that pretrained models expect.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
-# Order of the random numbers of a sample. The first 23 are crop and flip, as in `decode.transforms`.
-_JITTER, _JITTER_ORDER, _MIX_KIND, _MIX_SHARE, _CUT_X, _CUT_Y = 23, 27, 28, 29, 30, 31
-DRAWS = 33
+# Places in the random numbers of a sample. The first 23 are crop and flip, as in
+# `decode.transforms`; those from 28 on are in `gpu_mixing`.
+_JITTER, _JITTER_ORDER = 23, 27
 
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE = range(4)
 _ORDERS = np.array(list(permutations(range(4))))
 _GRAY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
-_QUANTILES = 4097  # points of the table of the beta distribution
 
 
 class Augmentation:
@@ -50,6 +57,7 @@ class Augmentation:
     augment         "rrc" (random resized crop), "flip", "rrc+flip" or None. Without rrc the largest
                     region in the center with the aspect ratio of `size` is resized
     size            side, or (height, width), of the result; default: that of the input
+    scale, ratio    of rrc: least and largest area as a share of the image, and width / height
     brightness, contrast, saturation    color jitter: largest distance of a factor from 1
     hue             color jitter: largest shift in turns of the color wheel, at most 0.5
     normalize       (mean, standard deviation) of three colors each, or "imagenet"; None leaves
@@ -57,6 +65,10 @@ class Augmentation:
     mixup, cutmix   alpha of a beta distribution; 0 for none. An image is blended with the image
                     before it in the batch, or gets a rectangle of it. With both, each image gets
                     one of the two. Labels become shares of classes, float32[b, classes]
+    mixup_prob      probability that an image is mixed
+    mixup_switch_prob   with mixup and cutmix, probability of cutmix
+    random_erasing  probability that a rectangle of an image gets the mean color of `normalize`, or
+                    black without it
     classes         number of classes, for mixup and cutmix
     dtype           of the result: torch.float32, float16 or bfloat16
     image, label    names of the fields in the batch
@@ -69,6 +81,8 @@ class Augmentation:
         augment: str | None = None,
         *,
         size: int | tuple[int, int] | None = None,
+        scale: tuple[float, float] = SCALE,
+        ratio: tuple[float, float] = RATIO,
         brightness: float = 0.0,
         contrast: float = 0.0,
         saturation: float = 0.0,
@@ -76,12 +90,15 @@ class Augmentation:
         normalize: str | tuple[Sequence[float], Sequence[float]] | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
+        mixup_prob: float = 1.0,
+        mixup_switch_prob: float = 0.5,
+        random_erasing: float = 0.0,
         classes: int | None = None,
         dtype: torch.dtype = torch.float32,
         image: str = "image",
         label: str = "label",
     ) -> None:
-        self._augment = Augment.parse(augment)
+        self._augment = Augment.parse(augment, scale=scale, ratio=ratio)
         if self._augment.policy:
             raise UsageError(
                 f"augment={augment!r}: decoders apply {self._augment.policy}. Give it to wt.image."
@@ -99,9 +116,9 @@ class Augmentation:
             if not 0 <= value <= (0.5 if name == "hue" else math.inf):
                 limit = " and <= 0.5" if name == "hue" else ""
                 raise UsageError(f"{name}={value}: must be >= 0{limit}.")
-        if min(mixup, cutmix) < 0:
-            raise UsageError(f"mixup={mixup}, cutmix={cutmix}: must be >= 0; 0 turns it off.")
-        if (mixup or cutmix) and not classes:
+        check_probability("random_erasing", random_erasing)
+        self._mixing = Mixing(mixup, cutmix, mixup_prob, mixup_switch_prob)
+        if self._mixing.is_used and not classes:
             raise UsageError(
                 "mixup and cutmix turn labels into shares of classes: give classes=, their number."
             )
@@ -111,7 +128,7 @@ class Augmentation:
             )
         self._jitter = np.array(list(jitter.values()))
         self._normalize = _checked_normalization(normalize)
-        self._mixup, self._cutmix, self._classes = mixup, cutmix, classes
+        self._random_erasing, self._classes = random_erasing, classes
         self._dtype, self._image, self._label = dtype, image, label
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
@@ -127,7 +144,7 @@ class Augmentation:
                 f"Read it with wt.image(size=...)."
             )
         result = dict(batch)
-        if self._mixup or self._cutmix:
+        if self._mixing.is_used:
             result[self._label] = self._class_shares(batch)
         size = self._size or (int(images.shape[2]), int(images.shape[3]))
         if not len(images):  # the last batch of a rank without samples
@@ -136,13 +153,16 @@ class Augmentation:
         pixels = _crop(images.permute(0, 2, 3, 1), self._augment, size, draws)
         if self._jitter.any():
             pixels = _jitter_colors(pixels, self._jitter, draws)
-        if self._mixup or self._cutmix:
-            pixels, result[self._label] = _mix(
-                pixels, result[self._label], (self._mixup, self._cutmix), draws
-            )
+        if self._random_erasing:
+            fill = (0.0, 0.0, 0.0) if self._normalize is None else self._normalize[0]
+            color = on_device_of(np.array(fill, np.float32), pixels)
+            pixels = erase(pixels, self._random_erasing, color, draws)
+        if self._mixing.is_used:
+            labels = result[self._label]
+            pixels, result[self._label] = mix(pixels, labels, self._mixing, draws)
         if self._normalize is not None:
             mean, std = (
-                _on(np.array(values, np.float32), pixels).view(1, 1, 1, 3)
+                on_device_of(np.array(values, np.float32), pixels).view(1, 1, 1, 3)
                 for values in self._normalize
             )
             pixels = (pixels - mean) / std
@@ -172,20 +192,22 @@ def _crop(images: Tensor, augment: Augment, size: tuple[int, int], draws: Draws)
     count, height, width, _ = images.shape
     flips = draws[:, FLIP_DRAW] < 0.5 if augment.flip else np.zeros(count, bool)
     if augment.rrc:
-        boxes = random_crops(height, width, draws)
+        boxes = random_crops(height, width, draws, augment.scale, augment.ratio)
     else:
         center = np.array(center_crop(height, width, size[1] / size[0]))
         boxes = np.broadcast_to(center, (count, 4))
     if (boxes == (0, 0, *size)).all():  # the whole images, in their own size
         if flips.any():
-            images = torch.where(_on(flips, images).view(-1, 1, 1, 1), images.flip(2), images)
+            images = torch.where(
+                on_device_of(flips, images).view(-1, 1, 1, 1), images.flip(2), images
+            )
         return images.float() / 255
     # float16 holds 0 to 255 exactly, and the sums within an eighth. On a CPU it is slow.
     dtype = torch.float16 if images.is_cuda else torch.float32
     top, left, box_height, box_width = (
-        _on(boxes[:, i].astype(np.float32), images) for i in range(4)
+        on_device_of(boxes[:, i].astype(np.float32), images) for i in range(4)
     )
-    mirrored = _on(flips.astype(np.float32), images)
+    mirrored = on_device_of(flips.astype(np.float32), images)
     rows = _resize_weights(top, box_height, height, size[0], torch.zeros_like(top)).to(dtype)
     columns = _resize_weights(left, box_width, width, size[1], mirrored).to(dtype)
     # [b, out height, width * 3], then [b, out height * 3, width], then [b, out height, 3, out width]
@@ -234,8 +256,8 @@ def _jitter_colors(pixels: Tensor, ranges: Draws, draws: Draws) -> Tensor:
             pixels = _blend(pixels, operation, factor)
         rows = np.flatnonzero(operation == _HUE)
         if ranges[_HUE] and len(rows):
-            at = _on(rows, pixels)
-            shift = _on(factor[rows].astype(np.float32), pixels)
+            at = on_device_of(rows, pixels)
+            shift = on_device_of(factor[rows].astype(np.float32), pixels)
             pixels = pixels.index_copy(0, at, _shift_hue(pixels[at], shift))
     return pixels
 
@@ -250,9 +272,10 @@ def _blend(pixels: Tensor, operation: Ints, factor: Draws) -> Tensor:
     mean[operation == _CONTRAST] = 1 - factor[operation == _CONTRAST]
     gray[operation == _SATURATION] = 1 - factor[operation == _SATURATION]
     a, b, c = (
-        _on(values.astype(np.float32), pixels).view(-1, 1, 1, 1) for values in (own, gray, mean)
+        on_device_of(values.astype(np.float32), pixels).view(-1, 1, 1, 1)
+        for values in (own, gray, mean)
     )
-    grays = (pixels * _on(np.array(_GRAY, np.float32), pixels)).sum(3, keepdim=True)
+    grays = (pixels * on_device_of(np.array(_GRAY, np.float32), pixels)).sum(3, keepdim=True)
     shift = b * grays + c * grays.mean((1, 2), keepdim=True)
     return torch.addcmul(shift, pixels, a).clamp_(0, 1)
 
@@ -276,87 +299,7 @@ def _shift_hue(pixels: Tensor, turns: Tensor) -> Tensor:
     return torch.stack(colors, 3)
 
 
-# --- mixup and cutmix -----------------------------------------------------------------------------
-
-
-def _mix(
-    pixels: Tensor, labels: Tensor, alphas: tuple[float, float], draws: Draws
-) -> tuple[Tensor, Tensor]:
-    """Return the images mixed with those before them, and the labels mixed by the same shares.
-
-    pixels: float32[b, h, w, 3]. labels: float32[b, classes]. alphas: of mixup and cutmix.
-    """
-    mixup, cutmix = alphas
-    cuts = np.full(len(draws), bool(cutmix))
-    if mixup and cutmix:
-        cuts = draws[:, _MIX_KIND] < 0.5
-    keep: Draws = np.empty(len(draws))  # share of the image itself
-    for rows, alpha in ((cuts, cutmix), (~cuts, mixup)):
-        if rows.any():
-            keep[rows] = np.interp(draws[rows, _MIX_SHARE], *beta_quantiles(alpha))
-    others = pixels.roll(1, 0)
-    if not cuts.all():
-        weight = np.where(cuts, 1.0, keep).astype(np.float32)
-        pixels = torch.lerp(others, pixels, _on(weight, pixels).view(-1, 1, 1, 1))
-    if cuts.any():
-        height, width = pixels.shape[1:3]
-        half_sides = 0.5 * np.sqrt(1 - keep)
-        left, right = _interval(draws[:, _CUT_X], half_sides, width, cuts)
-        top, bottom = _interval(draws[:, _CUT_Y], half_sides, height, cuts)
-        in_rows, in_columns = (
-            _between(top, bottom, height, pixels),
-            _between(left, right, width, pixels),
-        )
-        inside = in_rows[:, :, None] & in_columns[:, None, :]
-        pixels = torch.where(inside[..., None], others, pixels)
-        keep = np.where(cuts, 1 - (right - left) * (bottom - top) / (width * height), keep)
-    share = _on(keep.astype(np.float32), labels).view(-1, 1)
-    return pixels, torch.lerp(labels.roll(1, 0), labels, share)
-
-
-def _interval(
-    center: Draws, half: Draws, length: int, cuts: npt.NDArray[np.bool_]
-) -> tuple[Ints, Ints]:
-    """Return one side of each rectangle as [start, stop) pixels; empty for images without a cut.
-
-    center, half: the center and half of the side, as shares of `length`.
-    """
-    middle = (center * length).astype(np.int64)
-    reach = (half * length).astype(np.int64) * cuts
-    return np.clip(middle - reach, 0, length), np.clip(middle + reach, 0, length)
-
-
-def _between(low: Ints, high: Ints, length: int, like: Tensor) -> Tensor:
-    """Return for each image which of `length` pixels are in [low, high). bool[b, length]"""
-    pixels = torch.arange(length, device=like.device)
-    return (pixels >= _on(low, like)[:, None]) & (pixels < _on(high, like)[:, None])
-
-
-@lru_cache(maxsize=16)
-def beta_quantiles(alpha: float) -> tuple[Draws, Draws]:
-    """Return probabilities in [0, 1], and the quantiles of the beta distribution (alpha, alpha).
-
-    Integrates the density. With t = x ** alpha it has no pole at 0; the upper half mirrors the
-    lower.
-    """
-    t = np.linspace(0, 0.5**alpha, _QUANTILES)
-    x = t ** (1 / alpha)
-    density = (1 - x) ** (alpha - 1)
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    probability = area / area[-1] / 2
-    return (
-        np.concatenate([probability, 1 - probability[-2::-1]]),
-        np.concatenate([x, 1 - x[-2::-1]]),
-    )
-
-
 # --- helpers --------------------------------------------------------------------------------------
-
-
-def _on(values: npt.NDArray[Any], like: Tensor) -> Tensor:
-    """Return values on the device of a tensor. The copy does not wait for the device's work."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
 
 
 def _checked_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:

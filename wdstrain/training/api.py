@@ -25,18 +25,21 @@ from wdstrain.training.config import Config
 from wdstrain.training.data import (
     TrainData,
     addresses,
+    check_no_randomness,
     class_weights,
     open_set,
     train_loader,
     val_loader,
-    without_augmentation,
+    validation_field,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
 from wdstrain.training.images import (
     ImageInput,
     Normalization,
+    augments_batches,
     check_image_field,
+    check_no_image_options,
     image_field,
     shape_of,
 )
@@ -106,18 +109,22 @@ def train(arguments: TrainArguments) -> TrainResult:
     task = data.task(checkpoint)
     device = device_of(config.device, distributed)
     torch.manual_seed(config.seed)
-    train_field = arguments.image or image_field(config.image_size, config.augment)
-    val_field = arguments.val_image or without_augmentation(train_field)
+    if arguments.image is not None:
+        check_no_image_options(config)
+    train_field = arguments.image or image_field(config)
+    val_field = validation_field(train_field, arguments.val_image)
     example = check_image_field(
         train_field,
         channels_last=config.channels_last,
-        mixes=bool(config.mixup or config.cutmix),
+        augments=augments_batches(config),
     )
     net, loaded = _make_model(config, task, model, shape_of(example), checkpoint is None)
     normalization = _normalization(checkpoint, loaded)
     image_input = ImageInput.of(
-        val_field, check_image_field(val_field, channels_last=False, mixes=False), normalization
+        val_field, check_image_field(val_field, channels_last=False, augments=False), normalization
     )
+    if data.val is not None and arguments.val_image is None:
+        check_no_randomness(data.val, val_field, config)
     frozen = model_weights.freeze(net, config.freeze) if config.freeze else []
     # lanes of the run that is resumed, so that it may have another number of processes
     lanes = config.lanes or (checkpoint["loader"]["lanes"] if checkpoint is not None else None)

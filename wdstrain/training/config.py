@@ -58,7 +58,7 @@ class Config(RunOptions):
             if rule is not None and value is not None and not rule.holds(value):
                 raise UsageError(f"{field.name}={value}: must be {rule.text}.")
         self._check_combinations()
-        Augment.parse(self.augment)
+        Augment.parse(self.augment, scale=self.scale, ratio=self.ratio, crop_pct=self.crop_pct)
 
     def _check_combinations(self) -> None:
         """Raise UsageError for options that do not go together."""
@@ -81,6 +81,10 @@ class Config(RunOptions):
                 f"optimizer={self.optimizer!r}: must be {', '.join(_OPTIMIZERS)} or "
                 f"module:function."
             )
+        if not self.mixup and not self.cutmix:
+            for name in ("mixup_prob", "mixup_switch_prob", "mixup_off_epoch"):
+                if getattr(self, name) != OPTIONS[name].default:
+                    raise UsageError(f"{name} needs mixup or cutmix.")
         for name, parent, owner in (
             ("step_epochs", "schedule", "step"),
             ("plateau_epochs", "schedule", "plateau"),
@@ -227,12 +231,22 @@ def check_known(name: str, known: Collection[str], title: str) -> None:
 @lru_cache(maxsize=1)
 def kinds() -> dict[str, tuple[type, bool]]:
     """Return (type, whether it may be None) of every option."""
-    hints = typing.get_type_hints(Config)
-    parts = {name: typing.get_args(hint) or (hint,) for name, hint in hints.items()}
-    return {name: (types[0], type(None) in types) for name, types in parts.items()}
+    found = {}
+    for name, hint in typing.get_type_hints(Config).items():
+        members = typing.get_args(hint)
+        is_optional = type(None) in members
+        kind = members[0] if is_optional else hint
+        found[name] = (typing.get_origin(kind) or kind, is_optional)
+    return found
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list of numbers",
+}
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -241,7 +255,9 @@ def _typed(name: str, value: Any) -> Any:
     if value is None and may_be_none:
         return None
     value = _as_plain(name, kind, value)
-    if type(value) is not kind:
+    if kind is tuple and all(type(number) in (int, float) for number in value):
+        return tuple(map(float, value))
+    if type(value) is not kind or kind is tuple:
         raise UsageError(f"{name}={value!r} is not {_WORDS[kind]}.")
     choices = OPTIONS[name].metadata.get("choices")
     if choices and value not in choices:
@@ -257,6 +273,8 @@ def _as_plain(name: str, kind: type, value: Any) -> Any:
         return int(value)
     if kind is float and type(value) is int:
         return float(value)
+    if kind is tuple:
+        return tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if kind is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if name == "device" and isinstance(getattr(value, "type", None), str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wdstrain.decode.fields import Field, Image
-from wdstrain.decode.transforms import Augment
+from wdstrain.decode.fields import Field, Image, NumpyArray
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
 from wdstrain.shards.declare import read_classes, with_label
@@ -38,6 +37,8 @@ from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
 _COUNTED_LABELS, _AVERAGED_LABELS = 10_000, 2_000
+# Samples and epochs that tell whether a field of the user's augments images.
+_COMPARED_SAMPLES, _COMPARED_EPOCHS = 4, 4
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,49 @@ def _shared_options(config: Config, distributed: DistributedContext) -> dict[str
     }
 
 
-def without_augmentation(field: Field) -> Field:
-    """Return an image field for validation; a field of the user's stays as it is."""
-    if type(field) is Image:
-        return replace(field, augment=Augment.parse(None))
-    return field
+def validation_field(train: Field, given: Field | None) -> Field:
+    """Return the image field of validation: the given one, or `train` without augmentation.
+
+    Raises UsageError for a given field that augments.
+    """
+    if type(given) is Image and given.augment.is_random:
+        raise UsageError("val_image= augments images. Validation needs the same images every time.")
+    if given is None and type(train) is Image:
+        return replace(train, augment=train.augment.without_randomness())
+    return given or train
+
+
+def check_no_randomness(index: Index, field: Field, config: Config) -> None:
+    """Raise UsageError for a field of the user's that gives other images in another epoch.
+
+    It reads a few samples in a few epochs.
+    """
+    if type(field) in (Image, NumpyArray):
+        return
+    few = index.take(np.arange(min(_COMPARED_SAMPLES, len(index))))
+    epochs = []
+    for epoch in range(_COMPARED_EPOCHS):
+        with closing(
+            Loader(
+                few,
+                {"image": field},
+                batch_size=len(few),
+                shuffle=False,
+                tail="keep",
+                rank=0,
+                world_size=1,
+                on_error="replace",
+                max_errors=1.0,
+                cache_dir=config.cache_dir,
+                cache_limit=config.cache_limit,
+            )
+        ) as loader:
+            epochs.append(next(iter(loader.epoch(epoch)))["image"])
+    if any(not torch.equal(images, epochs[0]) for images in epochs[1:]):
+        raise UsageError(
+            "image= gives other images in each epoch, and validation needs the same ones. Give a "
+            "field without augmentation: val_image=."
+        )
 
 
 def addresses(urls: Urls | Index) -> str | list[str]:

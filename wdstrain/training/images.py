@@ -16,7 +16,7 @@ from wdstrain.decode.fields import Example, Field, Image, NumpyArray, image
 from wdstrain.decode.transforms import Augment
 from wdstrain.errors import UsageError
 from wdstrain.loader.gpu_augment import IMAGENET, Augmentation
-from wdstrain.training.config import Config
+from wdstrain.training.config import OPTIONS, Config
 from wdstrain.training.heads import BinaryHead, ClassHead
 from wdstrain.training.tasks import Task
 
@@ -112,9 +112,22 @@ class ImageInput:
         return f"{self.field}({', '.join(f'{name}={value}' for name, value in values.items())})"
 
 
-def image_field(size: int, augment: str | None = None) -> Field:
-    """Return the field of images uint8[b, 3, size, size]."""
-    return image(size=size, augment=augment)
+def image_field(config: Config) -> Field:
+    """Return the field of images uint8[b, 3, image_size, image_size]."""
+    return image(
+        size=config.image_size,
+        augment=config.augment,
+        scale=config.scale,
+        ratio=config.ratio,
+        crop_pct=config.crop_pct,
+    )
+
+
+def check_no_image_options(config: Config) -> None:
+    """Raise UsageError for options of the image field of a run that has a field of its own."""
+    for name in ("augment", "scale", "ratio", "crop_pct"):
+        if getattr(config, name) != OPTIONS[name].default:
+            raise UsageError(f"{name} has no effect with image=. Give it to wt.image.")
 
 
 def shape_of(example: Example) -> tuple[int, ...]:
@@ -122,10 +135,10 @@ def shape_of(example: Example) -> tuple[int, ...]:
     return (example.shape[-1], *example.shape[:-1]) if example.channels_last else example.shape
 
 
-def check_image_field(source: Field, *, channels_last: bool, mixes: bool) -> Example:
+def check_image_field(source: Field, *, channels_last: bool, augments: bool) -> Example:
     """Return the example of an image field.
 
-    mixes: mixup or cutmix is used. Raises UsageError for a field that no model takes, or that does
+    augments: batches of images are augmented. Raises UsageError for a field that no model takes, or that does
     not go with these options.
     """
     example = source.example
@@ -137,8 +150,11 @@ def check_image_field(source: Field, *, channels_last: bool, mixes: bool) -> Exa
         raise UsageError(f"{given}: must be real numbers. Give two channels for complex numbers.")
     if channels_last and len(shape) != 3:
         raise UsageError(f"{given}: channels_last needs channels, height and width. Leave it out.")
-    if mixes and (example.dtype != "uint8" or len(shape) != 3 or shape[0] != 3):
-        raise UsageError(f"{given}: mixup and cutmix need uint8[3, height, width]. Leave them out.")
+    if augments and (example.dtype != "uint8" or len(shape) != 3 or shape[0] != 3):
+        raise UsageError(
+            f"{given}: mixup, cutmix, color_jitter and random_erasing need "
+            f"uint8[3, height, width]. Leave them out."
+        )
     return example
 
 
@@ -166,20 +182,39 @@ def _constants(normalization: Normalization, device: torch.device) -> list[Tenso
         return [torch.tensor(value, device=device).view(3, 1, 1) * 255 for value in values]
 
 
-def batch_augmentation(task: Task, image: ImageInput, config: Config) -> Augmentation | None:
-    """Return mixup and CutMix, if they are used."""
-    if not config.mixup and not config.cutmix:
+def augments_batches(config: Config) -> bool:
+    """Return whether batches of images are augmented, beside what the image field does."""
+    mixes = (config.mixup or config.cutmix) and config.mixup_prob
+    return bool(mixes or any(config.color_jitter) or config.random_erasing)
+
+
+def batch_augmentation(
+    task: Task, image: ImageInput, config: Config, epoch: int
+) -> Augmentation | None:
+    """Return color jitter, random erasing, mixup and CutMix of an epoch, if they are used."""
+    if not augments_batches(config):
         return None
+    mixes = bool(config.mixup or config.cutmix)
     head = task.heads[0]
-    if task.has_several or not isinstance(head, (ClassHead, BinaryHead)):
+    if mixes and (task.has_several or not isinstance(head, (ClassHead, BinaryHead))):
         raise UsageError(
             f"mixup={config.mixup}, cutmix={config.cutmix}: they mix the classes of one label, "
             f"and the task is {task}."
         )
+    mixes = mixes and (config.mixup_off_epoch is None or epoch < config.mixup_off_epoch)
+    jitter = config.color_jitter * 3 if len(config.color_jitter) == 1 else config.color_jitter
+    brightness, contrast, saturation, hue = (*jitter, 0.0, 0.0, 0.0, 0.0)[:4]
     return Augmentation(
         normalize=(image.normalization.mean, image.normalization.std),
-        mixup=config.mixup,
-        cutmix=config.cutmix,
+        brightness=brightness,
+        contrast=contrast,
+        saturation=saturation,
+        hue=hue,
+        random_erasing=config.random_erasing,
+        mixup=config.mixup if mixes else 0.0,
+        cutmix=config.cutmix if mixes else 0.0,
+        mixup_prob=config.mixup_prob,
+        mixup_switch_prob=config.mixup_switch_prob,
         classes=len(head.classes),
         label=f"target {head.name}",
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass
 from typing import Any, NamedTuple
 
+from wdstrain.decode.transforms import RATIO, SCALE
 from wdstrain.runtime.options import help_text, option
 
 
@@ -27,6 +28,19 @@ def _is_fold(text: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= int(match[2]) >= 2
 
 
+def _is_jitter(values: tuple[float, ...]) -> bool:
+    in_range = all(0 <= value < math.inf for value in values) and max(values[3:], default=0) <= 0.5
+    return len(values) in (0, 1, 3, 4) and in_range
+
+
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers of a list with commas between them."""
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of numbers; write for example 0.35,1") from None
+
+
 _AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
 _AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
 _FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
@@ -34,6 +48,8 @@ _ABOVE_0 = Rule(lambda value: 0 < value < math.inf, "a finite number above 0")
 _BELOW_1 = Rule(lambda value: 0 <= value < 1, ">= 0 and below 1")
 _FACTOR = Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")
 _FOLD = Rule(_is_fold, "K/N with a part K in 1 to N and N >= 2, such as 1/5")
+_PROBABILITY = Rule(lambda value: 0 <= value <= 1, "in 0 to 1")
+_JITTER = Rule(_is_jitter, "1, 3 or 4 finite numbers >= 0, the fourth (hue) at most 0.5")
 _SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
 
 
@@ -45,11 +61,18 @@ def _option(
     rule: Rule | None = None,
     free: bool = False,
     choices: tuple[str, ...] = (),
+    parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return a field. free: it may differ when a run is resumed. rule: for values but None."""
-    negatable = default is False
     return option(
-        default, help, metavar=metavar, negatable=negatable, rule=rule, free=free, choices=choices
+        default,
+        help,
+        metavar=metavar,
+        parse=parse,
+        negatable=default is False,
+        rule=rule,
+        free=free,
+        choices=choices,
     )
 
 
@@ -117,8 +140,56 @@ class AugmentOptions:
         "augmentation: rrc, flip, trivialaugment, randaugment, with + between",
         metavar="A",
     )
+    scale: tuple[float, float] = _option(
+        SCALE,
+        "least and largest area of a random resized crop, as shares of the image (default: 0.08,1)",
+        metavar="LOW,HIGH",
+        parse=parse_numbers,
+    )
+    ratio: tuple[float, float] = _option(
+        RATIO,
+        "least and largest width / height of a random resized crop (default: 3/4 to 4/3)",
+        metavar="LOW,HIGH",
+        parse=parse_numbers,
+    )
+    crop_pct: float = _option(
+        1.0,
+        "side of the center crop as a share of the image, such as 0.875; for validation, and for "
+        "training without rrc",
+        metavar="X",
+        rule=_FACTOR,
+    )
+    color_jitter: tuple[float, ...] = _option(
+        (),
+        "largest change of brightness, contrast and saturation: one number, or three, or four with "
+        "hue (at most 0.5); off if not given",
+        metavar="X,...",
+        parse=parse_numbers,
+        rule=_JITTER,
+    )
+    random_erasing: float = _option(
+        0.0,
+        "probability that a rectangle of an image is erased",
+        metavar="P",
+        rule=_PROBABILITY,
+    )
     mixup: float = _option(0.0, "alpha of mixup; 0: off", metavar="X", rule=_FINITE)
     cutmix: float = _option(0.0, "alpha of CutMix; 0: off", metavar="X", rule=_FINITE)
+    mixup_prob: float = _option(
+        1.0,
+        "probability that an image is mixed, by mixup or CutMix",
+        metavar="P",
+        rule=_PROBABILITY,
+    )
+    mixup_switch_prob: float = _option(
+        0.5, "probability of CutMix where both are on", metavar="P", rule=_PROBABILITY
+    )
+    mixup_off_epoch: int | None = _option(
+        None,
+        "mix no images after this many epochs (default: mix in all)",
+        metavar="N",
+        rule=_AT_LEAST_1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class Trainer:
         self._reporter, self._distributed = run.setup.reporter, run.setup.distributed
         self._updates = math.ceil(run.steps / config.accumulate)  # optimizer steps of an epoch
         self._schedule = Schedule(config, self._updates)
-        self._augmentation = batch_augmentation(self.task, run.setup.image, config)
+        batch_augmentation(self.task, run.setup.image, config, 0)  # raises UsageError
         self._callbacks = Callbacks(run.setup.objects.callbacks)
         self._stop_asked: str | None = None
         self._save_wanted = False  # by the clock; all processes write it one step later
@@ -188,7 +188,8 @@ class Trainer:
         self._unfreeze()
         train_mode(self.model)
         epoch = self.run.loader.epoch(state.epoch, start=state.step, until=config.epochs)
-        batches = to_device(epoch, self.setup.device, self._augmentation)
+        augmentation = batch_augmentation(self.task, self.setup.image, config, state.epoch)
+        batches = to_device(epoch, self.setup.device, augmentation)
         progress = StepLog(self.run)
         while state.step < self.run.steps:
             group = min(config.accumulate, self.run.steps - state.step)

@@ -1,0 +1,175 @@
+"""What training does to images, and that validation sees them as they are."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import wdstrain as wt
+from wdstrain.cli import main
+from wdstrain.training.config import Config, read_config
+
+QUICK: dict[str, Any] = {"epochs": 2, "batch_size": 8, "image_size": 8}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of train and val, with images of random pixels of two classes."""
+    folder = tmp_path_factory.mktemp("images") / "shards"
+    rng = np.random.default_rng(0)
+
+    def samples() -> Any:
+        for i in range(40):
+            file = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(file, "png")
+            yield {"__key__": f"{i:03d}", "png": file.getvalue(), "cls": i % 2}
+
+    wt.pack(samples(), folder, split={"train": 0.6, "val": 0.4})
+    return folder
+
+
+class Recorder(nn.Module):
+    """A linear model that keeps the images that it gets."""
+
+    seen: list[tuple[bool, Tensor]]
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 8 * 8, outputs)
+        self.seen = []
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        self.seen.append((self.training, pixels.detach().clone()))
+        result: Tensor = self.linear(pixels.flatten(1))
+        return result
+
+
+def images_of(shards: Path, out: Path, **options: Any) -> tuple[Tensor, Tensor, Any]:
+    """Return the images of training and of validation, in order, and the run."""
+    done = wt.train(shards, out, model=Recorder, lr=1e-9, **{**QUICK, **options})
+    seen = done.model.seen[1:]  # type: ignore[union-attr, index]  # the first is a trial
+    train, val = (
+        torch.cat([x for is_train, x in seen if is_train == kind]) for kind in (True, False)
+    )
+    return train, val, done
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"augment": "rrc+flip", "scale": (0.3, 0.6), "ratio": (1.0, 1.0)},
+        {"color_jitter": 0.4},
+        {"color_jitter": (0.4, 0.4, 0.4, 0.1)},
+        {"random_erasing": 0.9},
+        {"mixup": 0.5},
+        {"cutmix": 1.0, "mixup_prob": 0.9},
+        {"augment": "trivialaugment"},
+    ],
+)
+def test_only_images_of_training_are_augmented(
+    shards: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    plain, val, _ = images_of(shards, tmp_path / "plain")
+    changed, again, _ = images_of(shards, tmp_path / "changed", **options)
+    assert torch.equal(val, again)
+    assert plain.shape == changed.shape
+    assert not torch.allclose(plain, changed)
+    assert not torch.allclose(*changed.chunk(2)) if "augment" not in options else True
+    resumed = tmp_path / "resumed"
+    images_of(shards, resumed, **{**options, "epochs": 1})
+    rest, _, _ = images_of(shards, resumed, **options, resume=True)
+    assert torch.equal(rest, changed.chunk(2)[1])
+
+
+def test_mixing_ends_at_an_epoch(shards: Path, tmp_path: Path) -> None:
+    plain, _, _ = images_of(shards, tmp_path / "plain")
+    mixed, _, _ = images_of(shards, tmp_path / "mixed", mixup=1.0, mixup_off_epoch=1)
+    assert not torch.allclose(plain.chunk(2)[0], mixed.chunk(2)[0], atol=1e-2)
+    assert torch.allclose(plain.chunk(2)[1], mixed.chunk(2)[1], atol=1e-5)
+
+
+def test_validation_crops_the_center_and_so_do_predictions(shards: Path, tmp_path: Path) -> None:
+    _, val, _ = images_of(shards, tmp_path / "run", crop_pct=0.5)
+    fields = {"image": wt.image(size=8, crop_pct=0.5)}
+    loader = wt.Loader(f"{shards}/val-*.tar", fields, batch_size=8, shuffle=False, tail="keep")
+    with closing(loader):
+        pixels = torch.cat([batch["image"] for batch in loader]).float() / 255
+    mean, std = (
+        torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    assert torch.allclose(val[: len(pixels)], (pixels - mean) / std, atol=1e-4)
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    model = Recorder(1)
+    wt.evaluate(checkpoint, f"{shards}/val-*.tar", model=lambda _: model)
+    assert torch.equal(torch.cat([x for _, x in model.seen]), val[: len(pixels)])
+
+
+class Noisy:
+    """A field of the user's that adds noise."""
+
+    names = ("png",)
+    example = wt.Example((3, 8, 8), "float32")
+
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        out[...] = np.frombuffer(data[:64], np.uint8).reshape(8, 8) / 255 + draws[0]
+
+
+class Plain(Noisy):
+    def read(self, name: str, data: memoryview, out: Any, draws: Any) -> None:
+        out[...] = np.frombuffer(data[:64], np.uint8).reshape(8, 8) / 255
+
+
+def test_a_field_that_augments_is_refused_for_validation(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(wt.UsageError, match="gives other images in each epoch"):
+        images_of(shards, tmp_path / "run", image=Noisy())
+    with pytest.raises(wt.UsageError, match="val_image= augments"):
+        images_of(shards, tmp_path / "run", val_image=wt.image(size=8, augment="flip"))
+    with pytest.raises(wt.UsageError, match="augment has no effect with image="):
+        images_of(shards, tmp_path / "run", image=Plain(), augment="flip")
+    assert not (tmp_path / "run").exists()
+    _, val, _ = images_of(shards, tmp_path / "run", image=Noisy(), val_image=Plain())
+    assert torch.equal(*val.chunk(2))
+    _, val, _ = images_of(shards, tmp_path / "own", image=wt.image(size=8, augment="rrc+flip"))
+    assert torch.equal(*val.chunk(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scale": (0.5, 1)}, "Add rrc"),
+        ({"augment": "rrc", "scale": (0.5,)}, r"scale=\(0.5,\): must be"),
+        ({"augment": "rrc", "ratio": (2, 1)}, "ratio"),
+        ({"crop_pct": 0}, "above 0"),
+        ({"color_jitter": (0.1, 0.2)}, "1, 3 or 4"),
+        ({"color_jitter": (0.1, 0.2, 0.1, 0.6)}, "at most 0.5"),
+        ({"color_jitter": "strong"}, "not a list of numbers"),
+        ({"random_erasing": 1.5}, "in 0 to 1"),
+        ({"mixup_prob": 0.5}, "needs mixup or cutmix"),
+        ({"mixup": 1, "mixup_switch_prob": -1}, "in 0 to 1"),
+    ],
+)
+def test_augmentation_out_of_range_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        Config.of(options)
+
+
+def test_lists_of_numbers_are_flags_and_lines_of_a_file(shards: Path, tmp_path: Path) -> None:
+    words = ["--augment", "rrc", "--scale", "0.35,1", "--color-jitter", "0.4", "--epochs", "1"]
+    words += ["--batch-size", "8", "--image-size", "8", "--json", "--quiet"]
+    assert main(["train", str(shards), "--out", str(tmp_path / "run"), *words]) == 0
+    options, _ = read_config(str(tmp_path / "run" / "config.toml"))
+    assert (options["scale"], options["color_jitter"]) == ((0.35, 1.0), (0.4,))
+    assert main(["train", "--out", str(tmp_path / "run"), "--resume", "--epochs", "2"]) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
+    wrong = ["train", str(shards), "--out", str(tmp_path / "other"), "--scale", "a,b"]
+    assert main(wrong) == 2
