@@ -331,6 +331,9 @@ class MachineOptions:
         "on one GPU",
         free=True,
     )
+    sync_batchnorm: bool = _option(
+        False, "batch norms over the batches of all processes, for small batches per process"
+    )
     compile: bool = _option(False, "torch.compile the model", free=True)
     num_workers: int = _option(
         0, "decoding processes; 0: threads", metavar="N", free=True, rule=_AT_LEAST_0

@@ -27,6 +27,7 @@ from wdstrain.training.fsdp import (
 from wdstrain.training.images import ImageInput
 from wdstrain.training.optim import ModelEMA, make_optimizer
 from wdstrain.training.run_logger import RunLogger, TrainerState
+from wdstrain.training.sync_batchnorm import synchronize_batch_norms
 from wdstrain.training.tasks import Task
 
 
@@ -49,6 +50,8 @@ class RunState:
         config = setup.config
         self.loader, self.val_loader, self.setup = loader, val_loader, setup
         self.config, self.task, self.logger = config, setup.task, logger
+        if config.sync_batchnorm:
+            model = synchronize_batch_norms(model, setup.device, setup.distributed.size)
         self.average = ModelEMA(model, config.ema) if config.ema else None
         place = partial(setup.distributed.place, device=setup.device, shards=config.fsdp)
         self.model = place(model)

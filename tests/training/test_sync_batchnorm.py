@@ -1,0 +1,73 @@
+"""Synchronized batch norms see the batches of all processes, so these train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+from tests.training.train_job import run, run_job
+from wdstrain.training.checkpoint import read_checkpoint
+
+OPTIONS: dict[str, Any] = {
+    "model": "tests.training.test_sync_batchnorm:normalized",
+    "epochs": 1,
+    "batch_size": 16,
+    "lanes": 4,
+    "image_size": 8,
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "sync_batchnorm": True,
+    "deterministic": True,
+}
+
+
+def normalized(outputs: int) -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 6, 3, 2),
+        torch.nn.BatchNorm2d(6),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(54, 8),
+        torch.nn.BatchNorm1d(8, momentum=None),
+        torch.nn.Linear(8, outputs),
+    )
+
+
+def plain(outputs: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, outputs))
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("pets")
+    write_class_folder(folder / "png" / "train", {"cat": 50, "dog": 50})
+    write_class_folder(folder / "png" / "val", {"cat": 6, "dog": 7})
+    wt.convert_folder(folder / "png", folder / "shards")
+    return str(folder / "shards")
+
+
+@pytest.mark.slow
+def test_processes_with_synchronized_batch_norms_train_as_one_process(
+    pets: str, tmp_path: Path
+) -> None:
+    run(pets, str(tmp_path / "alone"), OPTIONS)
+    runs = {"ddp": OPTIONS, "fsdp": {**OPTIONS, "fsdp": True}}
+    run_job(2, pets, [(str(tmp_path / name), options) for name, options in runs.items()])
+    expected = read_checkpoint(str(tmp_path / "alone" / "checkpoints" / "last.pt"))
+    for name in runs:
+        state = read_checkpoint(str(tmp_path / name / "checkpoints" / "last.pt"))
+        torch.testing.assert_close(state["model"], expected["model"], rtol=1e-3, atol=1e-5)
+        val, val_alone = (one["state"]["history"][0]["val"] for one in (state, expected))
+        assert val == pytest.approx(val_alone, rel=1e-3)
+
+
+def test_a_model_without_batch_norms_is_refused(pets: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "model": "tests.training.test_sync_batchnorm:plain"}
+    with pytest.raises(wt.UsageError, match="the model has no batch norm"):
+        run(pets, str(tmp_path / "run"), options)
+    assert not (tmp_path / "run").exists()
