@@ -89,7 +89,8 @@ def test_samples_of_several_splits_are_not_mixed(
     """With a condition as without one: training samples must not be scored as validation."""
     both = tmp_path / "both"
     wt.convert_tars(packed, both, split={"train": 0.5, "val": 0.5})
-    for words in (["plan", both], ["bench", both], ["predict", "x.pt", both, "-o", "x.csv"]):
+    (model := tmp_path / "x.pt").write_bytes(b"x")
+    for words in (["plan", both], ["bench", both], ["predict", model, both, "-o", "x.csv"]):
         assert main([*map(str, words), "--where", "year > 2000"]) == 2
         assert "several splits" in capsys.readouterr().err
     assert run(capsys, "info", both, "--where", "year > 2000")["samples"] == 59

@@ -33,7 +33,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     options = PlanOptions(**given(arguments, PlanOptions))
 
     from wdstrain.inspection.epoch_preview.api import plan_epoch  # takes a second: torch
-    from wdstrain.inspection.epoch_preview.render import lines, page
     from wdstrain.storage.files import write_whole
 
     with ProgressReporter() as reporter:
@@ -46,9 +45,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         print_result(json.dumps(found.as_dict(), ensure_ascii=False))
     else:
         wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-        for line in lines(found, ascii_only=not wide):
+        for line in found.lines(ascii_only=not wide):
             print_result(line)
     if arguments.out is not None:
-        write_whole(arguments.out, page(found).encode("utf-8", "replace"))
+        write_whole(arguments.out, found.page().encode("utf-8", "replace"))
         print_message(f"written to {arguments.out}")
     return 0

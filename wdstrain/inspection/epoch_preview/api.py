@@ -1,30 +1,25 @@
 """`wt.plan_epoch`: what an epoch of a `Loader` will do, without reading a sample.
 
 The orders are those of real plans: of the chosen buffer, and of others. Of a large epoch, memory and
-shuffle quality are computed in parts. Classes come from the column of the index.
+shuffle quality are computed for some steps in its middle. Classes come from the column of the index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
-from wdstrain.inspection.epoch_preview.render import fragment, lines, verdict
-from wdstrain.inspection.epoch_preview.result import BufferQuality, Preview
-from wdstrain.inspection.epoch_preview.shuffle_quality import class_mix, neighbors, parts_of
-from wdstrain.inspection.epoch_preview.simulate import (
-    Held,
+from wdstrain.inspection.epoch_preview.measure import (
     Reads,
-    held_in,
-    places_in,
+    buffer_quality,
+    rank_share,
     reads_of,
-    share_of,
 )
+from wdstrain.inspection.epoch_preview.preview import EpochPreview
 from wdstrain.inspection.options import PlanOptions
 from wdstrain.loader.loader import Loader
 from wdstrain.loader.planning import open_shards
@@ -41,32 +36,6 @@ _MAX_MIXED = 1 << 18  # of an epoch for which shuffle quality is computed, for e
 _MAX_LABELS = 20_000  # that are read from local shards, if the index has no column
 
 Progress = Callable[[int, int], None]
-
-
-class EpochPreview(Preview):
-    """What an epoch will do. Prints as a table, and shows figures in a notebook."""
-
-    def __str__(self) -> str:
-        return "\n".join(lines(self))
-
-    def __repr__(self) -> str:
-        return (
-            f"EpochPreview({self.samples} samples, {self.world_size} ranks, {self.steps} steps, "
-            f"well shuffled: {self.is_good})"
-        )
-
-    def _repr_html_(self) -> str:
-        return fragment(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-able values."""
-        good = self.smallest_good
-        return {
-            **asdict(self),
-            "is_good": self.is_good,
-            "smallest_good_buffer": None if good is None else good.buffer,
-            "verdict": verdict(self),
-        }
 
 
 @takes(PlanOptions)
@@ -98,14 +67,15 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     assert isinstance(plan, Plan)
     widest = loader(2**31 - 1, shuffled=True).shuffle_buffer
     ranks = range(options.world_size)
-    reads = [[reads_of(index, plan, lane) for lane in plan.lanes_of(rank)] for rank in ranks]
-    held, steps, is_whole = _held(index, plan)
+    reads = [[reads_of(index, plan, rank, lane) for lane in plan.lanes_of(rank)] for rank in ranks]
+    steps = _measured_steps(plan, _MAX_SAMPLES)
     codes, read = None, 0
     if chosen is not None:
         codes, read, why = _class_codes(index, chosen, options.progress)
     plans = [replace(plan, window=size, shuffle=True, _blocks={}) for size in _sizes(plan, widest)]
     plans = plans if options.shuffle else [plan, *plans]
-    sizes = tuple(_quality(index, one, codes) for one in plans)
+    mixed_steps = _measured_steps(plan, _MAX_MIXED)
+    sizes = tuple(buffer_quality(index, one, codes, mixed_steps) for one in plans)
     packing = index.info.get("options")
     return EpochPreview(
         samples=len(index),
@@ -122,9 +92,9 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
         tail=options.tail,
         steps=plan.steps,
         left_out=plan.left_out,
-        exactly_once=is_whole and _is_once(plan, [one for of_rank in reads for one in of_rank]),
-        steps_measured=steps,
-        ranks=tuple(share_of(index, plan, rank, reads[rank], held[rank]) for rank in ranks),
+        exactly_once=_is_once(plan, [one for of_rank in reads for one in of_rank]),
+        steps_measured=steps[1] - steps[0],
+        ranks=tuple(rank_share(index, plan, rank, reads[rank], steps) for rank in ranks),
         quality=next(
             one for one in sizes if (one.buffer, one.shuffle) == (plan.window, options.shuffle)
         ),
@@ -136,21 +106,14 @@ def plan_epoch(options: PlanOptions) -> EpochPreview:
     )
 
 
-# --- reads and memory -----------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
-def _held(index: Index, plan: Plan) -> tuple[list[Held], int, bool]:
-    """Return (what each rank holds at the computed steps, their number, no place occurs twice)."""
-    parts, held, is_whole = parts_of(plan, _MAX_SAMPLES), [], True
-    for rank in range(plan.world_size):
-        sums = [np.zeros((2, stop - first), np.int64) for first, stop in parts]
-        for lane in plan.lanes_of(rank):
-            for total, (first, stop) in zip(sums, parts, strict=True):
-                places = places_in(plan, lane, first, stop)
-                is_whole = is_whole and len(np.unique(places.position)) == len(places.position)
-                total += np.stack(held_in(index, plan, lane, first, stop, places))
-        held.append(Held(*np.concatenate(sums, 1)))
-    return held, sum(stop - first for first, stop in parts), is_whole
+def _measured_steps(plan: Plan, most: int) -> tuple[int, int]:
+    """Return the steps [first, stop) to measure: all, or some in the middle with `most` samples."""
+    count = max(1, min(plan.steps, most // plan.global_batch))
+    first = (plan.steps - count) // 2
+    return first, first + count
 
 
 def _is_once(plan: Plan, reads: list[Reads]) -> bool:
@@ -161,9 +124,6 @@ def _is_once(plan: Plan, reads: list[Reads]) -> bool:
     order = np.argsort(first)
     is_apart = (first[order][1:] >= (first + count)[order][:-1]).all()
     return bool(is_apart) and int(count.sum()) == plan.samples - plan.left_out
-
-
-# --- shuffle quality ------------------------------------------------------------------------------
 
 
 def _sizes(plan: Plan, widest: int) -> list[int]:
@@ -177,35 +137,6 @@ def _sizes(plan: Plan, widest: int) -> list[int]:
     sizes = {1 << power for power in range(least, most.bit_length())}
     sizes |= {widest} if plan.samples <= _MAX_SAMPLES else set()
     return sorted(sizes | {plan.window} if plan.shuffle else sizes)
-
-
-def _quality(index: Index, plan: Plan, codes: Ints | None) -> BufferQuality:
-    """Return how well a plan shuffles. codes: class of each sample, -1: unknown; None: no classes."""
-    parts, held, steps, ids = [], [], [], []
-    for first, stop in parts_of(plan, _MAX_MIXED):
-        lanes = [places_in(plan, lane, first, stop) for lane in range(plan.lane_count)]
-        parts.append(lanes)
-        for lane, places in enumerate(lanes):
-            held.append(held_in(index, plan, lane, first, stop, places))
-            inside = (places.step >= first) & (places.step < stop)
-            steps.append(places.step[inside])
-            ids.append(places.ids[inside])
-    mix = None
-    if codes is not None:
-        kinds = codes[np.concatenate(ids)]
-        known = kinds >= 0
-        mix = class_mix(
-            np.concatenate(steps)[known],
-            kinds[known],
-            size=plan.global_batch,
-            counts=np.bincount(codes[codes >= 0]),
-        )
-    lanes_per_rank = plan.lane_count / plan.world_size
-    samples, size = (
-        lanes_per_rank * float(np.concatenate(column).mean()) for column in zip(*held, strict=True)
-    )
-    near = neighbors(plan, index.first, parts)
-    return BufferQuality(plan.window, plan.shuffle, samples, size, near, mix)
 
 
 def _class_codes(

@@ -1,4 +1,4 @@
-"""A preview as lines for a terminal of 80 columns, as HTML with charts, and as a verdict.
+"""`EpochPreview`, the result of `wt.plan_epoch`: lines for a terminal, HTML with charts, a verdict.
 
 Bars grow with the logarithm, because the values span four powers of ten.
 """
@@ -6,15 +6,16 @@ Bars grow with the logarithm, because the values span four powers of ten.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, dataclass
 from html import escape
-from statistics import fmean
 from textwrap import wrap
+from typing import Any
 
-from wdstrain.inspection.epoch_preview.result import BufferQuality, Preview
-from wdstrain.inspection.epoch_preview.shuffle_quality import NEAREST
-from wdstrain.inspection.epoch_preview.simulate import RankShare
+from wdstrain.inspection.epoch_preview.measure import NEAREST, BufferQuality, RankShare
+from wdstrain.order.order import Tail
 from wdstrain.report import charts
 from wdstrain.report.charts import Line
+from wdstrain.runtime.cached import cached_property
 
 _ROWS = 16  # ranks that are listed one by one
 _BAR = 12  # characters of the longest bar
@@ -23,17 +24,85 @@ _RANK_HEAD = ("rank", "samples", "MB", "shards", "cut", "reads", "seeks")
 _HELD_HEAD = ("first MB", "held MB", "max MB")
 
 
-def lines(preview: Preview, *, ascii_only: bool = False) -> list[str]:
-    """Return everything in lines of at most 80 columns. ascii_only: for other encodings."""
-    bar = "#" if ascii_only else "█"
-    blocks = [_summary(preview), _ranks(preview), _quality(preview), _buffers(preview, bar)]
-    return [
-        *(line for block in blocks for line in (*block, "")),
-        *wrap(verdict(preview), 80, break_on_hyphens=False),
-    ]
+@dataclass(frozen=True)
+class EpochPreview:
+    """What an epoch will do. Prints as a table, and shows figures in a notebook.
+
+    ranks: what each rank does. exactly_once: every sample that is not left out is read once.
+    steps_measured: steps for which memory was computed. quality: of the chosen order; sizes: of all
+    tried buffers, the smallest first. was_shuffled: the conversion shuffled the shards. label: whose
+    classes were measured; labels_read: values that were read from shards, because the index has no
+    column of them; why_no_classes: why no classes were measured.
+    """
+
+    samples: int
+    shards: int
+    bytes: int
+    is_remote: bool
+    batch_size: int
+    world_size: int
+    lanes: int
+    shuffle: bool
+    shuffle_buffer: int
+    seed: int
+    epoch: int
+    tail: Tail
+    steps: int
+    left_out: int
+    exactly_once: bool
+    steps_measured: int
+    ranks: tuple[RankShare, ...]
+    quality: BufferQuality
+    sizes: tuple[BufferQuality, ...]
+    was_shuffled: bool
+    label: str | None
+    labels_read: int
+    why_no_classes: str
+
+    @cached_property
+    def smallest_good(self) -> BufferQuality | None:
+        """The smallest buffer that mixes well; None if none of the tried ones does."""
+        return next((one for one in self.sizes if one.shuffle and one.is_good), None)
+
+    @property
+    def is_good(self) -> bool:
+        return self.quality.is_good
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        return (
+            f"EpochPreview({self.samples} samples, {self.world_size} ranks, {self.steps} steps, "
+            f"well shuffled: {self.is_good})"
+        )
+
+    def _repr_html_(self) -> str:
+        return charts.fragment(_TITLE, _body(self))
+
+    def lines(self, *, ascii_only: bool = False) -> list[str]:
+        """Return everything in lines of at most 80 columns. ascii_only: for other encodings."""
+        bar = "#" if ascii_only else "█"
+        blocks = [_summary(self), _ranks(self), _quality(self), _buffers(self, bar)]
+        rows = [line for block in blocks for line in (*block, "")]
+        return [*rows, *wrap(_verdict(self), 80, break_on_hyphens=False)]
+
+    def page(self) -> str:
+        """Return an HTML page in one file."""
+        return charts.page(_TITLE, f"<h1>{_TITLE.capitalize()}</h1>{_body(self)}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-able values."""
+        good = self.smallest_good
+        return {
+            **asdict(self),
+            "is_good": self.is_good,
+            "smallest_good_buffer": None if good is None else good.buffer,
+            "verdict": _verdict(self),
+        }
 
 
-def verdict(preview: Preview) -> str:
+def _verdict(preview: EpochPreview) -> str:
     """Return a few sentences: whether the order is well shuffled, and what would be."""
     now, good = preview.quality, preview.smallest_good
     separated = next(
@@ -72,20 +141,10 @@ def verdict(preview: Preview) -> str:
     return " ".join(sentences)
 
 
-def fragment(preview: Preview) -> str:
-    """Return HTML for a notebook."""
-    return charts.fragment(_TITLE, _body(preview))
-
-
-def page(preview: Preview) -> str:
-    """Return a page in one file."""
-    return charts.page(_TITLE, f"<h1>{_TITLE.capitalize()}</h1>{_body(preview)}")
-
-
 # --- blocks of lines ------------------------------------------------------------------------------
 
 
-def _summary(preview: Preview) -> list[str]:
+def _summary(preview: EpochPreview) -> list[str]:
     p = preview
     order = f"buffer of {p.shuffle_buffer} samples, seed {p.seed}" if p.shuffle else "none"
     left_out = f"{p.left_out} of {p.samples}" if p.left_out else "0"
@@ -107,8 +166,8 @@ def _summary(preview: Preview) -> list[str]:
     return _named(rows)
 
 
-def _ranks(preview: Preview) -> list[str]:
-    """Return a row for each rank; of many, of those that read least and most; and their sum."""
+def _ranks(preview: EpochPreview) -> list[str]:
+    """Return a row for each rank; of many, of those that read least and most."""
     head = [*_RANK_HEAD, *_HELD_HEAD]
     if preview.is_remote:
         head[head.index("seeks")] = "requests"
@@ -118,8 +177,6 @@ def _ranks(preview: Preview) -> list[str]:
         least, most = ordered[0], ordered[-1]
         ranks = [(f"least ({least.rank})", least), (f"most ({most.rank})", most)]
     rows = [tuple(head), *(_rank_row(name, rank, preview.is_remote) for name, rank in ranks)]
-    if len(preview.ranks) > 1:
-        rows.append(_sum_row(preview))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     gap = "  " if sum(widths) + 2 * len(widths) < 82 else " "
     table = [
@@ -137,33 +194,22 @@ def _ranks(preview: Preview) -> list[str]:
     return [*table, *notes]
 
 
-def _quality(preview: Preview) -> list[str]:
+def _quality(preview: EpochPreview) -> list[str]:
     near, classes = preview.quality.neighbors, preview.quality.classes
     rows = []
     if near is not None:
         nearest = f"{near.nearest:.3g} of the {NEAREST} nearest on disk share a batch"
-        rows += [
-            ("neighbors", f"{nearest} (ideal: {near.nearest_ideal:.3g})"),
-            ("", f"two adjacent ones: {near.touching:.2%} (ideal: {near.touching_ideal:.2%})"),
-            ("moves", f"{near.mean_move:.0f} places, mean; {near.max_move} at most"),
-        ]
+        rows.append(("neighbors", f"{nearest} (ideal: {near.nearest_ideal:.3g})"))
     if classes is None:
         rows.append(("classes", f"not measured: {preview.why_no_classes or 'too few samples'}"))
         return _named(rows)
-    different = f"{classes.classes:.1f} different in {classes.among} samples of a batch"
     read = f"; {preview.labels_read} labels were read" if preview.labels_read else ""
-    rows += [
-        ("classes", f"{different} (ideal: {classes.classes_ideal:.1f})"),
-        (
-            "design effect",
-            f"{classes.design_effect:.2f} of {preview.label!r} (ideal: 1, good: at most "
-            f"{classes.limit:.2f}){read}",
-        ),
-    ]
-    return _named(rows)
+    effect = f"{classes.design_effect:.2f} of {preview.label!r}"
+    good = f"(ideal: 1, good: at most {classes.limit:.2f})"
+    return _named([*rows, ("design effect", f"{effect} {good}{read}")])
 
 
-def _buffers(preview: Preview, bar: str = "█") -> list[str]:
+def _buffers(preview: EpochPreview, bar: str = "█") -> list[str]:
     """Return a row for each buffer: memory, and bars of the distance from a random order."""
     has_classes = any(one.classes for one in preview.sizes)
     head = f"{'buffer':>9} {'held MB':>9}  {'neighbors in a batch':<22}"
@@ -186,50 +232,43 @@ def _buffers(preview: Preview, bar: str = "█") -> list[str]:
     return rows
 
 
-def _body(preview: Preview) -> str:
+def _body(preview: EpochPreview) -> str:
     sizes = [one for one in preview.sizes if one.shuffle]
-    across = "shuffle buffer, samples"
-    near = [(math.log2(one.buffer), one.neighbors) for one in sizes if one.neighbors]
-    even = [(math.log2(one.buffer), one.classes) for one in sizes if one.classes]
-    cards = []
-    if near:
-        xs = [x for x, _ in near]
-        series = [
-            Line("this set", xs, [one.nearest for _, one in near], dots=True),
-            Line("good", xs, [one.limit for _, one in near]),
-            Line("ideal", xs, [one.nearest_ideal for _, one in near]),
-        ]
-        title = f"Neighbors: of the {NEAREST} nearest on disk, in the same batch"
-        cards.append((title, charts.lines(series, across=across, log=True, x_text=_power)))
-    if even:
-        xs = [x for x, _ in even]
-        series = [
-            Line("this set", xs, [max(one.design_effect, 1e-3) for _, one in even], dots=True),
-            Line("good", xs, [one.limit for _, one in even]),
-        ]
-        title = f"Design effect of {preview.label}: variance of class shares / ideal variance"
-        cards.append((title, charts.lines(series, across=across, log=True, x_text=_power)))
-    held = [one.held_bytes / 1e6 for one in sizes]
-    memory = [Line("mean", [math.log2(one.buffer) for one in sizes], held, dots=True)]
-    cards.append(("Held on a rank, MB", charts.lines(memory, across=across, x_text=_power)))
-    first = f" (the first {_ROWS})" if len(preview.ranks) > _ROWS else ""
-    read = {f"rank {one.rank}": round(one.bytes / 1e6, 1) for one in preview.ranks[:_ROWS]}
-    cards.append((f"Read by each rank, MB{first}", charts.bars(read)))
-    texts = [
-        ("Epoch", _summary(preview)),
-        ("Shuffle", _quality(preview)),
-        ("Ranks", _ranks(preview)),
-        ("Buffers", _buffers(preview)),
+    near = [(one.buffer, one.neighbors) for one in sizes if one.neighbors]
+    even = [(one.buffer, one.classes) for one in sizes if one.classes]
+    near_title = f"Neighbors: of the {NEAREST} nearest on disk, in the same batch"
+    even_title = f"Design effect of {preview.label}: variance of class shares / ideal variance"
+    figures = [
+        _chart(near_title, [(size, one.nearest, one.limit) for size, one in near]),
+        _chart(even_title, [(size, one.design_effect, one.limit) for size, one in even]),
     ]
-    figures = "".join(
-        f'<div class="card"><h2>{escape(name)}</h2>{drawn}</div>' for name, drawn in cards
-    )
+    texts = {
+        "Epoch": _summary(preview),
+        "Shuffle": _quality(preview),
+        "Ranks": _ranks(preview),
+        "Buffers": _buffers(preview),
+    }
     tables = "".join(
         f'<div class="card"><h2>{name}</h2><pre>{escape(chr(10).join(rows))}</pre></div>'
-        for name, rows in texts
+        for name, rows in texts.items()
     )
-    text = escape(verdict(preview))
-    return f'<p><b>{text}</b></p><div class="cards">{figures}</div>{tables}'
+    verdict = escape(_verdict(preview))
+    return f'<p><b>{verdict}</b></p><div class="cards">{"".join(figures)}</div>{tables}'
+
+
+def _chart(title: str, points: list[tuple[int, float, float]]) -> str:
+    """Return a card with a chart of (buffer, value, largest good value)."""
+    if not points:
+        return ""
+    xs = [math.log2(size) for size, _, _ in points]
+    series = [
+        Line("this set", xs, [max(value, 1e-3) for _, value, _ in points], dots=True),
+        Line("good", xs, [limit for _, _, limit in points]),
+    ]
+    chart = charts.lines(
+        series, across="shuffle buffer, samples", log=True, x_text=lambda x: f"{2**x:.0f}"
+    )
+    return f'<div class="card"><h2>{escape(title)}</h2>{chart}</div>'
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -242,18 +281,7 @@ def _rank_row(name: str, rank: RankShare, is_remote: bool) -> tuple[str, ...]:
     return (name, str(rank.samples), _mb(rank.bytes), *map(str, counts), *map(_mb, sizes))
 
 
-def _sum_row(preview: Preview) -> tuple[str, ...]:
-    def total(name: str) -> int:
-        return sum(getattr(rank, name) for rank in preview.ranks)
-
-    moves = "requests" if preview.is_remote else "seeks"
-    counts = [str(total(name)) for name in ("opened_in_the_middle", "reads", moves)]
-    mean = fmean(rank.held_bytes_mean for rank in preview.ranks) * len(preview.ranks)
-    sizes = map(_mb, (total("first_batch_bytes"), mean, total("held_bytes_most")))
-    return ("all", str(total("samples")), _mb(total("bytes")), "", *counts, *sizes)
-
-
-def _faults(preview: Preview) -> list[str]:
+def _faults(preview: EpochPreview) -> list[str]:
     """Return what is wrong with the order."""
     now = preview.quality
     near, classes, faults = now.neighbors, now.classes, []
@@ -273,10 +301,6 @@ def _bar_length(value: float, most: float) -> int:
     """Return the logarithmic length of a bar: 0 at a hundredth, the whole bar at `most`."""
     share = math.log(max(value, 0.01) / 0.01) / math.log(max(most, 1) / 0.01)
     return round(_BAR * min(1.0, share))
-
-
-def _power(exponent: float) -> str:
-    return f"{2**exponent:.0f}"
 
 
 def _buffer_text(one: BufferQuality) -> str:

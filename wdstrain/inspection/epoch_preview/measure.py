@@ -1,0 +1,311 @@
+"""What a rank reads and holds in an epoch, and how well its order is shuffled.
+
+Reads are planned with the reader's own functions, and the order is that of the plan. Shuffle quality
+is compared with a perfectly random order: neighbors on disk that share a batch, and classes in
+batches. Neighbors reveal what classes do not, such as frames of one video. A batch is the global
+batch of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from wdstrain.order.plan import Plan
+from wdstrain.reader.read_blocks import ReadBlock, read_bytes
+from wdstrain.shards.index import Index
+from wdstrain.shards.offsets import Ints
+from wdstrain.storage.block_map import range_size
+from wdstrain.storage.remote import is_remote
+
+NEAREST = 16  # nearest samples on disk: half of them before a sample, half after it
+_GOOD_NEIGHBORS = 0.1  # by so many more than ideal of the nearest samples may share a batch
+_GOOD_EFFECT = 1.1  # batches are as even as ideal ones that are a tenth smaller
+_MAX_CHANCE = 0.9  # of a design effect that chance excuses
+
+
+# --- reads ----------------------------------------------------------------------------------------
+
+
+class Reads(NamedTuple):
+    """Reads of a lane, in order. int64[reads] each.
+
+    ids: first sample; samples: their number; shard: its number; start, stop: bytes of the shard.
+    """
+
+    ids: Ints
+    samples: Ints
+    shard: Ints
+    start: Ints
+    stop: Ints
+
+
+def reads_of(index: Index, plan: Plan, rank: int, lane: int) -> Reads:
+    """Return the reads of a lane in an epoch."""
+    place, most, reads = 0, read_bytes(index), [(0, 0, 0, 0, 0)]
+    block = ReadBlock.of(index, plan, rank, lane, place, with_rows=False)
+    while place < block.end:
+        if not block.covers_read(place):
+            block = ReadBlock.of(index, plan, rank, lane, place, with_rows=False)
+        count = block.places_of_read(place, 0, most)
+        row, last = place - block.start, place - block.start + count - 1
+        read = (block.ids[row], count, block.shards[row], block.starts[row], block.stops[last])
+        reads.append(read)
+        place += count
+    return Reads(*np.array(reads[1:], np.int64).reshape(-1, 5).T)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank does in an epoch.
+
+    padding: rows that repeat samples. bytes: are read. opened_in_the_middle: shards whose beginning
+    another lane reads, or the epoch leaves out. seeks: reads that open a shard, or do not start
+    where the last one ended; the lanes of a rank take turns, so with several of them a disk seeks
+    with nearly every read. requests: to servers, without a cache; 0 for local shards.
+    first_batch_bytes: are read before the first batch is complete. held: read and not delivered,
+    when a batch is requested.
+    """
+
+    rank: int
+    steps: int
+    samples: int
+    padding: int
+    bytes: int
+    shards: int
+    opened_in_the_middle: int
+    reads: int
+    seeks: int
+    requests: int
+    first_batch_bytes: int
+    held_samples_mean: float
+    held_samples_most: int
+    held_bytes_mean: float
+    held_bytes_most: int
+
+
+def rank_share(
+    index: Index, plan: Plan, rank: int, lanes: Sequence[Reads], steps: tuple[int, int]
+) -> RankShare:
+    """Return what a rank does. lanes: reads of each of its lanes. steps: at which it is measured."""
+    samples = sum(plan.lane_samples(lane) for lane in plan.lanes_of(rank))
+    held = np.sum([held_in(index, plan, lane, *steps) for lane in plan.lanes_of(rank)], axis=0)
+    first = sum(int(held_in(index, plan, lane, 0, 1).bytes[0]) for lane in plan.lanes_of(rank))
+    opens = [np.diff(one.shard, prepend=-1) != 0 for one in lanes]
+    jumps = [one.start != np.append(-1, one.stop[:-1]) for one in lanes]
+    sizes = np.concatenate([one.stop - one.start for one in lanes])
+    far = any(is_remote(shard.path) for shard in index.shards)
+    return RankShare(
+        rank=rank,
+        steps=plan.steps,
+        samples=samples,
+        padding=plan.steps * plan.batch_size - samples if plan.tail == "pad" else 0,
+        bytes=int(sizes.sum()),
+        shards=len(np.unique(np.concatenate([one.shard for one in lanes]))),
+        opened_in_the_middle=sum(
+            int((one.ids[new] != index.first[one.shard[new]]).sum())
+            for one, new in zip(lanes, opens, strict=True)
+        ),
+        reads=len(sizes),
+        seeks=sum(int((new | jump).sum()) for new, jump in zip(opens, jumps, strict=True)),
+        requests=int((-(-sizes // range_size())).sum()) if far else 0,
+        first_batch_bytes=first,
+        held_samples_mean=float(held[0].mean()),
+        held_samples_most=int(held[0].max()),
+        held_bytes_mean=float(held[1].mean()),
+        held_bytes_most=int(held[1].max()),
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class LanePlaces(NamedTuple):
+    """Places of a lane. int64[places] each.
+
+    ids: sample; step: that delivers it; due: last step that needs it.
+    """
+
+    ids: Ints
+    step: Ints
+    due: Ints
+
+
+class Held(NamedTuple):
+    """What is held when the batch of a step is requested, that batch included. int64[steps] each."""
+
+    samples: Ints
+    bytes: Ints
+
+
+def places_in(plan: Plan, lane: int, first: int, stop: int) -> LanePlaces:
+    """Return the places of a lane that the steps [first, stop) may need."""
+    count, last = plan.lane_samples(lane), plan.span(lane, plan.steps - 1)[0]
+    low = max(0, min(plan.span(lane, first)[0], count) - plan.window + 1)
+    high = min(count, plan.span(lane, stop - 1)[1] + plan.window - 1)
+    if low >= high:
+        return LanePlaces(*np.zeros((3, 0), np.int64))
+    position = plan.positions(lane, low, high)
+    step = np.minimum(position // plan.samples_per_step_per_lane, plan.steps - 1)
+    step[position >= last] = plan.steps - 1
+    due = step if plan.tail == "drop" else plan.due(lane, low, high)
+    return LanePlaces(plan.ids(lane, np.arange(low, high)), step, due)
+
+
+def held_in(
+    index: Index, plan: Plan, lane: int, first: int, stop: int, known: LanePlaces | None = None
+) -> Held:
+    """Return what a lane holds at each of the steps [first, stop). known: `places_in` of them.
+
+    A sample is held from when it is read until its batch is requested. What the reader reads ahead,
+    some MB, comes on top.
+    """
+    count, table = plan.lane_samples(lane), index.offsets
+    if count == 0:  # nothing, or the one sample that an empty lane pads with
+        ids = plan.ids(lane, np.arange(plan.lane_places(lane)))
+        size = int((table.stop[ids] - table.start[ids]).sum())
+        return Held(np.full(stop - first, len(ids)), np.full(stop - first, size))
+    known = known or places_in(plan, lane, first, stop)
+    total = np.concatenate([[0], np.cumsum(table.stop[known.ids] - table.start[known.ids])])
+    # a lane is read as far as the furthest place of all steps until then: int64[steps]
+    read: Ints = np.zeros(stop - first, np.int64)
+    mine = known.step < stop
+    np.maximum.at(read, np.maximum(known.step[mine] - first, 0), np.flatnonzero(mine) + 1)
+    read = np.maximum.accumulate(read)
+    gone = known.due < stop - 1
+    after = np.maximum(known.due[gone] - first + 1, 0)
+    left = np.cumsum(np.bincount(after, minlength=stop - first))
+    sizes = np.bincount(after, weights=np.diff(total)[gone], minlength=stop - first)
+    return Held(read - left, total[read] - np.cumsum(sizes).astype(np.int64))
+
+
+# --- shuffle quality ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """How many of the 16 samples nearest on disk share a sample's batch. ideal: in a random order."""
+
+    nearest: float
+    nearest_ideal: float
+
+    @property
+    def limit(self) -> float:
+        """The largest good value of `nearest`; in small sets twice the ideal."""
+        return self.nearest_ideal + max(_GOOD_NEIGHBORS, self.nearest_ideal)
+
+
+@dataclass(frozen=True)
+class ClassMix:
+    """How evenly classes are spread over batches.
+
+    design_effect: variance of the class shares of batches / that of a random order. 1 is ideal; the
+    batch size means that every batch has one class. chance: two standard deviations of it in a
+    random order.
+    """
+
+    design_effect: float
+    chance: float
+
+    @property
+    def limit(self) -> float:
+        """The largest good value of `design_effect`."""
+        return _GOOD_EFFECT + min(self.chance, _MAX_CHANCE)
+
+
+@dataclass(frozen=True)
+class BufferQuality:
+    """How well a shuffle buffer mixes, and what it holds on a rank, on average.
+
+    shuffle: False for the order on disk. neighbors, classes: None if they cannot be measured.
+    """
+
+    buffer: int
+    shuffle: bool
+    held_samples: float
+    held_bytes: float
+    neighbors: Neighbors | None
+    classes: ClassMix | None
+
+    @property
+    def separates_neighbors(self) -> bool:
+        """Whether neighbors on disk are rarely in one batch."""
+        return self.neighbors is None or self.neighbors.nearest <= self.neighbors.limit
+
+    @property
+    def mixes_classes(self) -> bool:
+        """Whether batches are nearly as even in their classes as those of a random order."""
+        return self.classes is None or self.classes.design_effect <= self.classes.limit
+
+    @property
+    def is_good(self) -> bool:
+        return self.separates_neighbors and self.mixes_classes
+
+
+def buffer_quality(
+    index: Index, plan: Plan, codes: Ints | None, steps: tuple[int, int]
+) -> BufferQuality:
+    """Return how well a plan shuffles. codes: class of each sample, -1: unknown; None: no classes."""
+    lanes = [places_in(plan, lane, *steps) for lane in range(plan.lane_count)]
+    held = [held_in(index, plan, lane, *steps, places) for lane, places in enumerate(lanes)]
+    ids, step = (np.concatenate([getattr(one, name) for one in lanes]) for name in ("ids", "step"))
+    per_rank = plan.lane_count / plan.world_size
+    return BufferQuality(
+        buffer=plan.window,
+        shuffle=plan.shuffle,
+        held_samples=per_rank * float(np.mean([one.samples for one in held])),
+        held_bytes=per_rank * float(np.mean([one.bytes for one in held])),
+        neighbors=_neighbors(plan, index, ids, step),
+        classes=None if codes is None else _class_mix(plan, codes, ids, step, steps),
+    )
+
+
+def _neighbors(plan: Plan, index: Index, ids: Ints, step: Ints) -> Neighbors | None:
+    """Return how neighbors meet; None if no shard has two samples. ids, step: int64[n]"""
+    order = np.argsort(ids, kind="stable")
+    ids, step = ids[order], step[order]
+    shard, shares = index.shard_of(ids), list[float]()
+    for i in range(1, min(NEAREST // 2, len(ids) - 1) + 1):
+        near = (ids[i:] - ids[:-i] == i) & (shard[i:] == shard[:-i])
+        if near.any():
+            shares.append(float((step[i:] == step[:-i])[near].mean()))
+    if not shares:
+        return None
+    kept, size = plan.samples - plan.left_out, plan.global_batch
+    rest = kept - (plan.steps - 1) * size  # samples of the last batch
+    ideal = ((plan.steps - 1) * size * (size - 1) + rest * (rest - 1)) / max(1, kept * (kept - 1))
+    return Neighbors(2 * sum(shares), 2 * len(shares) * ideal)
+
+
+def _class_mix(
+    plan: Plan, codes: Ints, ids: Ints, step: Ints, steps: tuple[int, int]
+) -> ClassMix | None:
+    """Return how evenly classes are spread over batches; None if there are not two classes.
+
+    P is the probability that two samples of a batch have one class, P0 that of two samples of the
+    set. rho = (P - P0) / (1 - P0) is the intraclass correlation, 1 + (batch size - 1) * rho the
+    design effect (Kish).
+    """
+    counts = np.bincount(codes[codes >= 0])
+    counts = counts[counts > 0]
+    inside = (step >= steps[0]) & (step < steps[1]) & (codes[ids] >= 0)
+    if not inside.any() or len(counts) < 2:
+        return None
+    width = int(codes.max()) + 1
+    cells, number = np.unique(step[inside] * width + codes[ids[inside]], return_counts=True)
+    known = np.bincount(cells // width, weights=number)  # samples of each batch
+    pairs = float((known * (known - 1)).sum())
+    if not pairs:
+        return None
+    total = float(counts.sum())
+    ideal = float((counts * (counts - 1.0)).sum()) / (total * (total - 1))
+    rho = (float((number * (number - 1.0)).sum()) / pairs - ideal) / max(1 - ideal, 1e-12)
+    batches = int((known > 1).sum())
+    return ClassMix(
+        design_effect=1 + (plan.global_batch - 1) * rho,
+        chance=2 * math.sqrt(2 / (batches * (len(counts) - 1))),
+    )
