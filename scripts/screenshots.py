@@ -24,7 +24,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sheet = IMAGES / "sheet.png"
         wdstrain(folder, "demo", "--dir", ".")
-        wdstrain(folder, "show", "digits", "--random", "-n", "12", "-o", str(sheet))
+        wdstrain(folder, "show", "digits", "--random", "-n", "18", "-o", str(sheet))
         pages = [screenshot(Path(folder) / "digits-run" / "report.html", name) for name in SCHEMES]
     for image in (sheet, *pages):
         size = image.stat().st_size

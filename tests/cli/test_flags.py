@@ -192,3 +192,12 @@ def test_quiet_prints_nothing_but_the_result(tmp_path: Path, capsys: Any) -> Non
 def test_options_are_not_abbreviated(tmp_path: Path, capsys: Any) -> None:
     assert main(["convert", "folder", "in", str(tmp_path / "out"), "--max-shard-sam", "3"]) == 2
     assert "hint: Did you mean --max-shard-samples?" in capsys.readouterr().err
+
+
+def test_hints_name_flags_that_are_not_options_of_the_function_alone(
+    tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "config.toml").touch()
+    assert main(["train", "shards", "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "continue with --resume, or replace it with --overwrite" in " ".join(err.split())

@@ -168,6 +168,11 @@ def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
     assert rows["sub/black.jpg"]["kind"] == "no"
     assert rows["white, large.png"]["kind"] == "yes"
     assert "kind true" not in rows["sub/black.jpg"]
+    # one image file
+    words[2] = str(new / "sub" / "black.jpg")
+    assert main(words) == 0
+    (row,) = csv.DictReader((tmp_path / "p.csv").read_text().splitlines())
+    assert (row["key"], row["kind"]) == ("black.jpg", "no")
 
 
 def test_substitutes_of_bad_samples_are_not_scored(bright: Path, run: Path, tmp_path: Path) -> None:

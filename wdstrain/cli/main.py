@@ -63,7 +63,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    flags = getattr(arguments, "flags", None) or _flags(arguments.parser)
+    flags = {**_flags(arguments.parser), **getattr(arguments, "flags", {})}
     try:
         status = int(arguments.verb(arguments))
         flush_results()

@@ -183,7 +183,8 @@ def _expand_folder(path: Path) -> list[str]:
             f"to .tar."
         )
     raise UsageError(
-        f"{path}: this folder holds no index.json and no .tar file. Name the folder of the shards."
+        f"{path}: this folder holds no index.json and no .tar file. Name a folder of "
+        f"shards, or make shards of its images: wdstrain convert folder {path} OUT"
     )
 
 

@@ -110,7 +110,9 @@ class PredictArguments(PredictOptions):
     """Arguments of `wt.predict`."""
 
     checkpoint: Path = option(REQUIRED, _CHECKPOINT)
-    urls: Urls | Index = option(REQUIRED, "shards of one split, or a folder of images")
+    urls: Urls | Index = option(
+        REQUIRED, "shards of one split, a folder of images, or an image file"
+    )
     out: Path = option(REQUIRED, "file to write, .csv or .parquet")
     _: KW_ONLY
     model: ModelFactory | nn.Module | str | None = option(None, _MODEL)

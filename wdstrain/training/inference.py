@@ -73,9 +73,10 @@ def predict(arguments: PredictArguments) -> PredictResult:
     source = loaded.image_source(arguments.image)
     predictor = _Predictor(loaded, source, device, arguments.embeddings)
     with reporting(arguments.progress, True) as reporter:
-        if _is_image_folder(urls):
+        images = _image_paths(urls, source)
+        if images:
             known: list[Head] = []
-            rows = _rows_of_folder(os.fspath(urls), predictor, reporter)  # type: ignore[arg-type]
+            rows = _rows_of_images(images, predictor, reporter)
         else:
             index = urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
             known = _comparable_heads(index, loaded, reporter)
@@ -318,25 +319,24 @@ def _rows_of_shards(
             reporter.step("predicting", step + 1, len(loader))
 
 
-def _rows_of_folder(
-    folder: str, predictor: _Predictor, reporter: Reporter
+def _rows_of_images(
+    images: Sequence[tuple[str, str]], predictor: _Predictor, reporter: Reporter
 ) -> Generator[_Row, None, None]:
-    paths = sorted(str(item.parts[0][1]) for item in list_folder(folder, flat=True).items)
+    """Yield the rows of image files. images: (key, path)."""
     size = predictor.loaded.config.batch_size
     with ThreadPoolExecutor(thread_name_prefix="wdstrain-predict") as pool, torch.inference_mode():
-        for first in range(0, len(paths), size):
-            some = paths[first : first + size]
-            images = list(pool.map(lambda path: _read_image(path, predictor.source), some))
-            good = [pixels for pixels, _ in images if pixels is not None]
+        for first in range(0, len(images), size):
+            some = images[first : first + size]
+            read = list(pool.map(lambda image: _read_image(image[1], predictor.source), some))
+            good = [pixels for pixels, _ in read if pixels is not None]
             rows = iter(predictor.rows(torch.stack(good).to(predictor.device)) if good else [])
-            for path, (pixels, error) in zip(some, images, strict=True):
-                name = os.path.relpath(path, folder)
+            for (key, _), (pixels, error) in zip(some, read, strict=True):
                 if pixels is None:
-                    yield _Row(name, error=error)
+                    yield _Row(key, error=error)
                 else:
                     outputs, embedding = next(rows)
-                    yield _Row(name, outputs, embedding=embedding)
-            reporter.step("predicting", first // size + 1, -(-len(paths) // size))
+                    yield _Row(key, outputs, embedding=embedding)
+            reporter.step("predicting", first // size + 1, -(-len(images) // size))
 
 
 def _read_image(path: str, source: Field) -> tuple[Tensor | None, str]:
@@ -356,11 +356,16 @@ def _read_image(path: str, source: Field) -> tuple[Tensor | None, str]:
     return pixels.permute(2, 0, 1) if example.channels_last else pixels, ""
 
 
-def _is_image_folder(urls: Urls | Index) -> bool:
-    """Return whether an address is a folder of images, not of shards."""
+def _image_paths(urls: Urls | Index, source: Field) -> list[tuple[str, str]]:
+    """Return (key, path) of each image of a folder or of one image file; empty for shards."""
     if not isinstance(urls, (str, os.PathLike)):
-        return False
+        return []
     path = os.fspath(urls)
-    return os.path.isdir(path) and not any(
+    if os.path.splitext(path)[1][1:].lower() in source.names and os.path.exists(path):
+        return [(os.path.basename(path), path)]
+    if not os.path.isdir(path) or any(
         name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path)
-    )
+    ):
+        return []
+    paths = sorted(str(item.parts[0][1]) for item in list_folder(path, flat=True).items)
+    return [(os.path.relpath(image, path), image) for image in paths]

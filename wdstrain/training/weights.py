@@ -78,8 +78,10 @@ def _load_torchvision(model: nn.Module, model_name: str, weights: str) -> Loaded
         state = member.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:
         cache = os.path.join(torch.hub.get_dir(), "checkpoints")
+        reason = getattr(error, "reason", error)  # of a URLError
+        reason = getattr(reason, "strerror", None) or reason
         raise UsageError(
-            f"weights={weights} of {model_name} cannot be downloaded ({error}). Download {member.url} "
+            f"weights={weights} of {model_name} cannot be downloaded ({reason}). Download {member.url} "
             f"elsewhere, and put it into {cache} or give it as weights=FILE."
         ) from error
     transforms = member.transforms()
