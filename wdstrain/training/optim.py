@@ -109,14 +109,16 @@ def make_optimizer(
         for group in optimizer.param_groups:  # of a factory that made groups of its own
             group.setdefault("lr_scale", 1.0)
         return optimizer
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0
-        )
     if config.optimizer == "lion":
         return Lion(groups, lr=config.lr)
-    on_cuda = all(p.is_cuda for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=config.lr, fused=on_cuda or None)
+    # With amp=fp16 others than fused optimizers wait in each step for the check for overflows.
+    fused = all(p.is_cuda for group in groups for p in group["params"]) or None
+    if config.optimizer == "sgd":
+        momentum = config.momentum
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=fused
+        )
+    return torch.optim.AdamW(groups, lr=config.lr, fused=fused)
 
 
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:

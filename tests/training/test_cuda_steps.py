@@ -1,0 +1,61 @@
+"""On a CUDA device a step of training does not make the host wait; only a look at the sums does, now and then."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import write_class_folder
+from wdstrain.training.callbacks import RunningTrainer
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device here"
+)
+
+_LOOKS = "epoch_sums.py"  # reads the sums for the progress about twice per second
+
+
+class ReportWaits(wt.Callback):
+    """Lets torch warn of operations that wait for the device, between the first and last steps."""
+
+    def on_step_end(self, trainer: RunningTrainer) -> None:
+        if trainer.state.step == 4:
+            torch.cuda.set_sync_debug_mode("warn")
+        elif trainer.state.step == 20:
+            torch.ones(1, device="cuda").item()  # shows that torch does warn
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "adamw", "amp": "bf16", "clip_norm": 1.0, "ema": 0.9, "accumulate": 2},
+        {"optimizer": "sgd", "amp": "fp16", "clip_norm": 1.0},
+        {"optimizer": "lion", "clip_value": 0.1, "channels_last": True},
+        {"mixup": 0.2, "cutmix": 1.0, "label_smoothing": 0.1, "class_weights": "balanced"},
+    ],
+)
+def test_steps_do_not_wait_for_the_device(tmp_path: Path, options: dict[str, Any]) -> None:
+    photos = write_class_folder(tmp_path / "photos", {"cat": 60, "dog": 60, "eel": 60})
+    wt.convert_folder(photos, tmp_path / "shards")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            wt.train(
+                tmp_path / "shards",
+                tmp_path / "run",
+                callbacks=[ReportWaits()],
+                **{"epochs": 1, "batch_size": 8, "image_size": 16, "device": "cuda", **options},
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    expected = [w for w in waits if w.filename == __file__]
+    assert len(expected) == 1
+    others = [w for w in waits if w not in expected and not w.filename.endswith(_LOOKS)]
+    assert [f"{w.filename}:{w.lineno}" for w in others] == []
