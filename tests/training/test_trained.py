@@ -475,7 +475,7 @@ def test_a_float16_overflow_skips_the_step_and_many_end_the_run(
             wt.train(tmp_path / "set", tmp_path / "run", **options)
         return
     done = wt.train(tmp_path / "set", tmp_path / "run", **options)
-    assert done.epochs[0]["overflowed"] in (1, 2)  # the sample, and maybe the one beside it
+    assert done.epochs[0]["skipped_steps"] == 1
     assert np.isfinite(done.epochs[0]["loss"])
     assert all(bool(weight.isfinite().all()) for weight in done.model.parameters())
 

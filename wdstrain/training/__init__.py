@@ -12,5 +12,6 @@ checkpoint.py     atomic checkpoints                         run_logger.py    wr
 previews.py       some predictions with their images         tensorboard_logger.py
 report.py         report.html                                loaded_checkpoint.py  a trained model
 inference.py      predictions as a table                     export.py        models for other programs
+grad_checkpointing.py  less memory, the same results
 progress.py       progress for the terminal or a notebook
 """

@@ -74,6 +74,8 @@ class Config(RunOptions):
             raise UsageError(f"min_lr={self.min_lr}: must be at most lr={self.lr}.")
         if self.clip_norm and self.clip_value:
             raise UsageError("clip_norm and clip_value: give one of them.")
+        if self.grad_checkpointing and self.compile:
+            raise UsageError("grad_checkpointing and compile: give one of them.")
         if self.unfreeze_epoch is not None and self.freeze is None:
             raise UsageError("unfreeze_epoch needs freeze.")
         if self.optimizer not in _OPTIMIZERS and not is_made(self.optimizer):

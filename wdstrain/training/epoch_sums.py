@@ -15,13 +15,14 @@ class EpochSums:
     """Sums of the epoch so far on this process.
 
     They stay on the device, so that a step does not wait for it. Names: loss, samples, overflowed
-    (losses that 16 bits could not hold), bad (samples, counted by the loader), "head NAME".
+    (losses that 16 bits could not hold), skipped (steps whose gradient 16 bits could not hold), bad
+    (samples, counted by the loader), "head NAME".
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
         heads = [f"head {head.name}" for head in task.heads if head.train_sum is not None]
-        self.names = ["loss", "samples", "overflowed", "bad", *heads]
+        self.names = ["loss", "samples", "overflowed", "skipped", "bad", *heads]
         self._values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -37,13 +38,18 @@ class EpochSums:
             overflowed = (~is_finite).double().sum()
         # torch.tensor would copy the count from the host, which waits for the device
         count = torch.full((), len(losses), dtype=torch.float64, device=device)
-        sums = [losses.sum(), count, overflowed, torch.zeros_like(count)]
+        none = torch.zeros_like(count)
+        sums = [losses.sum(), count, overflowed, none, none]
         columns = self._task.split(outputs)
         for head, own, target in zip(self._task.heads, columns, targets, strict=True):
             values = head.train_values(own, target)
             if values is not None:
                 sums.append(values.double().sum())
         self._values += torch.stack(sums)
+
+    def add_skipped(self, is_skipped: Tensor) -> None:
+        """Count a step that was skipped. is_skipped: bool scalar on the device."""
+        self._values[self.names.index("skipped")] += is_skipped
 
     def read(self) -> dict[str, float]:
         """Return the sums of this process by name. Waits for the device."""

@@ -64,7 +64,7 @@ class StepLog:
         run = self._run
         if not math.isfinite(sums["loss"]):
             run.check_loss(sums["loss"])
-        if sums["overflowed"] and run.scaler.get_scale() < 1:
+        if sums["skipped"] and run.scaler.get_scale() < 1:
             raise WdstrainError(
                 f"16 bits overflow at any scale of the loss, at step {run.position.step} of "
                 f"{run.title}. Use amp=bf16 or amp=none, or set clip_norm. Earlier "

@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from wdstrain.training.epoch_report import (
 )
 from wdstrain.training.epoch_sums import StepSnapshot
 from wdstrain.training.evaluation import evaluate_pass
+from wdstrain.training.grad_checkpointing import blocks_of, checkpointed
 from wdstrain.training.images import batch_augmentation
 from wdstrain.training.metrics import default_monitor, is_better, is_maximized
 from wdstrain.training.optim import (
@@ -72,6 +73,7 @@ class Trainer:
         self._save_wanted = False  # by the clock; all processes write it one step later
         self._data_error: WdstrainError | None = None  # of the loader; the weights are sound
         self._val: dict[str, dict[str, float]] = {}
+        self._blocks = blocks_of(self.model) if config.grad_checkpointing else []
         self._wrap()
 
     @property
@@ -193,7 +195,8 @@ class Trainer:
         progress = StepLog(self.run)
         while state.step < self.run.steps:
             group = min(config.accumulate, self.run.steps - state.step)
-            self._train_step(batches, signals, group, progress.timer)
+            with checkpointed(self._blocks):
+                self._train_step(batches, signals, group, progress.timer)
             state.step += group
             progress.update()
             self._callbacks.call("on_step_end", self)
@@ -260,7 +263,7 @@ class Trainer:
             criterion=self.setup.objects.criterion,
         )
         self.run.scaler.scale(losses.mean() / group).backward()  # type: ignore[no-untyped-call]
-        # a step that overflows 16 bits is skipped, and the scaler tries a smaller scale
+        # The scaler skips a step that overflows 16 bits, and tries a smaller scale.
         may_overflow = self.run.scaler.is_enabled()
         self.run.sums.add(outputs.detach(), targets, losses.detach(), may_overflow=may_overflow)
 
@@ -273,10 +276,20 @@ class Trainer:
             nn.utils.clip_grad_value_(parameters, config.clip_value)
         elif config.clip_norm:
             nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        scale = self._loss_scale()
         self.run.scaler.step(self.optimizer)
         self.run.scaler.update()
+        if scale is not None and self.is_leader:  # other ranks skip the same steps
+            self.run.sums.add_skipped(cast(Tensor, self._loss_scale()) < scale)
         if self.run.average is not None:
             self.run.average.update(self.model, update)
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return the scale of the loss with fp16, without waiting for the device."""
+        scaler = self.run.scaler
+        if not scaler.is_enabled():
+            return None
+        return scaler.scale(torch.ones((), device=self.setup.device))
 
     def _plateaus(self) -> int:
         """Return how often the schedule "plateau" dropped the learning rate."""
@@ -362,9 +375,9 @@ class Trainer:
         except StorageError as error:  # checkpoints count more, and were written before
             self._reporter.line(f"{error} Training goes on.")
         self._reporter.line(f"{title}: {epoch_sentence(metrics, self.monitor)}")
-        if metrics.get("overflowed"):
+        if metrics.get("skipped_steps"):
             self._reporter.line(
-                f"{metrics['overflowed']} losses overflowed 16 bits; their steps were skipped."
+                f"  {metrics['skipped_steps']} steps overflowed 16 bits and were skipped"
             )
         if metrics["verdict"] not in [epoch["verdict"] for epoch in state.history[-2:-1]]:
             self._reporter.line(textwrap.indent(textwrap.fill(metrics["verdict"], 76), "  "))
@@ -394,7 +407,7 @@ class Trainer:
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
         metrics["verdict"] = state.verdict
         if self.run.scaler.is_enabled():
-            metrics["overflowed"] = int(sums["overflowed"])
+            metrics["skipped_steps"] = int(sums["skipped"])
         if self.run.val_loader is not None:
             metrics |= {name: dict(values) for name, values in self._val.items()}
             add_baselines(self.task, metrics)
