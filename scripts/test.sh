@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install if needed, then check style and types and run the tests.   bash scripts/test.sh [ARGUMENTS OF PYTEST]
-# With CI=1 in the environment, slow tests run, too.
+# With CI=1 in the environment, slow tests and the check of the wheel run, too.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup dev
@@ -32,4 +32,5 @@ check -m "alone and not slow" "$@"
 if [ -n "${CI:-}" ]; then
     check "${parallel[@]}" -m "slow and not alone" "$@"
     check -m "slow and alone" "$@"
+    bash scripts/check_wheel.sh
 fi
