@@ -10,7 +10,7 @@ import signal
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,15 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that the processes that share the tests end together."""
     items.sort(key=lambda item: item.path.name not in ("test_guides.py", "test_ray.py"))
+
+
+def quick_and_slow(values: Iterable[Any], quick: int) -> list[Any]:
+    """Return parameters of which the first `quick` are in the default suite, and the others slow."""
+    listed = list(values)
+    return listed[:quick] + [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+        for value in listed[quick:]
+    ]
 
 
 def flags(options: dict[str, Any]) -> list[str]:

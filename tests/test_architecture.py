@@ -52,10 +52,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Modules of the package that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -97,7 +103,7 @@ def test_no_imports_go_in_a_circle() -> None:
 
 def test_every_module_begins_with_why_it_is() -> None:
     for name, path in modules().items():
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{name} has no docstring"
+        assert ast.get_docstring(tree_of(path)), f"{name} has no docstring"
 
 
 def test_public_names_are_exactly_those_that_are_listed() -> None:

@@ -193,6 +193,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(tmp_path: Path, capsys: Any
     assert main(["verify", str(out)]) == 0
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_is_not_taken_for_whole(tmp_path: Path, capsys: Any) -> None:
     photos = write_class_folder(tmp_path / "many", {"a": 1000})
     out = tmp_path / "out"

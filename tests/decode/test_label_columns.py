@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wdstrain as wt
+from tests.conftest import quick_and_slow
 
 NAMES = ["cat", "dog", "emu"]
 
@@ -93,7 +94,12 @@ def outcome(index: wt.Index, field: Any) -> Any:
 
 
 @pytest.mark.parametrize("place", ["cls", "json"])
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize(
+    "kind",
+    quick_and_slow(
+        sorted(VALUES, key=["numbers", "names", "mixed", "missing", "lists", *VALUES].index), 5
+    ),
+)
 def test_label_columns_and_label_bytes_give_the_same_values(
     tmp_path: Path, place: str, kind: str
 ) -> None:

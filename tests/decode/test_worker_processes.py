@@ -109,18 +109,18 @@ def test_put_does_not_wait_for_room_in_the_pipe(context: Any) -> None:
 
 def test_messages_of_each_process_keep_their_order_at_any_size(context: Any) -> None:
     """A worker's answer that an older stream is over must follow the last answer of that stream."""
-    queue, ends = context.Queue(), [context.Queue() for _ in range(3)]
+    queue, ends = context.Queue(), [context.Queue() for _ in range(2)]
     messages = [
         [b"%d %d " % (sender, i) * (1 if i % 3 else 50_000) for i in range(15)]
-        for sender in range(3)
+        for sender in range(2)
     ]
     processes = [
         context.Process(target=put_all_and_wait, args=arguments, daemon=True)
-        for arguments in zip([queue] * 3, messages, ends, strict=True)
+        for arguments in zip([queue] * 2, messages, ends, strict=True)
     ]
     for process in processes:
         process.start()
-    received = [queue.get(timeout=60) for _ in range(3 * 15)]
+    received = [queue.get(timeout=60) for _ in range(2 * 15)]
     for sender, sent in enumerate(messages):
         assert [message for message in received if message.startswith(b"%d " % sender)] == sent
     for process, end in zip(processes, ends, strict=True):
@@ -205,7 +205,7 @@ class CountsSamples:
         return {"cls": int(sample["cls"])}
 
 
-@pytest.mark.parametrize("workers", [0, 1, 6])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 6])
 def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: int) -> None:
     """The loop takes some batches and waits until no more begin. Each message has one batch."""
     size, batches = 130, 40
@@ -218,7 +218,7 @@ def test_no_more_batches_begin_than_may_be_in_flight(tmp_path: Path, workers: in
             next(given)
             before = -1
             while before != (before := file.stat().st_size):
-                time.sleep(0.3)
+                time.sleep(0.2)
             busy = min(workers, cores())
             most = workers + busy + max(2, busy // 2) + 1 if workers else 2 * cores()
             assert before <= (taken + most) * size

@@ -27,7 +27,14 @@ import torch
 from torchvision.transforms import v2
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_class_folder, write_shards, write_tar
+from tests.conftest import (
+    Sample,
+    picture,
+    quick_and_slow,
+    write_class_folder,
+    write_shards,
+    write_tar,
+)
 from tests.support.os_faults import recorded_reads
 from wdstrain.conversion.options import Options
 from wdstrain.conversion.runner import convert
@@ -82,7 +89,9 @@ def test_every_sample_is_delivered_once_and_unchanged(shards: Path) -> None:
     assert loader.report()["samples"] == 21
 
 
-@pytest.mark.parametrize("counts", [[1], [7, 13, 1], [5, 0, 3], [0, 0, 2], [40, 3, 17]])
+@pytest.mark.parametrize(
+    "counts", quick_and_slow([[7, 13, 1], [5, 0, 3], [1], [0, 0, 2], [40, 3, 17]], 2)
+)
 def test_the_bytes_of_every_sample_arrive_for_any_sizes(tmp_path: Path, counts: list[int]) -> None:
     folder = write_shards(tmp_path / "s", counts)
     index = wt.index(folder)
@@ -1240,7 +1249,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", quick_and_slow([signal.SIGKILL, signal.SIGINT], 1))
 def test_workers_end_with_their_parent(shards: Path, sent: signal.Signals) -> None:
     with run_python(ENDLESS, str(shards)) as process:
         assert process.stdout is not None

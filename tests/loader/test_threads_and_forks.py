@@ -24,7 +24,7 @@ import torch
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import write_shards
+from tests.conftest import quick_and_slow, write_shards
 from tests.loader.test_device import _Copies
 from tests.support.servers import serving
 from wdstrain.loader.device import copy_ahead
@@ -265,7 +265,9 @@ class Dying:
         return bytes(data)
 
 
-@pytest.mark.parametrize("through", ["plain", "cpu", "device"])
+@pytest.mark.parametrize(
+    "through", ["plain", "cpu", pytest.param("device", marks=pytest.mark.slow)]
+)
 def test_a_worker_that_dies_is_an_error_in_words_however_batches_are_taken(
     shards: Path, through: str
 ) -> None:
@@ -304,7 +306,7 @@ def epoch_of(samples: Any) -> int:
     return int(epoch)
 
 
-@pytest.mark.parametrize(("alike", "piped"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("alike", "piped"), quick_and_slow([(True, True), (False, False)], 1))
 def test_a_pass_over_all_workers_is_an_epoch_whatever_was_looked_at_before(
     numbered: Path, alike: bool, piped: bool
 ) -> None:

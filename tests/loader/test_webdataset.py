@@ -12,7 +12,7 @@ import torch
 import webdataset as wds
 
 import wdstrain as wt
-from tests.conftest import Sample, picture, write_tar
+from tests.conftest import Sample, picture, quick_and_slow, write_tar
 from wdstrain.errors import SampleError, UsageError
 
 
@@ -58,8 +58,10 @@ def test_samples_have_the_keys_of_webdataset(shards: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    quick_and_slow([(3, True), (3, False), (1, True), (1, False)], 2),
+)
 def test_worker_processes_share_a_stream_and_its_epochs_differ(
     shards: Path, workers: int, persistent: bool
 ) -> None:

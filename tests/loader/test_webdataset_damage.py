@@ -12,6 +12,7 @@ import pytest
 import webdataset as wds
 
 import wdstrain as wt
+from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import MODES, keys, read_wds, write_members, write_set
 from wdstrain.errors import SampleError, ShardError, UsageError, WdstrainError
 from wdstrain.shards.tar import header
@@ -33,7 +34,7 @@ def cut(path: Path, size: int) -> None:
 # --- handlers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 512, 1024, 4096, 5000, 6144, 7168])
+@pytest.mark.parametrize("size", quick_and_slow([512, 5000, 6144, 0, 1024, 4096, 7168], 3))
 def test_a_cut_shard_is_an_error_and_with_a_handler_its_intact_samples_come(
     tmp_path: Path, size: int, errors: Callable[[], list[str]]
 ) -> None:
@@ -192,7 +193,7 @@ def test_a_tar_whose_first_name_looks_compressed_is_a_tar(tmp_path: Path) -> Non
     assert keys(wt.WebDataset([shard, shard])) == ["BZh91AY&SY", "b"] * 2
 
 
-@pytest.mark.parametrize("ending", COMPRESSED)
+@pytest.mark.parametrize("ending", quick_and_slow(COMPRESSED, 2))
 def test_a_cut_compressed_shard_is_an_error_wherever_it_was_cut(
     tmp_path: Path, ending: str, errors: Callable[[], list[str]]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import webdataset as wds
 
 import wdstrain as wt
+from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
 from tests.support.servers import serving
 from wdstrain.errors import ShardError, UsageError
@@ -81,7 +82,7 @@ def random_shard(path: Path, random: random.Random) -> str:
     return write_members(path, members, format=random.choice(formats))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", quick_and_slow(range(30), 10))
 def test_drawn_shards_are_read_as_by_webdataset(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     endings = [".tar"] if draw.random() < 0.7 else [".tar", ".tgz", ".tar.xz"]

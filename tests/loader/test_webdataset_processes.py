@@ -15,6 +15,7 @@ import torch
 import webdataset as wds
 
 import wdstrain as wt
+from tests.conftest import quick_and_slow
 from tests.support.foreign_tars import keys, read_wds, write_members, write_set
 
 pytestmark = [
@@ -69,7 +70,9 @@ def read(dataset: Any, workers: int, **options: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("workers", "persistent", "ending"),
-    [(1, True, ".tar"), (1, False, ".tgz"), (4, False, ".tar"), (4, True, ".tgz")],
+    quick_and_slow(
+        [(4, False, ".tar"), (1, True, ".tgz"), (1, False, ".tgz"), (4, True, ".tar")], 2
+    ),
 )
 def test_worker_processes_share_each_epoch(
     tmp_path: Path, ending: str, workers: int, persistent: bool
@@ -87,7 +90,8 @@ def test_samples_are_divided_by_count_and_not_by_shard(tmp_path: Path) -> None:
     assert sorted(len(part) for part in first) == [4, 4, 4, 4, 5]
 
 
-@pytest.mark.parametrize("ending", [pytest.param(".tar", marks=pytest.mark.slow), ".tgz"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [".tar", ".tgz"])
 def test_workers_may_be_spawned(tmp_path: Path, ending: str) -> None:
     urls = write_set(tmp_path / "set", [7, 13, 1], ending)
     dataset = (

@@ -177,7 +177,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=["local", "http"])
+@pytest.fixture(params=["local", pytest.param("http", marks=pytest.mark.slow)])
 def address(request: pytest.FixtureRequest, shards: Path) -> Iterator[str]:
     """The folder of the shards, or its address on a server."""
     if request.param == "local":
@@ -202,3 +202,10 @@ def test_an_example_of_webdataset_runs(
         exec(f"import wdstrain as wt\n{text}", names)
     names.clear()
     gc.collect()
+
+
+@pytest.mark.parametrize("address", ["http"], indirect=True)
+def test_an_example_runs_over_http(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_an_example_of_webdataset_runs(LOADER, address, tmp_path, monkeypatch)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import quick_and_slow
 from wdstrain.decode.batch_slots import Layout, Slots
 from wdstrain.decode.fields import Example
 from wdstrain.errors import WdstrainError
@@ -42,7 +43,7 @@ def test_held_samples_do_not_overlap_and_memory_stays_bounded() -> None:
     assert arena.held == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", quick_and_slow(range(6), 3))
 def test_samples_that_leave_late_share_wider_buckets_and_are_not_released_early(seed: int) -> None:
     """Most samples leave soon, some much later. The memory that was sized for them is enough."""
     rng = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ from tests.oracle.data_set import read_tars
 from tests.oracle.sources import Source, draw_source
 from tests.support.drawn_cases import check_block
 
-DEFAULT = 40  # cases of the default suite
+DEFAULT = 25  # cases of the default suite
 BLOCK, BLOCKS = 60, 3  # cases of the slow part
 
 

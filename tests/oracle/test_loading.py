@@ -28,7 +28,7 @@ from tests.oracle.views import BROKEN, DECODED, VIEWS, compare, options, rows
 from tests.support.drawn_cases import check_block
 from tests.support.servers import cut, cut_in_headers, serving, status
 
-DEFAULT = 60  # cases of the default suite
+DEFAULT = 40  # cases of the default suite
 BLOCK, BLOCKS = 75, 4  # cases of the slow part: BLOCKS tests of BLOCK cases each
 
 Batch = Mapping[str, Any]

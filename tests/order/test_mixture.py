@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import wdstrain as wt
-from tests.conftest import Sample, write_tar
+from tests.conftest import Sample, quick_and_slow, write_tar
 from tests.support.readers import collected_batches
 from wdstrain.errors import PlanError, UsageError
 from wdstrain.order.mixture import Mixture
@@ -108,7 +108,7 @@ def test_shares_are_exact_within_one_sample_per_lane_at_any_step() -> None:
             assert (differences <= plan.lane_count).all()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", quick_and_slow(range(40), 12))
 def test_each_source_has_its_share_of_any_number_of_turns_rounded_down_or_up(seed: int) -> None:
     """This holds also for a source that takes one turn in thousands."""
     bits = random.Random(seed)

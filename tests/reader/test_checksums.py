@@ -111,8 +111,10 @@ def test_samples_in_two_remote_requests_are_not_verified(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "fields", [None, {"image": wt.image(size=16), "cls": wt.text("cls")}], ids=["bytes", "pictures"]
 )
-@pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(
+    ("far", "start"),
+    [(False, 0), (False, 3), (True, 0), pytest.param(True, 3, marks=pytest.mark.slow)],
+)
 def test_a_changed_byte_is_an_error_at_any_step(
     made: Path, fields: Any, start: int, far: bool
 ) -> None:
@@ -121,7 +123,7 @@ def test_a_changed_byte_is_an_error_at_any_step(
         flip(made, number, "cls")
     with serving(made) as server:
         loader = wt.Loader(server.url if far else made, fields, batch_size=8, shuffle_buffer=16)
-        for step in range(start, len(loader)):
+        for step in range(start, len(loader), 2):
             with pytest.raises(wt.SampleError, match=r"'cls' at offset \d+: .*crc32"):
                 next(loader.epoch(0, start=step))
         loader.close()

@@ -120,7 +120,7 @@ def check(packed: Path, kind: str, options: dict[str, Any], cut: int, start: int
     assert not error or after == epochs[len(given) :][: len(after)]
 
 
-@pytest.mark.parametrize(("kind", "options", "cut", "start"), cases(24, 1))
+@pytest.mark.parametrize(("kind", "options", "cut", "start"), cases(14, 1))
 def test_every_batch_before_a_read_error_is_delivered(
     packed: Path, kind: str, options: dict[str, Any], cut: int, start: int
 ) -> None:

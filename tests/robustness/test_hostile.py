@@ -577,7 +577,7 @@ for folder in (locked, f"{locked}/x"):
 """
 
 
-@pytest.mark.parametrize("mode", [0o000, 0o444])
+@pytest.mark.parametrize("mode", [0o000, pytest.param(0o444, marks=pytest.mark.slow)])
 def test_files_below_an_unreadable_folder_are_not_called_missing(tmp_path: Path, mode: int) -> None:
     locked = tmp_path / "locked"
     (locked / "x").mkdir(parents=True)

@@ -122,6 +122,7 @@ def test_a_stall_is_logged_with_stage_shard_key_and_stack(
     assert "test_watchdog.py" in told
 
 
+@pytest.mark.slow
 def test_a_worker_that_holds_the_interpreter_in_a_librarys_code_still_tells_its_stack(
     shards: Path, listen: Callable[..., Listener]
 ) -> None:

@@ -50,7 +50,7 @@ def endpoint() -> Iterator[str]:
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(params=["s3", "gs"])
+@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def bucket(
     request: pytest.FixtureRequest,
     endpoint: str,
@@ -119,6 +119,7 @@ def test_webdatasets_interface_reads_from_a_bucket(
     dataset.close()
 
 
+@pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
 def test_a_set_in_a_bucket_is_that_on_the_disk_and_trains_alike(
     bucket: str, photos: Path, tmp_path: Path
 ) -> None:

@@ -547,7 +547,7 @@ def test_a_kill_at_any_moment_leaves_nothing_partial_under_a_final_name(
         assert len(whole(folder)) == len(list(made.glob("*.tar")))
 
 
-@pytest.mark.parametrize("options", ["size=300k", "ro"])
+@pytest.mark.parametrize("options", ["size=300k", pytest.param("ro", marks=pytest.mark.slow)])
 def test_a_disk_that_takes_no_more_degrades_to_streaming_with_one_warning(
     made: Path, served: Served, tmp_path: Path, options: str
 ) -> None:
