@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from html import escape
 
-import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from rich.cells import cell_len, set_cell_size
 
 from wdstrain.inspection.show.sample_view import SampleView
@@ -27,10 +28,9 @@ _MAX_LABEL = 160  # characters of labels and texts under a picture in HTML
 _LARGEST_CELL, _SMALLEST_CELL = 192, 72  # pixels of a picture in the PNG
 _MAX_PIXELS = 20e6  # of all pictures of the PNG, unless the smallest cells need more
 _WIDTH, _MAX_WIDTH = 1280, 3900  # pixels of a PNG with few samples, and with many
-_PADDING, _LINE, _TITLE_LINE = 8, 15, 20
+_PADDING, _LINE = 8, 15
 _TINY = 48  # pixels of the longer side of a picture that is enlarged without smoothing
-_BACK, _CARD, _INK, _SOFT, _RED = "#f4f6f9", "#ffffff", "#1d2430", "#667085", "#c8412b"
-_FONTS = ("DejaVuSans.ttf", "arial.ttf")  # Pillow's own font lacks most letters
+_BACK, _CARD, _INK, _RED = "#f4f6f9", "#ffffff", "#1d2430", "#c8412b"
 
 
 def text_table(samples: Sequence[SampleView], width: int = 80) -> str:
@@ -75,31 +75,21 @@ def png_sheet(samples: Sequence[SampleView], title: str, notes: Sequence[str]) -
     pictures = max([1, *(len(one.pictures) for one in samples)])
     side = math.sqrt(_MAX_PIXELS / max(1, len(samples) * pictures))
     side = int(min(_LARGEST_CELL, max(_SMALLEST_CELL, side)))
-    shapes = [pixels.shape for one in samples for pixels in one.pictures.values()]
-    tallest = max((shape[0] / shape[1] for shape in shapes), default=0)
-    tallest = tallest if all(one.pictures for one in samples) else max(tallest, 0.7)
-    cells = [_cell(one, side, round(side * min(1, tallest)), pictures) for one in samples]
+    tall = side if any(one.pictures for one in samples) else 5 * _LINE
+    cells = [_cell(one, side, tall, pictures) for one in samples]
     width, height = cells[0].size if cells else (side, side)
-    square = math.ceil(math.sqrt(1.4 * len(cells) * height / width))
-    columns = max(
-        1,
-        min(
-            len(cells),
-            max(_WIDTH // (width + _PADDING), min(square, _MAX_WIDTH // (width + _PADDING))),
-        ),
-    )
-    sheet_width = max(480, columns * (width + _PADDING) + _PADDING)
-    lines = [(line, _INK) for line in _wrapped(title, sheet_width - 2 * _PADDING, 14)]
-    for note in notes:
-        lines += [(line, _SOFT) for line in _wrapped(note, sheet_width - 2 * _PADDING, 14)]
-    top = len(lines) * _TITLE_LINE + 2 * _PADDING
+    square = min(math.ceil(math.sqrt(1.4 * len(cells) * height / width)), _MAX_WIDTH // width)
+    columns = max(1, min(len(cells), max(_WIDTH // width, square)))
+    sheet_width = max(480, columns * width)
+    head = "\n".join(line for text in (title, *notes) for line in _wrapped(text, sheet_width, 14))
+    top = 20 * (head.count("\n") + 1) + 2 * _PADDING
     rows = math.ceil(len(cells) / columns)
-    sheet = Image.new("RGB", (sheet_width, top + rows * (height + _PADDING)), _BACK)
-    _draw_lines(sheet, lines, _PADDING, _PADDING, 14, _TITLE_LINE)
+    sheet = Image.new("RGB", (sheet_width, top + rows * height), _BACK)
+    draw = ImageDraw.Draw(sheet)
+    draw.multiline_text((_PADDING, _PADDING), head, _INK, _font(14))
     for number, cell in enumerate(cells):
         row, column = divmod(number, columns)
-        x, y = _PADDING + column * (width + _PADDING), top + row * (height + _PADDING)
-        sheet.paste(cell, (x, y))
+        sheet.paste(cell, (column * width, top + row * height))
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", compress_level=3)  # three times as fast, hardly larger
     return buffer.getvalue()
@@ -147,88 +137,51 @@ def _figure(view: SampleView) -> str:
 
 
 def _cell(view: SampleView, side: int, tall: int, pictures: int) -> Image.Image:
-    """Return the cell of a sample: its pictures, then lines with label, text or error, and key.
+    """Return the cell of a sample: its pictures, then label, error, text and key.
 
-    side, tall: width and height of the space for a picture.
+    side: of the square for a picture; tall: its height, less if there are no pictures. pictures:
+    squares of each cell.
     """
     width = pictures * (side + _PADDING) + _PADDING
-    texts = [(view.label_text, _INK, 2)]
-    texts += [(view.error, _RED, 4)] if view.error else []
-    texts += [(view.text, _INK, 2 if view.pictures else 5)]
-    texts += [] if view.pictures else [(view.field_text, _SOFT, 3)]
-    texts += [(view.key, _SOFT, 3)]
-    lines = [
-        (line, color)
-        for text, color, most in texts
-        for line in _wrapped(text, width - 2 * _PADDING, 11)[:most]
-    ]
-    names = len(view.pictures) > 1
-    height = tall + _LINE * (4 + (pictures > 1)) + 2 * _PADDING
-    cell = Image.new("RGB", (width, height), _CARD)
-    top = _PADDING
-    for place, (name, pixels) in enumerate(view.pictures.items()):
-        x = _PADDING + place * (side + _PADDING)
-        picture = _fitted(pixels, side, tall)
-        left, up = (side - picture.width) // 2, (tall - picture.height) // 2
-        cell.paste(picture, (x + left, top + up))
-        if names:
-            _draw_lines(cell, [(printable(name), _SOFT)], x, top + tall, 10, _LINE)
-    start = top + (tall + names * _LINE + 2 if view.pictures else 0)
-    space = (height - start - 2) // _LINE
-    _draw_lines(cell, lines[:space], _PADDING, start, 11, _LINE)
-    outline = _RED if view.error else "#d8dce3"
-    ImageDraw.Draw(cell).rectangle(
-        (0, 0, width - 1, height - 1), outline=outline, width=2 if view.error else 1
+    cell = Image.new("RGB", (width, tall + 5 * _LINE + 2 * _PADDING), _CARD)
+    for place, pixels in enumerate(view.pictures.values()):
+        picture = _fitted(pixels, side)
+        left, up = (side - picture.width) // 2, (side - picture.height) // 2
+        cell.paste(picture, (_PADDING + place * (side + _PADDING) + left, _PADDING + up))
+    texts = (view.label_text, view.error, view.text, "" if view.pictures else view.field_text)
+    lines = [line for text in texts for line in _wrapped(text, width, 11, most=4)]
+    room = 5 if view.pictures else (cell.height - _PADDING) // _LINE
+    key = _wrapped(view.key, width, 11, most=2)
+    shown = "\n".join([*lines[: room - len(key)], *key])
+    color = _RED if view.error else _INK
+    draw = ImageDraw.Draw(cell)
+    top = side + _PADDING if view.pictures else _PADDING
+    draw.multiline_text((_PADDING, top), shown, color, _font(11), spacing=2)
+    draw.rectangle(
+        (0, 0, width - 1, cell.height - 1), outline=_RED if view.error else _BACK, width=2
     )
     return cell
 
 
-def _fitted(pixels: Pixels, width: int, height: int) -> Image.Image:
-    """Return a picture that fits into a space; a tiny one is enlarged by a whole factor."""
+def _fitted(pixels: Pixels, side: int) -> Image.Image:
+    """Return a picture that fits into a square; a tiny one with crisp pixels."""
     picture = Image.fromarray(pixels)
-    factor = min(width / picture.width, height / picture.height)
-    if factor >= 1 and max(picture.size) <= _TINY:
-        return Image.fromarray(np.kron(pixels, np.ones((int(factor), int(factor), 1), np.uint8)))
-    size = [max(1, round(length * factor)) for length in picture.size]
-    return picture.resize((size[0], size[1]), Image.Resampling.LANCZOS)
+    is_tiny = max(picture.size) <= _TINY
+    resampling = Image.Resampling.NEAREST if is_tiny else Image.Resampling.LANCZOS
+    return ImageOps.contain(picture, (side, side), resampling)
 
 
-def _draw_lines(
-    image: Image.Image, lines: Sequence[tuple[str, str]], x: int, y: int, size: int, height: int
-) -> None:
-    draw = ImageDraw.Draw(image)
-    for number, (line, color) in enumerate(lines):
-        draw.text((x, y + number * height), line, color, _font(size))
+def _wrapped(text: str, width: int, size: int, *, most: int | None = None) -> list[str]:
+    """Return at most `most` lines of text for a width in pixels. size: of the font."""
+    characters = max(8, int((width - 2 * _PADDING) / (0.55 * size)))
+    return textwrap.wrap(printable(text), characters, max_lines=most, placeholder="…")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
-    for name in _FONTS:
-        try:
-            return ImageFont.truetype(name, size)
-        except OSError:
-            continue
-    return ImageFont.load_default(size)
-
-
-def _wrapped(text: str, width: float, size: int) -> list[str]:
-    """Return a text in lines that fit into a width; words that are too long are broken."""
-    font, lines, line = _font(size), list[str](), ""
-    for word in printable(text).split():
-        while word:
-            longer = f"{line} {word}" if line else word
-            if font.getlength(longer) <= width:
-                line, word = longer, ""
-            elif line:
-                lines.append(line)
-                line = ""
-            else:
-                count = next(
-                    (n for n in range(len(word), 1, -1) if font.getlength(word[:n]) <= width), 1
-                )
-                lines.append(word[:count])
-                word = word[count:]
-    return [*lines, line] if line else lines
+    with suppress(OSError):
+        return ImageFont.truetype("DejaVuSans.ttf", size)
+    return ImageFont.load_default(size)  # it has few letters beyond ASCII
 
 
 _STYLE = """
