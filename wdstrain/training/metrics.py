@@ -110,7 +110,9 @@ class _Classes(HeadMetrics):
             area = f", AUROC {metrics['auroc']:.4f}" if "auroc" in metrics else ""
             return f"accuracy {metrics['accuracy']:.2%}{area}, F1 {metrics['f1']:.4f}"
         top5 = f", top-5 {metrics['top5']:.2%}" if "top5" in metrics else ""
-        return f"accuracy {metrics['accuracy']:.2%}{top5}"
+        without = int(metrics.get("classes_without_samples", 0))
+        note = f", {without} classes without samples left out of means" if without else ""
+        return f"accuracy {metrics['accuracy']:.2%}{top5}{note}"
 
 
 class _MultiLabel(HeadMetrics):
@@ -410,6 +412,8 @@ def _matrix_metrics(matrix: Tensor, *, binary: bool) -> dict[str, float]:
     recall = right / true.clamp(min=1)
     f1 = 2 * right / (true + predicted).clamp(min=1)
     found = {"balanced_accuracy": float(recall[present].mean())}
+    if not present.all():
+        found["classes_without_samples"] = float((~present).sum())
     if not binary:
         return found | {"f1": float(f1[present].mean())}
     precision = float(right[1] / predicted[1].clamp(min=1))

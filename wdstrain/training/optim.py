@@ -50,7 +50,7 @@ class Schedule:
     def _share(self, step: int, plateaus: int) -> float:
         config, total = self.config, self.config.epochs * self.steps
         if config.schedule == "onecycle":
-            rise = max(1.0, _RISE * total - 1)
+            rise = max(1e-9, _RISE * total - 1)
             if step <= rise:
                 return _cosine(_FIRST, 1.0, step / rise)
             return _cosine(1.0, _LAST, (step - rise) / max(1.0, total - 1 - rise))
