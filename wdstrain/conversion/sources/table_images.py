@@ -115,7 +115,10 @@ class PathRule:
                 raise SourceError(
                     "the image cannot be read: Permission denied. Check the permissions of its folders"
                 )
-            raise SourceError("the image is not there; root says where relative paths begin")
+            where = "root says where relative paths begin"
+            if _is_absolute(path):
+                where = "root=FOLDER replaces the beginning that absolute paths share"
+            raise SourceError(f"the image is not there; {where}")
         self.found += 1
         return Image(name, str(image_field(file)), file, os.path.abspath(file))
 
