@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wdstrain.conversion.remove import remove
     from wdstrain.decode.fields import Example, Field, array, image, json, text
     from wdstrain.decode.label_fields import label, number
+    from wdstrain.decode.masks import mask
     from wdstrain.errors import (
         PlanError,
         SampleError,
@@ -99,6 +100,7 @@ __all__ = [
     "info",
     "json",
     "label",
+    "mask",
     "mix",
     "number",
     "open",
@@ -122,6 +124,7 @@ _NAMES = {
     "conversion.remove": "remove",
     "decode.fields": "Example Field array image json text",
     "decode.label_fields": "label number",
+    "decode.masks": "mask",
     "errors": "PlanError SampleError ShardError SourceError StorageError UsageError WdstrainError",
     "inspection.epoch_preview.api": "plan_epoch",
     "inspection.info.api": "info",

@@ -132,7 +132,8 @@ def _pack(options: PackOptions, note: Note) -> Source:
 
 def _folder(options: FolderOptions, note: Note) -> Source:
     names = class_names(options.classes, options.like if options.flat else _numbering(options))
-    return list_folder(os.fspath(options.source), flat=options.flat, fixed=names)
+    masks = None if options.masks is None else os.fspath(options.masks)
+    return list_folder(os.fspath(options.source), flat=options.flat, fixed=names, masks=masks)
 
 
 def _table(options: TableOptions, note: Note) -> Source:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
@@ -111,12 +111,14 @@ class FileCatalog:
     def __init__(self, listing: Listing, seed: int, quarantine: BadSamples) -> None:
         self._name = listing.name
         self._items: list[FileSample] = []
-        self._lengths: list[int] = []  # of each item's file
+        # bytes of the files of all items; an item's begin at _first
+        self._lengths, self._first = array("q"), array("q", [0])
         times, sizes = array("q"), array("q")
         for item in listing.items:
             try:
-                length, time, size = _sizes(item)
-                self._lengths.append(length)
+                lengths, time, size = _sizes(item)
+                self._lengths.extend(lengths)
+                self._first.append(len(self._lengths))
                 times.append(time)
                 sizes.append(size)
                 self._items.append(item)
@@ -150,11 +152,15 @@ class FileCatalog:
 
     def member_sizes(self, number: int) -> list[tuple[str, int]]:
         """Return (field, bytes) of each member of a sample."""
-        length = self._lengths[number]
+        lengths = self._file_lengths(number)
         return [
-            (field, len(part) if isinstance(part, bytes) else length)
+            (field, len(part) if isinstance(part, bytes) else next(lengths))
             for field, part in self._items[number].parts
         ]
+
+    def _file_lengths(self, number: int) -> Iterator[int]:
+        """Return an iterator over the bytes of a sample's files."""
+        return iter(self._lengths[self._first[number] : self._first[number + 1]])
 
     def bad(self, number: int, reason: str) -> BadSample:
         item = self._items[number]
@@ -163,12 +169,13 @@ class FileCatalog:
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
         """The parts of these samples, read in the order of the listing; an error in the place of one that cannot be read."""
         found: list[list[Part] | SampleError] = [[]] * len(numbers)
-        asked, items, lengths = numbers.tolist(), self._items, self._lengths
+        asked, items = numbers.tolist(), self._items
         for place in np.argsort(numbers, kind="stable").tolist():
             number = asked[place]
+            lengths = self._file_lengths(number)
             try:
                 found[place] = [
-                    (field, part if isinstance(part, bytes) else _contents(part, lengths[number]))
+                    (field, part if isinstance(part, bytes) else _contents(part, next(lengths)))
                     for field, part in items[number].parts
                 ]
             except SampleError as error:
@@ -344,21 +351,23 @@ def sides_of(
     return sides
 
 
-def _sizes(item: FileSample) -> tuple[int, int, int]:
-    """The bytes of an item's file, the time of its last change in ns, and the bytes the item takes in a shard."""
-    length = total = time = 0
+def _sizes(item: FileSample) -> tuple[list[int], int, int]:
+    """Return (bytes of each file, time of the last change in ns, bytes in a shard) of an item."""
+    lengths: list[int] = []
+    total = time = 0
     key, plain = item.key, item.key.isascii()
     for field, part in item.parts:
         if isinstance(part, bytes):
             size = len(part)
         else:
-            size, time = _file_size(part)
-            length = size
+            size, changed = _file_size(part)
+            time = max(time, changed)
+            lengths.append(size)
         if plain and len(key) + len(field) < 99:
             total += BLOCK + size + -size % BLOCK  # what member_size says of a short name
         else:
             total += member_size(f"{key}.{field}", size)
-    return length, time, total
+    return lengths, time, total
 
 
 def _path(item: FileSample) -> str:

@@ -249,6 +249,11 @@ class FolderOptions(Options):
     out: Path = _out()
     _: KW_ONLY
     flat: bool = option(False, "pack all images below the folder, without classes")
+    masks: Path | None = option(
+        None,
+        "folder with the mask of each image, such as a/1.png for the image a/1.jpg",
+        metavar="DIR",
+    )
     classes: Sequence[str] = _fixed_classes()
     like: Urls | None = _like()
 

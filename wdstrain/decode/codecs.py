@@ -11,8 +11,12 @@ frame of an animation is decoded.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import simplejpeg
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -86,14 +90,43 @@ def _decode_jpeg(data: bytes | memoryview, orientation: int) -> Pixels | None:
         return None
 
 
+def decode_mask(data: bytes | memoryview) -> npt.NDArray[np.integer[Any]]:
+    """Return the class numbers of an encoded mask, upright by its EXIF orientation.
+
+    Whole numbers [height, width]: the values of a grayscale image, or the palette positions of an
+    image with a palette. Raises SampleError for a damaged image, for JPEGs, and for color images.
+    """
+    if is_jpeg(data):
+        raise SampleError("it is a JPEG, which changes class numbers. Store masks as PNG")
+    with _loaded_picture(data) as image:
+        if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
+            raise SampleError(
+                f"it has the color mode {image.mode}: a mask must have one channel of class numbers"
+            )
+        numbers = np.asarray(image)
+        if numbers.dtype == np.bool_:
+            return numbers.astype(np.uint8)
+        is_png = image.format == "PNG" and image.mode == "L"
+        depth = bytes(data[24:25])[0] if is_png else 8
+        # Pillow stretches gray values of 2 and 4 bits to 0 to 255
+        return numbers // (255 // (2**depth - 1)) if depth in (2, 4) else numbers
+
+
 def _decode_with_pillow(data: bytes | memoryview) -> Pixels:
+    with _loaded_picture(data) as image:
+        return _rgb(image)
+
+
+@contextmanager
+def _loaded_picture(data: bytes | memoryview) -> Iterator[Image.Image]:
+    """Give an upright image with its pixels. Any error inside becomes a SampleError."""
     try:
         with open_picture(data) as image:
             _check_work(image, data)
             image.load()
             _check_end(image, data)
             ImageOps.exif_transpose(image, in_place=True)
-            return _rgb(image)
+            yield image
     except SampleError:
         raise
     except Exception as error:  # Pillow's plugins raise many types of errors

@@ -151,15 +151,27 @@ def matrix(names: Sequence[str], counts: Sequence[Sequence[float]]) -> str:
 def picture(pixels: npt.NDArray[np.uint8], *, most: int = 192) -> str:
     """Return an <img> that contains the pixels.
 
-    pixels: uint8[h, w, 3]. most: the longer side is scaled down to this number of pixels.
+    pixels: uint8[h, w, 3]. most: the height, and the width of an image that is not wider than high,
+    are scaled down to this number of pixels.
     """
     image = Image.fromarray(pixels)
-    image.thumbnail((most, most))
-    buffer, kind = io.BytesIO(), "PNG" if max(image.size) <= 48 else "JPEG"
+    panels = max(1, round(image.width / image.height))
+    image.thumbnail((most * panels, most))
+    is_small = max(image.height, image.width // panels) <= 48
+    buffer, kind = io.BytesIO(), "PNG" if is_small else "JPEG"
     image.save(buffer, kind, quality=85)
     data = base64.b64encode(buffer.getvalue()).decode()
-    small = ' class="small"' if max(image.size) <= 48 else ""
+    small = ' class="small"' if is_small else ""
     return f'<img{small} src="data:image/{kind.lower()};base64,{data}" width="{image.width}" height="{image.height}" alt="">'
+
+
+def legend(colors: Mapping[str, str]) -> str:
+    """Return names with their colors."""
+    spans = (
+        f'<span><i style="background:{color}"></i>{escape(name)}</span>'
+        for name, color in colors.items()
+    )
+    return f'<div class="legend">{"".join(spans)}</div>'
 
 
 def table(rows: Mapping[str, object]) -> str:
@@ -272,11 +284,8 @@ def _frame(
 
 def _figure(parts: Sequence[str], names: Sequence[str]) -> str:
     """Return a chart of these SVG elements, with a legend."""
-    legend = "".join(
-        f'<span><i style="background:{color}"></i>{escape(name)}</span>'
-        for color, name in zip(COLORS, names, strict=False)
-    )
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg><div class="legend">{legend}</div>'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
+    return svg + legend(dict(zip(names, COLORS, strict=False)))
 
 
 def _number(value: float, share: bool) -> str:
@@ -318,7 +327,7 @@ p{margin:0 0 10px}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px}
 .grid{stroke:var(--line)}
-.legend span{display:inline-block;margin-right:14px;color:var(--soft)}
+.legend span{display:inline-block;margin-right:14px;color:var(--soft);white-space:nowrap}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:500;padding:2px 10px 2px 0;vertical-align:top}
@@ -333,6 +342,8 @@ td{padding:2px 8px 2px 0;overflow-wrap:anywhere}
 .shown{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:10px}
 .shown figure{margin:0;font-size:12px;overflow-wrap:anywhere}
 .shown img{width:100%;height:auto;border-radius:4px}
+.wide{grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr))}
+.legend+.shown{margin-top:8px}
 .small{image-rendering:pixelated}
 .wrong{color:#d05032}
 .key{color:var(--soft);font-size:11px}

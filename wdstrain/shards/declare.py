@@ -74,6 +74,26 @@ def with_label(index: Index, name: str, classes: Sequence[str] | None = None) ->
     return replace(index, labels=(*labels, label), columns=(*columns, typed))
 
 
+def with_mask(index: Index, field: str, classes: Sequence[str]) -> Index:
+    """Return the index with a label whose values are masks: images of class numbers.
+
+    classes: names in the order of their numbers, or only the number of classes. The label has no
+    column. It is named like the field without the extension. Raises UsageError for fewer than 2
+    classes and for more than 255, the number of ignored pixels.
+    """
+    if len(classes) == 1 and classes[0].isdecimal():
+        classes = tuple(map(str, range(int(classes[0]))))
+    if not 2 <= len(classes) <= 255 or len(set(classes)) < len(classes):
+        raise UsageError(
+            f"{field} holds masks, and {len(classes)} classes are named: must be 2 to 255 different "
+            f"ones. Name them in the order of their numbers: background,cat,dog, or give their "
+            f"number: 21"
+        )
+    label = Label(field.rpartition(".")[0] or "mask", "mask", field, None, tuple(classes))
+    others = (other for other in index.labels if other.name != label.name)
+    return replace(index, labels=(label, *others))
+
+
 def read_classes(text: str) -> list[str]:
     """Return class names from a file with a name on each line, or from a list with commas.
 

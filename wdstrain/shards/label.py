@@ -16,7 +16,7 @@ class Label:
     """A label: a training target that is stored in `field`, in the entry `column` if it is JSON.
 
     kind: "class": the value is a class number or one of `classes`; "number": a float; "multi": a
-    list of `classes`.
+    list of `classes`; "mask": an image of class numbers. An index that is stored has no masks.
     """
 
     name: str

@@ -31,6 +31,7 @@ from wdstrain.training.data import (
     train_loader,
     val_loader,
     validation_field,
+    with_task_labels,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
@@ -209,7 +210,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
     source = loaded.image_source(arguments.image)
-    index = open_set(arguments.urls)
+    index = with_task_labels(open_set(arguments.urls), loaded.task)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task
     device = device_of(config.device, distributed)
@@ -254,10 +255,16 @@ def _make_model(
     name, weights = config.model, config.weights if loads_weights else None
     if isinstance(model, str):
         pretrained = model_weights.uses_timm_weights(name, weights)
-        net = build(name, task.outputs, config.image_size, pretrained=pretrained)
+        net = build(
+            name,
+            task.outputs,
+            config.image_size,
+            pretrained=pretrained,
+            is_dense=task.is_dense,
+        )
     else:
         net = call_factory(model, name, task.outputs)
-    net = check_shapes(net, name, image_shape, task.outputs)
+    net = check_shapes(net, name, image_shape, task.output_shape(image_shape))
     return net, model_weights.load(net, name, weights) if weights is not None else None
 
 

@@ -14,10 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wdstrain.decode.codecs import decode_mask
 from wdstrain.decode.fields import Field, Image, NumpyArray
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
-from wdstrain.shards.declare import read_classes, with_label
+from wdstrain.shards.columns import column_name
+from wdstrain.shards.declare import read_classes, with_label, with_mask
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import (
     classes_in,
@@ -33,10 +36,11 @@ from wdstrain.storage.remote import is_remote, redacted
 from wdstrain.training.config import Config
 from wdstrain.training.distributed import DistributedContext
 from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
 
 # Labels that are read where no column has them: to count classes, and for the mean of numbers.
-_COUNTED_LABELS, _AVERAGED_LABELS = 10_000, 2_000
+_COUNTED_LABELS, _AVERAGED_LABELS, _COUNTED_MASKS = 10_000, 2_000, 200
 # Samples and epochs that tell whether a field of the user's augments images.
 _COMPARED_SAMPLES, _COMPARED_EPOCHS = 4, 4
 
@@ -62,7 +66,17 @@ class TrainData:
         else:
             train_index, val_index = _open_sets(urls, val)
         label = config.label
-        if label is not None and not train_index.labels and not train_index.shard_labels:
+        if label is not None and (masks := _mask_field(train_index, label)):
+            if config.classes is None:
+                raise UsageError(
+                    f"label={label}: it holds masks. Name their classes in the order of their numbers, "
+                    f"such as classes=background,cat,dog, or give their number, such as classes=21."
+                )
+            names = read_classes(config.classes)
+            train_index = with_mask(train_index, masks, names)
+            val_index = with_mask(val_index, masks, names) if val_index is not None else None
+            label = train_index.labels[0].name
+        elif label is not None and not train_index.labels and not train_index.shard_labels:
             train_index, val_index = _declare(train_index, val_index, label, config.classes)
             label = train_index.labels[0].name
         elif config.classes is not None:
@@ -116,6 +130,26 @@ def _fold(index: Index, label: str | None, config: Config) -> tuple[Index, Index
 def open_set(urls: Urls | Index) -> Index:
     """Return the index of one split."""
     return urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
+
+
+def _mask_field(index: Index, name: str) -> str | None:
+    """Return the field of masks that FIELD or FIELD:mask names; None if it names no image field."""
+    field = name.strip().removesuffix(":mask")
+    is_image = field.rpartition(".")[2] in EXTENSIONS
+    return field if is_image and field in index.fields else None
+
+
+def with_task_labels(index: Index, task: Task) -> Index:
+    """Return an index that declares no labels with those of a task."""
+    if index.labels or index.shard_labels:
+        return index
+    for target in (head.target for head in task.heads):
+        if target.field in index.fields and target.kind == "mask":
+            index = with_mask(index, target.field, target.classes)
+        elif target.field in index.fields:
+            name = f"{column_name(target.place)}:{target.kind}"
+            index = with_label(index, name, target.classes or None)
+    return index
 
 
 def _declare(
@@ -282,7 +316,9 @@ def _read_numbers(index: Index, head: Head) -> npt.NDArray[np.float64]:
 
 
 def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
-    """Return (samples by class, number of labels that were read)."""
+    """Return (samples by class, number of labels that were read); of masks the pixels by class."""
+    if isinstance(head, MaskHead):
+        return _count_pixels(index, head)
     counts: Counter[str] = Counter()
     samples = 0
     for i, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_LABELS)):
@@ -290,3 +326,14 @@ def _count_labels(index: Index, head: Head) -> tuple[dict[str, int], int]:
         counts.update(set(classes_in(data, head.target.column, label.classes)))
         samples += 1
     return {name: counts.get(name, 0) for name in head.classes}, samples
+
+
+def _count_pixels(index: Index, head: MaskHead) -> tuple[dict[str, int], int]:
+    """Return (pixels by class, number of pixels) of an even part of the masks."""
+    counts = np.zeros(len(head.classes), np.int64)
+    for _, data in label_bytes(index, head.target.field, even_part(index, _COUNTED_MASKS)):
+        with suppress(WdstrainError):
+            numbers = decode_mask(data)
+            numbers = numbers[numbers < len(counts)]
+            counts += np.bincount(numbers, minlength=len(counts))
+    return dict(zip(head.classes, counts.tolist(), strict=True)), int(counts.sum())

@@ -1,7 +1,7 @@
-"""A trained model for other programs: weights alone, TorchScript, torch.export, or ONNX.
+"""A trained model for other programs: its weights, torch.export, or ONNX.
 
-But for weights alone, what is exported takes pictures as they are, [b, 3, h, w] in 0 to 255, and normalizes them itself: that step
-is what is forgotten or done twice when a model moves elsewhere. What its outputs mean stands in a JSON file beside it.
+Exported programs take images as they are, [b, 3, h, w] in 0 to 255, and normalize them themselves. A
+JSON file beside them describes inputs and outputs.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ Write = Callable[[LoadedCheckpoint, Tensor, str], None]
 
 
 class Normalizing(nn.Module):
-    """A model before which pictures of 0 to 255 are normalized, and after which numbers are as the labels have them.
+    """A model that normalizes its images, and returns numbers on the scale of the labels.
 
-    float or uint8 [b, 3, h, w] to [b, outputs]; other uint8 is divided by 255, and other values are taken as they are.
+    Input [b, 3, h, w], output as that of the model. Arrays of uint8 that are no RGB images are
+    divided by 255, and other values are taken as they are.
     """
 
     def __init__(self, loaded: LoadedCheckpoint) -> None:
         super().__init__()
         self.model = loaded.model
         columns = [head for head in loaded.task.heads for _ in range(head.outputs)]
-        self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]))
-        self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]))
+        shape = (-1, 1, 1) if loaded.task.is_dense else (-1,)
+        self.shift = nn.Buffer(torch.tensor([head.mean for head in columns]).view(shape))
+        self.scale = nn.Buffer(torch.tensor([head.deviation for head in columns]).view(shape))
         image = loaded.image
         mean, std = torch.tensor(0.0), torch.tensor(255.0 if image.dtype == "uint8" else 1.0)
         if image.is_rgb:
@@ -53,55 +55,56 @@ def export(
     *,
     model: ModelFactory | nn.Module | str | None = None,
 ) -> list[str]:
-    """Write the model of a checkpoint to `out`, of the kind that its ending says; returns the files that were written.
+    """Write the model of a checkpoint to `out`, and return the paths of the written files.
+
+    The ending of `out` chooses the format:
 
     .pt     the state dict
     .pt2    torch.export
     .onnx   ONNX (pip install onnx onnxscript)
 
-    model: as it was given to `train`, where that was a function or its name.
+    model: as it was given to `train`, if it was a function, its name, or a module.
     """
     path = os.fspath(out)
     kind = os.path.splitext(path)[1].lower()
     if kind not in _KINDS:
-        raise UsageError(f"{path}: its ending says of what kind it is to be: {', '.join(_KINDS)}.")
+        raise UsageError(f"out={path}: must end in {', '.join(_KINDS)}.")
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
     example = torch.rand(2, *loaded.image.shape) * 255
     try:
         _KINDS[kind](loaded, example, path)
     except (OSError, UsageError, StorageError):
         raise
-    except (
-        Exception
-    ) as error:  # what a model holds that cannot be exported, each exporter says in its own way
-        first = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+    except Exception as error:  # exporters raise errors of many types
+        lines = (line for line in str(error).splitlines() if line.strip())
+        cause = next(lines, type(error).__name__).strip()
         raise UsageError(
-            f"the model {loaded.config.model} cannot be exported as {kind}: {first.strip()}"
+            f"the model {loaded.config.model} cannot be exported as {kind}: {cause}"
         ) from error
-    about = {
+    about = f"{path}.json"
+    write_whole(about, json_bytes(_description(loaded, kind), indent=1))
+    return [path, about]
+
+
+def _description(loaded: LoadedCheckpoint, kind: str) -> dict[str, object]:
+    """Return what the JSON file beside an exported model says."""
+    outputs = []
+    for head in loaded.task.heads:
+        output = {
+            "label": head.name,
+            "kind": head.kind,
+            "columns": head.outputs,
+            "classes": list(head.classes),
+        }
+        if kind == ".pt" and head.kind == "number":
+            output |= {"mean": head.mean, "deviation": head.deviation}
+        outputs.append(output)
+    return {
         "model": loaded.config.model,
         "input": [None, *loaded.image.shape],
         "normalized": _normalized(loaded, kind),
-        "outputs": [
-            {
-                "label": head.name,
-                "kind": head.kind,
-                "columns": head.outputs,
-                "classes": list(head.classes),
-            }
-            | (
-                {"mean": head.mean, "deviation": head.deviation}
-                if kind == ".pt" and head.kind == "number"
-                else {}
-            )
-            for head in loaded.task.heads
-        ],
+        "outputs": outputs,
     }
-    beside = f"{path}.json"
-    write_whole(beside, json_bytes(about, indent=1))
-    return [path, beside]
 
 
 def _state(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
@@ -143,16 +146,15 @@ def _onnx(loaded: LoadedCheckpoint, example: Tensor, path: str) -> None:
 
 
 def _normalized(loaded: LoadedCheckpoint, kind: str) -> str:
-    """Who normalizes the pictures, and how."""
+    """Return who normalizes the images, and how."""
+    normalization = loaded.image.normalization
     if loaded.image.dtype != "uint8":
-        return "as it was trained: not at all"
+        return "not normalized, as in training"
     if kind != ".pt":
         return "by the model: give 0 to 255"
-    return (
-        f"by the caller: mean {loaded.image.normalization.mean}, std {loaded.image.normalization.std}"
-        if loaded.image.is_rgb
-        else "by the caller: divided by 255"
-    )
+    if loaded.image.is_rgb:
+        return f"by the caller: mean {normalization.mean}, std {normalization.std}"
+    return "by the caller: divided by 255"
 
 
 _KINDS: dict[str, Write] = {".pt": _state, ".pt2": _program, ".onnx": _onnx}

@@ -1,4 +1,4 @@
-"""Heads: one class per kind of label, with its loss and its predictions in words.
+"""Heads: one class per kind of label, with its loss and its predictions in words; see `mask_head`.
 
 A head reads its target from a batch, takes its columns of the model's output, and gives one loss
 per sample. Its metrics are in `metrics`.
@@ -10,15 +10,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from wdstrain.decode.fields import Field
 from wdstrain.decode.label_fields import Number, label
-from wdstrain.errors import UsageError
 from wdstrain.shards.label import Label
 
 
@@ -53,8 +54,15 @@ class Head(ABC):
         """Number of columns in the model's output."""
         return len(self.classes)
 
-    def field(self) -> Field:
-        """Return the field that reads the target: int64[b], class numbers."""
+    def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the model's output for an image of this shape, without the batch."""
+        return (self.outputs,)
+
+    def field(self, image: Field | None = None) -> Field:
+        """Return the field that reads the target: int64[b], class numbers.
+
+        image: field of the images, which masks follow.
+        """
         return label(self.target.field, column=self.target.column, classes=self.classes)
 
     @abstractmethod
@@ -115,6 +123,10 @@ class Head(ABC):
         """Return whether one prediction is another class than the target."""
         return self.predicted_classes(outputs) != self.true_classes(target)
 
+    def compact(self, outputs: Tensor) -> Tensor:
+        """Return what a prediction keeps of the outputs."""
+        return outputs
+
     def columns(self, *, probabilities: bool) -> list[str]:
         """Return the names of a table's columns for predictions."""
         names = [self.name, f"{self.name} probability"]
@@ -126,6 +138,12 @@ class Head(ABC):
         best = max(range(len(shares)), key=shares.__getitem__)
         cells = [self.classes[best], f"{shares[best]:.9g}"]
         return cells + ([f"{share:.9g}" for share in shares] if probabilities else [])
+
+    def picture(
+        self, pixels: npt.NDArray[np.uint8], outputs: Tensor, target: Tensor
+    ) -> npt.NDArray[np.uint8]:
+        """Return the picture of a sample in the report. uint8[h, w, 3] each."""
+        return pixels
 
     @abstractmethod
     def describe(self) -> str:
@@ -199,7 +217,7 @@ class MultiLabelHead(Head):
     main_metric: ClassVar[str] = "mAP"
     train_sum: ClassVar[str | None] = None
 
-    def field(self) -> Field:
+    def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target: float32[b, classes], 0 or 1."""
         return label(self.target.field, column=self.target.column, classes=self.classes, multi=True)
 
@@ -259,7 +277,7 @@ class NumberHead(Head):
     def outputs(self) -> int:
         return 1
 
-    def field(self) -> Field:
+    def field(self, image: Field | None = None) -> Field:
         """Return the field that reads the target: float64[b], finite.
 
         float32 is too coarse for times and coordinates before the mean is subtracted.
@@ -311,58 +329,6 @@ class NumberHead(Head):
 
     def describe(self) -> str:
         return "a number"
-
-
-HEADS: dict[str, type[Head]] = {
-    head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead)
-}
-
-# Kinds of heads that can learn a kind of label; the first is the default.
-_KINDS = {
-    "class": ("class", "binary", "number"),
-    "multi": ("multi",),
-    "number": ("number",),
-}
-
-
-def make_head(target: Label, kind: str = "") -> Head:
-    """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
-
-    Raises UsageError for a kind that cannot learn the label.
-    """
-    is_binary = target.kind == "class" and len(target.classes) == 2
-    possible = [
-        name
-        for name in _KINDS[target.kind]
-        if (name != "binary" or is_binary)
-        and (name != "number" or target.kind == "number" or target.column is not None)
-    ]
-    if kind and kind not in possible:
-        is_class = target.kind == "class"
-        reason = f"one of {len(target.classes)} classes" if is_class else f"of kind {target.kind}"
-        known = "" if kind in HEADS else f" Kinds are {', '.join(HEADS)}."
-        raise UsageError(
-            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. "
-            f"Use {' or '.join(possible)}.{known}"
-        )
-    fewest = 1 if target.kind == "multi" else 2
-    if target.kind != "number" and kind != "number" and len(target.classes) < fewest:
-        raise UsageError(
-            f"label {target.name!r} has {len(target.classes)} class: must have {fewest} or more."
-        )
-    return HEADS[kind or ("binary" if is_binary else possible[0])](target)
-
-
-def head_state(head: Head) -> dict[str, Any]:
-    """Return a head as plain values, for a checkpoint."""
-    target = {**vars(head.target), "classes": list(head.classes)}
-    return {"target": target, "kind": head.kind, "mean": head.mean, "deviation": head.deviation}
-
-
-def head_from_state(state: Mapping[str, Any]) -> Head:
-    """Return the head that `head_state` describes."""
-    target = {**state["target"], "classes": tuple(state["target"]["classes"])}
-    return HEADS[state["kind"]](Label(**target), state["mean"], state["deviation"])
 
 
 def number_text(value: float) -> str:

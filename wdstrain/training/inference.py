@@ -35,11 +35,12 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import put_whole
+from wdstrain.storage.files import put_whole, write_whole
 from wdstrain.training.arguments import PredictArguments, given_options
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead, number_text
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
+from wdstrain.training.mask_head import mask_png
 from wdstrain.training.models import last_layer
 from wdstrain.training.optim import autocast
 from wdstrain.training.progress import Reporter, reporting
@@ -61,7 +62,8 @@ def predict(arguments: PredictArguments) -> PredictResult:
     """Write predictions to the file `out`: one row per image.
 
     Columns: key; for each label the prediction, its probability (of classes), and the target where
-    the shards have it; error.
+    the shards have it; error. Predicted masks are PNGs of the size of the model's images, in a
+    folder named like `out` without its ending; a column has their paths in it.
     """
     path, urls = os.fspath(arguments.out), arguments.urls
     if os.path.splitext(path)[1].lower() not in _WRITERS:
@@ -69,6 +71,9 @@ def predict(arguments: PredictArguments) -> PredictResult:
     loaded = LoadedCheckpoint.of(
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
+    for option in ("probabilities", "embeddings"):
+        if getattr(arguments, option) and loaded.task.is_dense:
+            raise UsageError(f"{option}: not available for masks. Leave it out.")
     device = device_of(loaded.config.device, DistributedContext())
     source = loaded.image_source(arguments.image)
     predictor = _Predictor(loaded, source, device, arguments.embeddings)
@@ -86,7 +91,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
 
 def _comparable_heads(index: Index, loaded: LoadedCheckpoint, reporter: Reporter) -> list[Head]:
     """Return the heads whose targets the shards have."""
-    if not index.labels and not index.shard_labels:
+    if loaded.task.is_dense or not (index.labels or index.shard_labels):
         return []
     try:
         loaded.task.check(index)
@@ -123,6 +128,7 @@ def _write(
 ) -> PredictResult:
     """Write all rows; the file appears when it is complete."""
     heads, count, bad = predictor.loaded.task.heads, 0, 0
+    masks = _MaskFolder(os.path.splitext(path)[0]) if predictor.loaded.task.is_dense else None
     names = ["key"]
     for head in heads:
         names += head.columns(probabilities=probabilities)
@@ -137,6 +143,8 @@ def _write(
             for i, head in enumerate(heads):
                 if row.outputs is None:
                     cells += [""] * len(head.columns(probabilities=probabilities))
+                elif masks is not None:
+                    cells.append(masks.write(count, row.outputs[i]))
                 else:
                     cells += head.cells(row.outputs[i], probabilities=probabilities)
                 cells += [row.targets[i] if row.targets else ""] if head in known else []
@@ -144,6 +152,25 @@ def _write(
             table.write([*cells, row.error])
             count, bad = count + 1, bad + bool(row.error)
     return PredictResult(count, bad)
+
+
+class _MaskFolder:
+    """Folder of predicted masks. Files are numbered: keys of shards are no safe file names."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{folder}: the folder for masks cannot be made ({error.strerror}). Name another out."
+            ) from error
+
+    def write(self, row: int, numbers: Tensor) -> str:
+        """Write the mask of a row, uint8[h, w]. Returns its path from the folder of the table."""
+        name = f"{row:06d}.png"
+        write_whole(os.path.join(self._folder, name), mask_png(numbers.numpy()))
+        return f"{os.path.basename(self._folder)}/{name}"
 
 
 class _CsvTable:
@@ -237,7 +264,9 @@ class _Predictor:
         """Return (outputs by head, embedding) of each image. pixels: on the device."""
         with autocast(self.loaded.config, self.device):
             outputs: Tensor = self.loaded.model(self.loaded.image.normalize(pixels))
-        columns = [own.cpu() for own in self.loaded.task.split(outputs)]
+        task = self.loaded.task
+        parts = zip(task.heads, task.split(outputs), strict=True)
+        columns = [head.compact(own).cpu() for head, own in parts]
         embeddings = [[]] * len(pixels) if self._embedding is None else self._embedding.tolist()
         return [([own[i] for own in columns], embeddings[i]) for i in range(len(pixels))]
 

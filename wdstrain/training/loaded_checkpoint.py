@@ -65,7 +65,7 @@ class LoadedCheckpoint:
             net = call_factory(model, "model", task.outputs)
         else:
             name = model if isinstance(model, str) else config.model
-            net = build(name, task.outputs, config.image_size)
+            net = build(name, task.outputs, config.image_size, is_dense=task.is_dense)
         try:
             net.load_state_dict(state["model"])
         except RuntimeError as error:

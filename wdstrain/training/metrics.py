@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wdstrain.decode.masks import IGNORED
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
+from wdstrain.training.mask_head import MaskHead
 from wdstrain.training.tasks import Task
 
 _MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21  # per class; of all classes
@@ -207,11 +209,76 @@ class _Number(HeadMetrics):
         return f"mse {metrics['mse']:.4f}{baseline}, mae {metrics['mae']:.4f}{r2}"
 
 
+class _Masks(HeadMetrics):
+    """Metrics of the class of each pixel, from a confusion matrix of pixels."""
+
+    def __init__(self, head: Head, device: torch.device) -> None:
+        super().__init__(head, device)
+        count = len(head.classes)
+        self.sums["pixels"] = self._zeros(count * count + 1)  # the last: pixels without a class
+
+    def update(self, outputs: Tensor, target: Tensor) -> None:
+        count = len(self.head.classes)
+        cells = target * count + outputs.argmax(1)
+        # no boolean index: it waits for the device
+        cells = torch.where(target == IGNORED, count * count, cells)
+        add_counts(self.sums["pixels"], cells.flatten())
+
+    def compute(self, sums: Mapping[str, Tensor], samples: int) -> dict[str, float]:
+        matrix = self._matrix(sums)
+        union = _unions(matrix)
+        present = union > 0
+        if not present.any():
+            return {}
+        right = matrix.diagonal()
+        found = {"mIoU": float((right[present] / union[present]).mean())}
+        found["pixel_accuracy"] = float(right.sum() / matrix.sum().clamp(min=1))
+        found |= _matrix_metrics(matrix, binary=False)
+        found["classes_without_pixels"] = float((~present).sum())
+        return found
+
+    def details(self, sums: Mapping[str, Tensor]) -> dict[str, Any]:
+        matrix = self._matrix(sums)
+        right, true, predicted, union = (
+            values.tolist()
+            for values in (matrix.diagonal(), matrix.sum(1), matrix.sum(0), _unions(matrix))
+        )
+        table = {
+            name: {
+                "pixels": true[i],
+                "IoU": right[i] / union[i] if union[i] else None,
+                "precision": right[i] / predicted[i] if predicted[i] else None,
+                "recall": right[i] / true[i] if true[i] else None,
+            }
+            for i, name in enumerate(self.head.classes)
+        }
+        shares = {name: row["IoU"] for name, row in table.items() if row["IoU"] is not None}
+        return {"confusion": matrix.tolist(), "classes": shares, "per_class": table}
+
+    def text(self, metrics: Mapping[str, float]) -> str:
+        if "mIoU" not in metrics:
+            return "no pixel has a class"
+        without = int(metrics["classes_without_pixels"])
+        note = f", {without} classes without pixels left out" if without else ""
+        accuracy = metrics["pixel_accuracy"]
+        return f"mIoU {metrics['mIoU']:.4f}, pixel accuracy {accuracy:.2%}{note}"
+
+    def _matrix(self, sums: Mapping[str, Tensor]) -> Tensor:
+        count = len(self.head.classes)
+        return sums["pixels"][:-1].view(count, count)
+
+
+def _unions(matrix: Tensor) -> Tensor:
+    """Return the pixels of each class that it has or is predicted for."""
+    return matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
+
+
 _BY_HEAD: dict[type[Head], type[HeadMetrics]] = {
     ClassHead: _Classes,
     BinaryHead: _Classes,
     MultiLabelHead: _MultiLabel,
     NumberHead: _Number,
+    MaskHead: _Masks,
 }
 
 
@@ -317,7 +384,7 @@ def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
 def metric_text(name: str, value: float) -> str:
     """Return one metric in words: shares in percent, errors as numbers."""
     plain = name.rpartition("/")[2]
-    is_share = plain in ("accuracy", "balanced_accuracy", "top5", "exact")
+    is_share = plain in ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
     return f"{name} {value:.2%}" if is_share else f"{name} {value:.4f}"
 
 

@@ -24,13 +24,18 @@ ModelFactory = Callable[[int], nn.Module]  # number of outputs -> model
 TIMM = "timm:"  # prefix of the names of timm's models
 
 
-def build(name: str, outputs: int, image_size: int, *, pretrained: bool = False) -> nn.Module:
+def build(
+    name: str, outputs: int, image_size: int, *, pretrained: bool = False, is_dense: bool = False
+) -> nn.Module:
     """Return a model with `outputs` outputs for square images of `image_size` pixels.
 
     name: small, a torchvision model, timm:NAME, or module:function, which is called with the
     number of outputs. pretrained: with the weights that timm has for NAME; see also `weights.load`.
-    Raises UsageError for an unknown name and for images that the model cannot take.
+    is_dense: the outputs are for each pixel, [b, outputs, h, w]. Raises UsageError for an unknown
+    name and for images that the model cannot take.
     """
+    if is_dense:
+        return _dense_model(name, outputs)
     if name == "small":
         return Small(outputs, image_size)
     if name.startswith(TIMM):
@@ -62,6 +67,39 @@ def _torchvision_model(name: str, outputs: int, image_size: int) -> nn.Module:
             f"Use image_size=224."
         ) from error
     return cast(nn.Module, model)
+
+
+def _dense_model(name: str, outputs: int) -> nn.Module:
+    """Return a model for segmentation."""
+    if name == "small":
+        return SmallSegmentation(outputs)
+    if ":" in name and not name.startswith(TIMM):
+        return call_factory(import_function(name), name, outputs)
+    import torchvision
+
+    known = torchvision.models.list_models(module=torchvision.models.segmentation)
+    if name not in known:
+        raise UsageError(
+            f"model={name!r}: no model for masks. Use small, {', '.join(known)}, or module:function."
+        )
+    model = torchvision.models.get_model(
+        name, weights=None, weights_backbone=None, num_classes=outputs
+    )
+    return with_main_output(cast(nn.Module, model))
+
+
+def with_main_output(model: nn.Module) -> nn.Module:
+    """Return the model; of a dict that it returns it gives the entry "out" alone.
+
+    torchvision's models for segmentation return {"out": ..., "aux": ...}. A hook leaves the names
+    of the weights as they are.
+    """
+    model.register_forward_hook(_main_output)
+    return model
+
+
+def _main_output(model: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs
 
 
 def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -98,7 +136,7 @@ def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> n
 def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> nn.Module:
     """Return the model that a user's function makes, or a copy of a user's model."""
     if isinstance(factory, nn.Module):
-        return deepcopy(factory)
+        return with_main_output(deepcopy(factory))
     try:
         model = factory(outputs)
     except TypeError as error:
@@ -109,28 +147,33 @@ def call_factory(factory: ModelFactory | nn.Module, name: str, outputs: int) -> 
         raise UsageError(
             f"model={name} returned {type(model).__name__}: must be a torch.nn.Module."
         )
-    return model
+    return with_main_output(model)
 
 
-def check_shapes(model: nn.Module, name: str, image: tuple[int, ...], outputs: int) -> nn.Module:
+def check_shapes(
+    model: nn.Module, name: str, image: tuple[int, ...], outputs: tuple[int, ...]
+) -> nn.Module:
     """Return the model after a trial run with two images of this shape.
 
-    Raises UsageError if the model does not take them, or does not return [2, outputs].
+    outputs: shape for one image. Raises UsageError if the model does not take the images, or
+    returns another shape.
     """
     was_training = model.training
     try:
         with torch.no_grad():
-            shape = tuple(model.eval()(torch.zeros(2, *image)).shape)
+            found = model.eval()(torch.zeros(2, *image))
+            shape = tuple(found.shape)
     except Exception as error:  # a model may raise anything for images that are too small
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
             f"the model {name} does not take images of {image[-1]} pixels ({cause}). "
             f"Use image_size=224."
         ) from error
-    if shape != (2, outputs):
+    if shape != (2, *outputs):
+        kind = "classification" if len(outputs) == 1 else "segmentation"
         raise UsageError(
-            f"the model {name} returns {list(shape)} for two images: must be {[2, outputs]}. "
-            f"Use a classification model that takes the number of outputs."
+            f"the model {name} returns {list(shape)} for two images: must be {[2, *outputs]}. "
+            f"Use a {kind} model that takes the number of outputs."
         )
     return model.train(was_training)
 
@@ -186,6 +229,31 @@ class Small(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         return cast(Tensor, self.head(self.stages(self.stem(pixels)).mean((2, 3))))
+
+
+class SmallSegmentation(nn.Module):
+    """A small network for masks. Input [b, 3, h, w], output [b, outputs, h, w].
+
+    Two stages at half and a quarter of the resolution, whose features are added to those of the
+    full resolution, as in a U-Net (Ronneberger et al., 2015).
+    """
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([_Block(3, 16, 1), _Block(16, 32, 2), _Block(32, 64, 2)])
+        self.from_half, self.from_quarter = nn.Conv2d(32, 16, 1), nn.Conv2d(64, 32, 1)
+        self.head = nn.Conv2d(16, outputs, 3, 1, 1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        full = self.stages[0](pixels)
+        half = self.stages[1](full)
+        half = half + _enlarged(self.from_quarter(self.stages[2](half)), half)
+        return cast(Tensor, self.head(full + _enlarged(self.from_half(half), full)))
+
+
+def _enlarged(features: Tensor, like: Tensor) -> Tensor:
+    """Return features at the resolution of others."""
+    return nn.functional.interpolate(features, like.shape[2:], mode="bilinear")
 
 
 class _Block(nn.Module):

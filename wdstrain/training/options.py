@@ -83,13 +83,14 @@ class DataOptions:
     label: str | None = _option(
         None,
         "labels to learn, as NAME or NAME:KIND with a comma between; KIND is class, binary, multi "
-        "or number; for shards that declare no labels, the field or JSON entry that holds it, such "
-        "as cls or json.kind (default: the only label)",
+        "or number; or a field of masks, such as mask.png; for shards that declare no labels, the "
+        "field or JSON entry that holds it, such as cls or json.kind (default: the only label)",
         metavar="NAME",
     )
     classes: str | None = _option(
         None,
-        "for such a field, names of its classes in the order of their numbers (default: sorted)",
+        "for such a field, names of its classes in the order of their numbers (default: sorted); "
+        "of masks also their number alone",
         metavar="FILE|A,B,...",
     )
     where: str | None = _option(

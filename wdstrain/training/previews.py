@@ -100,5 +100,7 @@ class PreviewCollector:
         image, pixels = batch["image"][row], None
         if image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == 3:
             pixels = image.permute(1, 2, 0).cpu().numpy().copy()
+            for head, own, target in zip(self._task.heads, columns, targets, strict=True):
+                pixels = head.picture(pixels, own[row], target[row])
         key = batch["__key__"][row]
         return PreviewSample(key, loss, predictions, targets_text, pixels, frozenset(wrong))

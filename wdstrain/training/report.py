@@ -20,6 +20,7 @@ from wdstrain.storage.remote import is_remote
 from wdstrain.training.config import Config
 from wdstrain.training.data import class_counts
 from wdstrain.training.heads import Head, NumberHead
+from wdstrain.training.mask_head import MaskHead, color_of
 from wdstrain.training.metrics import default_monitor, metric_text, metrics_text
 from wdstrain.training.previews import PreviewSample
 from wdstrain.training.tasks import Task
@@ -81,8 +82,8 @@ def write_report(
         heads = details["heads"]
         sections += [
             _cards(card for head in task.heads for card in _head_cards(head, heads.get(head.name))),
-            _gallery("Worst predictions", details["gallery"]["worst"]),
-            _gallery("Random predictions", details["gallery"]["random"]),
+            _gallery("Worst predictions", details["gallery"]["worst"], task),
+            _gallery("Random predictions", details["gallery"]["random"], task),
         ]
     sections += [
         _cards(_data_card(name, part, task) for name, part in data.items()),
@@ -181,7 +182,10 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
     if details is None:
         return []
     if "per_class" in details:
-        return [_card(f"{head.name}: classes", _class_table(details["per_class"]))]
+        cards = [_card(f"{head.name}: classes", _class_table(details["per_class"]))]
+        if "confusion" in details:
+            cards.append(_confusion_card(head, details["confusion"]))
+        return cards
     counts, recalls = details["confusion"], details["classes"]
     rows = [sum(row) for row in counts]
     share = max(rows) / max(1.0, sum(rows))
@@ -191,10 +195,16 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
     bars = charts.bars({name: round(value, 3) for name, value in worst.items()})
     title = "recall by class" if len(recalls) <= _BARS else f"recall of the {_BARS} worst classes"
     cards = [_card(f"{head.name}: {title}", f"<p>{escape(baseline)}</p>{bars}")]
+    matrix = _confusion_card(head, counts)
+    return [matrix, *cards] if len(head.classes) <= _MATRIX_CLASSES else [*cards, matrix]
+
+
+def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
+    """Return the confusion matrix; of many classes the pairs that are mistaken most often."""
     if len(head.classes) <= _MATRIX_CLASSES:
-        legend = "<p class=soft>Rows are true classes, columns are predictions.</p>"
-        matrix = legend + charts.matrix(head.classes, counts)
-        return [_card(f"{head.name}: Confusion matrix", matrix), *cards]
+        unit = " Pixels are counted." if isinstance(head, MaskHead) else ""
+        legend = f"<p class=soft>Rows are true classes, columns are predictions.{unit}</p>"
+        return _card(f"{head.name}: Confusion matrix", legend + charts.matrix(head.classes, counts))
     pairs = [
         (value, i, j)
         for i, row in enumerate(counts)
@@ -202,19 +212,19 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
         if i != j and value
     ]
     table = {
-        f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {rows[i]:g}"
+        f"{head.classes[i]} predicted as {head.classes[j]}": f"{value:g} of {sum(counts[i]):g}"
         for value, i, j in sorted(pairs, reverse=True)[:_PAIRS]
     }
     mistakes = charts.table(table) if table else "<p>none</p>"
-    return [*cards, _card(f"{head.name}: most frequent mistakes", mistakes)]
+    return _card(f"{head.name}: most frequent mistakes", mistakes)
 
 
 def _class_table(per_class: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of the classes of a multi-label head, the rarest last."""
+    """Return a table of classes, the rarest last. The first column counts."""
     names = list(next(iter(per_class.values())))
     head = "".join(f"<th>{escape(name)}</th>" for name in ("class", *names))
     rows = []
-    for name, values in sorted(per_class.items(), key=lambda item: -item[1]["positives"]):
+    for name, values in sorted(per_class.items(), key=lambda item: -item[1][names[0]]):
         cells = "".join(f"<td>{_figure(values[key])}</td>" for key in names)
         rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
@@ -226,7 +236,7 @@ def _figure(value: float | None) -> str:
     return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.3f}"
 
 
-def _gallery(title: str, samples: Sequence[PreviewSample]) -> str:
+def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
     figures = []
     for sample in samples:
         image = charts.picture(sample.pixels) if sample.pixels is not None else ""
@@ -242,8 +252,14 @@ def _gallery(title: str, samples: Sequence[PreviewSample]) -> str:
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     if not figures:
         return ""
+    head, style = task.heads[0], "shown"
     legend = '<p class="soft">prediction (true label if different)</p>'
-    return _card(title, f'{legend}<div class="shown">{"".join(figures)}</div>')
+    if isinstance(head, MaskHead):
+        style = "shown wide"
+        colors = enumerate(head.classes[:_BARS])
+        names = charts.legend({name: color_of(number) for number, name in colors})
+        legend = f'<p class="soft">image, prediction, true mask</p>{names}'
+    return _card(title, f'{legend}<div class="{style}">{"".join(figures)}</div>')
 
 
 # --- data -----------------------------------------------------------------------------------------

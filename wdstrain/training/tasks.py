@@ -1,7 +1,7 @@
 """The task: which labels of an index are learned, with one head for each.
 
 The model returns one row of outputs per image, and each head has its columns of it, so any model
-with a number of outputs fits. Losses are per sample. The loss of a batch is their mean, so
+with a number of outputs fits. For masks it returns a row of outputs per pixel. Losses are per sample. The loss of a batch is their mean, so
 processes that share a batch get the same gradient as one process that has it whole.
 """
 
@@ -18,7 +18,8 @@ from wdstrain.decode.fields import Field
 from wdstrain.errors import UsageError
 from wdstrain.shards.index import Index
 from wdstrain.shards.label import Label
-from wdstrain.training.heads import Head, head_from_state, head_state, make_head
+from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
+from wdstrain.training.mask_head import MaskHead
 
 # (outputs [b, columns], target) -> loss, a scalar or [b]. By the name of the head if there are
 # several.
@@ -54,12 +55,23 @@ class Task:
         heads = tuple(_parse_head(known, word) for word in (labels or next(iter(known))).split(","))
         if len({head.name for head in heads}) < len(heads):
             raise UsageError(f"label={labels!r} names a label twice.")
+        if len(heads) > 1 and any(isinstance(head, MaskHead) for head in heads):
+            raise UsageError(f"label={labels!r}: masks must be the only label that is learned.")
         return cls(heads)
 
     @property
     def outputs(self) -> int:
         """Number of outputs of the model."""
         return sum(head.outputs for head in self.heads)
+
+    def output_shape(self, image: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the model's output for an image of this shape, without the batch."""
+        return (self.outputs, *self.heads[0].output_shape(image)[1:])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the model has outputs for each pixel."""
+        return isinstance(self.heads[0], MaskHead)
 
     @property
     def has_several(self) -> bool:
@@ -72,7 +84,8 @@ class Task:
 
     def fields(self, image: Field) -> dict[str, Field]:
         """Return the fields of a batch: "image", and "target NAME" for each head."""
-        return {"image": image, **{f"target {head.name}": head.field() for head in self.heads}}
+        targets = {f"target {head.name}": head.field(image) for head in self.heads}
+        return {"image": image, **targets}
 
     def targets(self, batch: Mapping[str, Any]) -> list[Tensor]:
         """Return the target of each head."""
@@ -172,3 +185,58 @@ def _parse_head(known: Mapping[str, Label], word: str) -> Head:
     if name not in known:
         raise UsageError(f"the index has no label {name!r}. It has: {', '.join(known)}.")
     return make_head(known[name], kind)
+
+
+# --- heads ----------------------------------------------------------------------------------------
+
+HEADS: dict[str, type[Head]] = {
+    head.kind: head for head in (ClassHead, BinaryHead, MultiLabelHead, NumberHead, MaskHead)
+}
+
+# Kinds of heads that can learn a kind of label; the first is the default.
+_KINDS = {
+    "class": ("class", "binary", "number"),
+    "multi": ("multi",),
+    "number": ("number",),
+    "mask": ("mask",),
+}
+
+
+def make_head(target: Label, kind: str = "") -> Head:
+    """Return the head of a label. kind: of the head; empty: the kind that fits the label best.
+
+    Raises UsageError for a kind that cannot learn the label.
+    """
+    is_binary = target.kind == "class" and len(target.classes) == 2
+    possible = [
+        name
+        for name in _KINDS[target.kind]
+        if (name != "binary" or is_binary)
+        and (name != "number" or target.kind == "number" or target.column is not None)
+    ]
+    if kind and kind not in possible:
+        is_class = target.kind == "class"
+        reason = f"one of {len(target.classes)} classes" if is_class else f"of kind {target.kind}"
+        known = "" if kind in HEADS else f" Kinds are {', '.join(HEADS)}."
+        raise UsageError(
+            f"label {target.name!r} cannot be learned as {kind!r}: it is {reason}. "
+            f"Use {' or '.join(possible)}.{known}"
+        )
+    fewest = 1 if target.kind == "multi" else 2
+    if target.kind != "number" and kind != "number" and len(target.classes) < fewest:
+        raise UsageError(
+            f"label {target.name!r} has {len(target.classes)} class: must have {fewest} or more."
+        )
+    return HEADS[kind or ("binary" if is_binary else possible[0])](target)
+
+
+def head_state(head: Head) -> dict[str, Any]:
+    """Return a head as plain values, for a checkpoint."""
+    target = {**vars(head.target), "classes": list(head.classes)}
+    return {"target": target, "kind": head.kind, "mean": head.mean, "deviation": head.deviation}
+
+
+def head_from_state(state: Mapping[str, Any]) -> Head:
+    """Return the head that `head_state` describes."""
+    target = {**state["target"], "classes": tuple(state["target"]["classes"])}
+    return HEADS[state["kind"]](Label(**target), state["mean"], state["deviation"])

@@ -25,10 +25,13 @@ from wdstrain.shards.label import Label
 
 
 @collector_paused()
-def list_folder(source: str, *, flat: bool = False, fixed: Sequence[str] = ()) -> Listing:
+def list_folder(
+    source: str, *, flat: bool = False, fixed: Sequence[str] = (), masks: str | None = None
+) -> Listing:
     """Return the images of a folder.
 
-    flat: all files below it, without classes. fixed: names of the classes, in the order of their numbers;
+    flat: all files below it, without classes. masks: folder of their masks, see `_find_masks`; images
+    without a mask are left out and counted. fixed: names of the classes, in the order of their numbers;
     default: the class folders, sorted. Raises SourceError for a folder that is missing, holds no
     images or no class folders, UsageError for a class folder that is none of those.
     """
@@ -56,6 +59,7 @@ def list_folder(source: str, *, flat: bool = False, fixed: Sequence[str] = ()) -
                     outside += 1
                 else:
                     found.append((split, kind, prefix + name, f"{folder}{os.sep}{name}", field))
+    mask_files = None if masks is None else _find_masks(source, masks, found, ignored)
     classes = [] if flat else sorted({kind for _, kind, _, _, _ in found})
     if fixed and flat:
         raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")
@@ -94,6 +98,11 @@ def list_folder(source: str, *, flat: bool = False, fixed: Sequence[str] = ()) -
         parts: tuple[tuple[str, bytes | str], ...] = (
             ((field, path), ("cls", numbers[kind])) if classes else ((field, path),)
         )
+        if mask_files is not None:
+            if path not in mask_files:
+                _count(ignored, "images without a mask")
+                continue
+            parts += (mask_files[path],)
         stem = name.rpartition(".")[0]
         key = keys[split].key(stem)
         items.append(FileSample(key, parts, split, "", kind, 0, name if key != stem else ""))
@@ -106,12 +115,59 @@ def list_folder(source: str, *, flat: bool = False, fixed: Sequence[str] = ()) -
             "kind": "folder",
             "classes": len(fixed or classes),
             **stated_classes(fixed),
+            **({"masks": True} if masks is not None else {}),
             **({"decided": decided} if decided else {}),
         },
         ignored,
         root=source,
         stratum="label" if classes else "",
     )
+
+
+def _find_masks(
+    source: str,
+    masks: str,
+    found: Sequence[tuple[str, str, str, str, str]],
+    ignored: dict[str, int],
+) -> dict[str, tuple[str, str]]:
+    """Return (field, path) of the mask of each image, by the path of the image.
+
+    A mask has the path of its image, from its own folder and without the extension: masks/a/1.png
+    is that of images/a/1.jpg. Raises SourceError for JPEGs and for two masks of an image.
+    """
+    check_there(masks, kind="folder")
+    inside = os.path.commonpath([os.path.realpath(source), os.path.realpath(masks)])
+    if inside == os.path.realpath(source):
+        raise UsageError(
+            f"masks={masks}: it is inside of {source}, so masks would be packed as images. Name the "
+            f"folder of the images alone."
+        )
+    by_stem: dict[str, tuple[str, str]] = {}
+    for below, folder, names in _files(masks, {}):
+        for name in names:
+            field, path = image_field(name), f"{folder}{os.sep}{name}"
+            if field in ("jpg", "jpeg"):
+                raise SourceError(
+                    f"{path} is a JPEG, which changes class numbers. Store masks as PNG."
+                )
+            stem = f"{below}/{name}".lstrip("/").rpartition(".")[0]
+            if field is None:
+                continue
+            if stem in by_stem:
+                raise SourceError(f"{by_stem[stem][1]} and {path} are masks of one image.")
+            by_stem[stem] = (f"mask.{field}", path)
+    stems = {path: os.path.relpath(path, source).rpartition(".")[0] for _, _, _, path, _ in found}
+    stems = {path: stem.replace(os.sep, "/") for path, stem in stems.items()}
+    matched = {path: by_stem[stem] for path, stem in stems.items() if stem in by_stem}
+    if not matched:
+        raise SourceError(
+            f"{masks} has no mask for any image of {source}. A mask has the path of its image but "
+            f"for the extension: {next(iter(stems.values()))}.png."
+        )
+    _count(
+        ignored, "masks without an image", len(by_stem) - len(set(stems.values()) & set(by_stem))
+    )
+    return matched
 
 
 def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:

@@ -1,0 +1,235 @@
+"""Segmentation: masks are learned, scored as numpy scores them, and predicted as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+
+import wdstrain as wt
+from wdstrain.cli import main
+
+COLORS = np.array([[30, 30, 30], [220, 40, 40], [40, 60, 220]])
+CLASSES = "background,red,blue"
+QUICK: dict[str, Any] = {"label": "mask.png", "classes": CLASSES, "image_size": 16, "batch_size": 8}
+
+
+def scene(rng: np.random.Generator) -> tuple[Image.Image, Image.Image]:
+    """An image whose colors are the classes of its mask, and the mask; the first row has no class."""
+    mask = np.zeros((16, 20), np.uint8)
+    for number in (1, 2):
+        top, left = rng.integers(0, 10), rng.integers(0, 14)
+        mask[top : top + 6, left : left + 6] = number
+    pixels = COLORS[mask] + rng.normal(0, 8, (*mask.shape, 3))
+    mask[0] = 255
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)), Image.fromarray(mask)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images/N.jpg and masks/N.png."""
+    folder, rng = tmp_path_factory.mktemp("scenes"), np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir()
+    for number in range(60):
+        image, mask = scene(rng)
+        image.save(folder / "images" / f"{number:03d}.jpg", quality=95)
+        mask.save(folder / "masks" / f"{number:03d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(folders: Path) -> Path:
+    words = ["--flat", "--masks", str(folders / "masks"), "--split", "train=0.8,val=0.2"]
+    out = folders / "shards"
+    assert main(["convert", "folder", str(folders / "images"), str(out), *words]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(shards: Path) -> Path:
+    """A run of the command line that learned the masks of the shards."""
+    out = shards.parent / "run"
+    words = ["--label", "mask.png", "--classes", CLASSES, "--image-size", "16", "--lr", "5e-3"]
+    words += ["--batch-size", "8", "--epochs", "5", "--augment", "rrc+flip", "--deterministic"]
+    assert main(["train", str(shards), "--out", str(out), *words]) == 0
+    return out
+
+
+def best(run: Path) -> str:
+    return str(run / "checkpoints" / "best.pt")
+
+
+def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["val"]["mIoU"] for line in lines]
+    assert max(scores) > 0.6
+    task, metrics = wt.evaluate(best(run), f"{shards}/val-*.tar")
+    assert metrics["mIoU"] == pytest.approx(max(scores), abs=1e-9)
+    assert set(lines[-1]["classes"]["mask"]) == {"background", "red", "blue"}
+    assert "3 classes per pixel" in str(task)
+    report = (run / "report.html").read_text()
+    for text in ("image, prediction, true mask", "IoU", "Confusion matrix", "Pixels are counted"):
+        assert text in report
+
+
+def test_masks_are_predicted_as_files_for_shards_and_folders(
+    run: Path, shards: Path, folders: Path, tmp_path: Path
+) -> None:
+    done = wt.predict(best(run), f"{shards}/val-*.tar", tmp_path / "p.csv")
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert done.rows == len(rows)
+    assert not done.bad
+    counts = np.zeros((3, 3))
+    for row in rows:
+        predicted = np.asarray(Image.open(tmp_path / row["mask"]))
+        true = np.asarray(Image.open(folders / "masks" / f"{row['key']}.png"))[:, 2:18]
+        np.add.at(counts, (true[true != 255], predicted[true != 255]), 1)
+    _, metrics = wt.evaluate(best(run), f"{shards}/val-*.tar")
+    assert metrics["pixel_accuracy"] == pytest.approx(counts.trace() / counts.sum())
+    assert metrics["mIoU"] == pytest.approx(mean_iou(counts))
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "a.jpg").write_bytes((folders / "images" / "000.jpg").read_bytes())
+    (mixed / "b.jpg").write_bytes(b"no image")
+    wt.predict(best(run), mixed, tmp_path / "f.csv")
+    first, second = csv.DictReader((tmp_path / "f.csv").read_text().splitlines())
+    assert first["mask"] == "f/000000.png"
+    assert (tmp_path / "f" / "000000.png").exists()
+    assert second["mask"] == ""
+    assert "no image" in second["error"]
+
+
+@pytest.mark.parametrize("option", ["probabilities", "embeddings"])
+def test_predictions_refuse_what_masks_do_not_have(run: Path, option: str, tmp_path: Path) -> None:
+    with pytest.raises(wt.UsageError, match=f"{option}: not available for masks"):
+        wt.predict(best(run), tmp_path, tmp_path / "p.csv", **{option: True})
+
+
+def test_an_exported_model_gives_the_outputs_of_each_pixel(run: Path, tmp_path: Path) -> None:
+    wt.export(best(run), tmp_path / "m.pt2")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    assert program(torch.zeros(3, 3, 16, 16)).shape == (3, 3, 16, 16)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def mean_iou(counts: npt.NDArray[Any]) -> float:
+    """The mean IoU of a confusion matrix, over the classes that occur or are predicted."""
+    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
+    return float(np.mean((counts.diagonal()[union > 0]) / union[union > 0]))
+
+
+class Reads(torch.nn.Module):
+    """Predicts the class that the red channel of a pixel names; blue holds nothing."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.last = torch.nn.Conv2d(1, 1, 1)
+
+    def forward(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        red = (pixels[:, 0] * 0.229 + 0.485) * 255
+        number = (red.round() / 20).round().long().clamp(0, self.outputs - 1)
+        hot = torch.nn.functional.one_hot(number, self.outputs).permute(0, 3, 1, 2).float()
+        return {"out": hot * 10 + 0 * self.last(pixels[:, :1])}
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_scores_are_those_of_numpy(case: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(case)
+    classes, count = int(rng.integers(2, 9)), int(rng.integers(4, 12))
+    used = rng.integers(0, classes, max(1, classes // 2))  # others have no pixels
+    counts = np.zeros((classes, classes))
+    samples = []
+    for number in range(count):
+        true = rng.choice(used, (8, 8)).astype(np.uint8)
+        predicted = np.where(rng.random((8, 8)) < 0.4, rng.choice(used, (8, 8)), true)
+        true[rng.random((8, 8)) < (1.0 if number == 1 else 0.2)] = 255
+        np.add.at(counts, (true[true < 255], predicted[true < 255]), 1)
+        pixels = np.stack([predicted * 20] * 3, 2).astype(np.uint8)
+        samples.append(
+            {"__key__": f"k{number}", "png": Image.fromarray(pixels), "mask.png": png(true)}
+        )
+    wt.pack(samples, tmp_path / "out")
+    options = {"label": "mask.png", "classes": str(classes), "image_size": 8, "lr": 1e-30}
+    done = wt.train(
+        f"{tmp_path}/out/*.tar",
+        tmp_path / "run",
+        val=f"{tmp_path}/out/*.tar",
+        model=Reads,
+        epochs=1,
+        batch_size=3,
+        **options,
+    )
+    assert done.val["mIoU"] == pytest.approx(mean_iou(counts))
+    assert done.val["pixel_accuracy"] == pytest.approx(counts.trace() / counts.sum())
+    rows = counts[counts.sum(1) > 0]
+    recall = counts.diagonal()[counts.sum(1) > 0] / rows.sum(1)
+    assert done.val["balanced_accuracy"] == pytest.approx(recall.mean())
+    union = counts.sum(0) + counts.sum(1) - counts.diagonal()
+    assert done.val["classes_without_pixels"] == (union == 0).sum()
+    assert np.isfinite(done.val["loss"])
+
+
+def png(numbers: npt.NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(numbers).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+def test_a_model_of_torchvision_learns_masks(shards: Path, tmp_path: Path) -> None:
+    options = {**QUICK, "limit_train_batches": 1, "limit_val_batches": 1, "epochs": 1}
+    done = wt.train(shards, tmp_path / "run", model="lraspp_mobilenet_v3_large", **options)
+    assert 0 <= done.val["mIoU"] <= 1
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
+    assert wt.evaluate(checkpoint, f"{shards}/val-*.tar")[1]["samples"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": None}, "Name their classes"),
+        ({"classes": "one"}, "1 classes are named"),
+        ({"augment": "trivialaugment"}, "masks would not follow"),
+        ({"mixup": 0.2}, "they mix the classes of one label"),
+        ({"model": "resnet18"}, "no model for masks"),
+        ({"image": wt.image()}, "no fixed size"),
+    ],
+)
+def test_what_does_not_go_with_masks_is_refused(
+    shards: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=message):
+        wt.train(shards, tmp_path / "run", **{**QUICK, "epochs": 1, **options})
+    assert not (tmp_path / "run").exists()
+
+
+def test_masks_without_images_and_jpeg_masks_are_named(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    for number in (0, 1):
+        data = (folders / "masks" / f"{number:03d}.png").read_bytes()
+        (tmp_path / "masks" / f"{number:03d}.png").write_bytes(data)
+    (tmp_path / "masks" / "other.png").write_bytes(data)
+    options: dict[str, Any] = {"flat": True, "masks": tmp_path / "masks"}
+    index = wt.convert_folder(folders / "images", tmp_path / "out", **options)
+    assert len(index) == 2
+    assert index.info["ignored"] == {"images without a mask": 58, "masks without an image": 1}
+    assert index["000"]["mask.png"] == (folders / "masks" / "000.png").read_bytes()
+    (tmp_path / "masks" / "001.jpg").write_bytes(b"")
+    with pytest.raises(wt.SourceError, match="is a JPEG, which changes class numbers"):
+        wt.convert_folder(folders / "images", tmp_path / "more", **options)
+    with pytest.raises(wt.UsageError, match="masks would be packed as images"):
+        wt.convert_folder(folders, tmp_path / "more", flat=True, masks=folders / "masks")
