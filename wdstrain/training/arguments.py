@@ -140,4 +140,4 @@ def _name(value: str | Callable[..., Any] | nn.Module) -> str:
     is_importable = (
         module != "__main__" and getattr(sys.modules.get(str(module)), name, None) is value
     )
-    return f"{module}:{name}" if is_importable else f"<{name.strip('<>')}>"
+    return f"{module}:{name}" if is_importable else f"<{name.rpartition('.')[2].strip('<>')}>"

@@ -8,17 +8,21 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from wdstrain.training.config import Config
 from wdstrain.training.run_logger import TrainerState
 
 
 class RunningTrainer(Protocol):
     """The part of a trainer that callbacks use.
 
-    state: epoch, step and history. is_leader: whether this process writes and reports. lr_scale:
+    config: options of the run. state: epoch, step and history. stop_reason: why the run ended, at
+    its end. is_leader: whether this process writes and reports. lr_scale:
     factor on the learning rate of all further steps, which checkpoints keep.
     """
 
     lr_scale: float
+    config: Config
+    stop_reason: str
 
     @property
     def model(self) -> nn.Module: ...
@@ -36,7 +40,7 @@ class RunningTrainer(Protocol):
 class Callback:
     """Base class of callbacks. Override the methods that you need; each is called on every rank.
 
-    A callback may read `trainer.model`, `trainer.optimizer`, `trainer.state` and
+    A callback may read `trainer.model`, `trainer.optimizer`, `trainer.config`, `trainer.state` and
     `trainer.is_leader`, call `trainer.stop(reason)`, and set `trainer.lr_scale`.
     """
 

@@ -1,0 +1,68 @@
+"""The callbacks of scripts/examples log a run with trackers of experiments, offline."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import wdstrain as wt
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+def run_with(callback: Any, folder: Path) -> Any:
+    """Train for two epochs with a callback."""
+    rng = np.random.default_rng(0)
+    samples = (
+        {"__key__": f"{i:02d}", "x.npy": rng.normal(i % 2, 1, 4).astype(np.float32), "cls": i % 2}
+        for i in range(40)
+    )
+    wt.pack(samples, folder / "shards", split={"train": 0.5, "val": 0.5})
+    return wt.train(
+        folder / "shards",
+        folder / "run",
+        model=lambda outputs: torch.nn.Linear(4, outputs),
+        image=wt.array("x.npy", shape=(4,), dtype="float32"),
+        callbacks=[callback],
+        epochs=2,
+        batch_size=8,
+    )
+
+
+def example(name: str) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the tracker's own imports
+        return runpy.run_path(str(ROOT / "scripts" / "examples" / f"{name}.py"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_gets_options_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    callback = example("wandb_callback")["WandbCallback"](project="test", dir=str(tmp_path))
+    done = run_with(callback, tmp_path)
+    assert callback.run.config["epochs"] == 2
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert all(text.encode() in log.read_bytes() for text in ("val/accuracy", done.stop_reason))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_gets_options_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # needs no database
+    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
+    done = run_with(example("mlflow_callback")["MlflowCallback"](run_name="test"), tmp_path)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs(["0"])
+    assert (run.data.params["epochs"], run.info.status) == ("2", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "val/accuracy")
+    assert [point.value for point in history] == [epoch["val"]["accuracy"] for epoch in done.epochs]
+    assert run.data.tags["stop_reason"] == done.stop_reason
