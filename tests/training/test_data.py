@@ -184,6 +184,39 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
     assert done.val["accuracy"] == 1.0
 
 
+# --- what the terminal says --------------------------------------------------------------------------
+
+
+class Lines:
+    """Progress that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, *figures: Any) -> None: ...
+
+    def line(self, text: str) -> None:
+        self.lines.append(" ".join(text.split()))
+
+
+def test_a_run_says_what_it_trains_on_and_which_checkpoint_is_the_best(
+    shards: Path, tmp_path: Path
+) -> None:
+    told = Lines()
+    done = wt.train(shards, tmp_path / "run", model=linear, device="cpu", progress=told, **QUICK)
+    assert told.lines[:4] == [
+        "model tests.training.test_data:linear: 579 parameters, on cpu",
+        "task: label (one of 3 classes)",
+        "training: 54 samples; label: cat 27, dog 16, elk 11",
+        "validation: 18 samples; label: cat 9, dog 6, elk 3",
+    ]
+    accuracy = f"{done.val['accuracy']:.2%}"
+    assert told.lines[-2:] == [
+        "training ended: all 1 epochs are done",
+        f"best.pt is of epoch 1: accuracy {accuracy}, the highest of 1 epochs",
+    ]
+
+
 # --- usage -------------------------------------------------------------------------------------------
 
 

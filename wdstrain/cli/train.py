@@ -177,12 +177,18 @@ def _train(arguments: argparse.Namespace) -> int:
     if done.best and done.monitor in done.best:
         rows.append(("best", f"{metric_text(done.monitor, done.best[done.monitor])} (best.pt)"))
     rows += [
-        ("ended", done.stop_reason),
         ("verdict", last["verdict"]),
         ("run is in", done.folder),
         ("report", os.path.join(done.folder, "report.html")),
     ]
-    result(arguments, {"out": done.folder, "epochs": done.epochs, "best": done.best}, rows)
+    found = {
+        "out": done.folder,
+        "epochs": done.epochs,
+        "best": done.best,
+        "monitor": done.monitor,
+        "stop_reason": done.stop_reason,
+    }
+    result(arguments, found, rows)
     return 0
 
 

@@ -30,6 +30,14 @@ _quiet = False  # with --quiet, nothing but results and errors is printed
 _NOTEBOOK_SECONDS = 0.5  # between outputs in a notebook; each is a message to the browser
 
 
+def duration_text(seconds: float) -> str:
+    """Return a time in its two largest units at most, such as "45 s", "12 min" or "3 h 20 min"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class ProgressReporter:
     """Progress of work on stderr, or in the output of a notebook cell."""
 
@@ -105,10 +113,9 @@ class ProgressReporter:
         if total is None:
             figures = f"{done} {unit}, {rate:.0f}/s"
         else:
-            unit_rate = f" {unit}, {rate:.0f}/s" if unit else ""
-            figures = (
-                f"{done}/{total}{unit_rate}, {(total - done) / rate if rate else 0.0:.0f} s left"
-            )
+            left = f"{duration_text((total - done) / rate if rate else 0.0)} left"
+            share = f"{done / max(1, total):.0%}"
+            figures = f"{done}/{total} {unit}, {rate:.0f}/s, {left}" if unit else f"{share}, {left}"
         return figures + (f", {text}" if text else "")
 
     def _redraw(self, title: str, done: int, total: int | None, figures: str) -> None:
@@ -126,7 +133,11 @@ class ProgressReporter:
             self._task = self._live.add_task(title, total=total, figures=figures)
             self._live.start()
         # the bar gives way to the figures, which a narrow terminal would cut
-        self._bar.bar_width = max(3, min(16, self._console.width - len(title) - len(figures) - 3))
+        room = self._console.width - len(title) - len(figures) - 3
+        self._bar.bar_width = max(3, min(16, room))
+        if room < 3:
+            self._live.columns = self._live.columns[::2]
+            figures = figures[: self._console.width - len(title) - 2]
         self._live.update(self._task, completed=done, figures=figures)
         self._live.refresh()
 

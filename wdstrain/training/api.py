@@ -7,6 +7,7 @@ classes, options, the model.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ from wdstrain.training.data import (
     with_task_labels,
 )
 from wdstrain.training.distributed import DistributedContext, device_of
+from wdstrain.training.epoch_report import best_sentence, samples_sentence
 from wdstrain.training.evaluation import Setup, UserObjects, evaluate_pass
 from wdstrain.training.images import (
     ImageInput,
@@ -169,7 +171,7 @@ def train(arguments: TrainArguments) -> TrainResult:
         ]
         trainer = Trainer(run, weights=weights, frozen=frozen)
         for line in _start_lines(trainer, data, frozen, loaded):
-            reporter.line(line)
+            reporter.line(textwrap.fill(line, 79, subsequent_indent="  "))
         if checkpoint is not None:
             for reason in unreadable:
                 reporter.line(f"{reason} The checkpoint before it is used.")
@@ -186,6 +188,9 @@ def train(arguments: TrainArguments) -> TrainResult:
         trainer.fit(signals)
         distributed.wait()  # until the last checkpoint is there
         reporter.line(f"training ended: {trainer.stop_reason}")
+        state = run.position
+        if state.history:
+            reporter.line(best_sentence(state.history, state.best, trainer.monitor))
     state = run.position
     return TrainResult(
         folder,
@@ -302,9 +307,14 @@ def _start_lines(
     config, device = trainer.config, trainer.setup.device
     parameters = list(trainer.model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
-    yield f"model {config.model}: {count / 1e6:.2f} million parameters, on {device}"
-    validation = f"validates on {len(data.val)}" if data.val is not None else "no validation"
-    yield f"task: {trainer.task}; trains on {len(data.train)} samples, {validation}"
+    millions = f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
+    yield f"model {config.model}: {millions} parameters, on {device}"
+    yield f"task: {trainer.task}"
+    yield f"training: {samples_sentence(data.train, trainer.task)}"
+    if data.val is not None:
+        yield f"validation: {samples_sentence(data.val, trainer.task)}"
+    else:
+        yield "no validation: give val=, a split val, or fold="
     if loaded is not None:
         fresh = f"; new: {', '.join(loaded.fresh)}" if loaded.fresh else ""
         yield f"weights: {config.weights}{fresh}"

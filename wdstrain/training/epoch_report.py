@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wdstrain.loader.stats import EpochStats
+from wdstrain.report.printing import printable
+from wdstrain.shards.index import Index
+from wdstrain.shards.label_values import recorded_counts
 from wdstrain.training.heads import NumberHead
-from wdstrain.training.metrics import metric_text
+from wdstrain.training.metrics import is_maximized, metric_text
 from wdstrain.training.tasks import Task
 
 # Shorter epochs are dominated by their start: threads begin, the first batches are read.
 _FEWEST_STEPS, _FEWEST_SECONDS = 100, 60.0
+
+_MOST_CLASSES = 8  # classes whose samples are counted in the first lines of a run
 
 
 def mean_loss(sums: Mapping[str, float]) -> float:
@@ -71,6 +76,35 @@ def epoch_sentence(metrics: Mapping[str, Any], monitor: str) -> str:
     validation = f"val {metric_text(monitor, val[monitor])}, " if monitor in val else ""
     rate, stall = metrics["samples_per_second"], metrics["stall"]
     return f"loss {metrics['loss']:.3f}, {validation}{rate:.0f} samples/s, stall {stall:.1%}"
+
+
+def best_sentence(
+    history: Sequence[Mapping[str, Any]], best: Mapping[str, float] | None, monitor: str
+) -> str:
+    """Return the epoch of best.pt and how it was chosen."""
+    same = (i for i, line in enumerate(history, 1) if best and line.get("val") == best)
+    title = f"best.pt is of epoch {next(same, len(history))}"
+    if best is None:
+        return f"{title}, the last: there was no validation"
+    if monitor not in best:
+        return f"{title}: {monitor} was undefined"
+    rank = "highest" if is_maximized(monitor) else "lowest"
+    value = metric_text(monitor, best[monitor])
+    return f"{title}: {value}, the {rank} of {len(history)} epochs"
+
+
+def samples_sentence(index: Index, task: Task) -> str:
+    """Return the number of samples, and of those of each class where the index says it."""
+    text = f"{len(index)} samples"
+    for head in task.heads:
+        counts = recorded_counts(index, head.target) if head.classes else {}
+        if counts:
+            some = sorted(counts.items(), key=lambda item: -item[1])[:_MOST_CLASSES]
+            rest = len(counts) - len(some)
+            named = ", ".join(f"{printable(name)} {count}" for name, count in some)
+            more = f", and {rest} classes more" if rest else ""
+            text += f"; {printable(head.name)}: {named}{more}"
+    return text
 
 
 def verdict(report: Mapping[str, Any], seconds: Mapping[str, float], consumer: str) -> str:

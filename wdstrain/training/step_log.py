@@ -40,7 +40,9 @@ class StepLog:
             state.epoch * run.steps + state.step,
             run.config.epochs * run.steps,
         )
-        run.setup.reporter.step("training", done, total, f"{run.title}, {self._text}", "")
+        run.setup.reporter.step(
+            "training", done, total, ", ".join(filter(None, (run.title, self._text))), ""
+        )
 
     def _look(self, now: float, is_last: bool) -> None:
         run, state = self._run, self._run.position
@@ -52,7 +54,7 @@ class StepLog:
         self._check(sums)
         new = sums["samples"] - self._recorded["samples"]
         rate = new * run.setup.distributed.size / max(1e-9, sum(self._window.values()))
-        self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f} samples/s"
+        self._text = f"{progress_text(run.task, sums, state.seconds)}, {rate:.0f}/s"
         seconds_between = 1.0 + (now - run.started_at) / 300
         if now - self._recorded_at >= seconds_between or is_last:
             self._record(sums, rate)
