@@ -311,7 +311,12 @@ def test_the_page_shows_all_of_it_and_fetches_nothing(run: Path) -> None:
         "Training time by stage",
         "Samples per second",
         "Learning rate",
+        "kind: Confusion matrix",
+        "light: Prediction by true value",
+        "light: Residuals",
     } <= set(page.titles)
+    for words in ("total time", "balanced accuracy", "Predicting always"):
+        assert words in text
     assert {
         "Worst predictions",
         "Random predictions",

@@ -22,6 +22,7 @@ COLORS = ("#3b7dd8", "#e08214", "#2a9d6f", "#b3477f", "#7a6ad8", "#8a8a8a")
 
 _WIDTH, _HEIGHT = 520, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 34  # margins
+_BINS = 40  # of a histogram
 _MAX_POINTS = 400  # points of a line; a chart has no pixels for more
 
 _EMPTY = '<p class="none">nothing to show yet</p>'
@@ -117,9 +118,56 @@ def shares(xs: Sequence[float], parts: Mapping[str, Sequence[float]], *, across:
     return _figure(areas, list(parts))
 
 
-def bars(counts: Mapping[str, float]) -> str:
-    """Return a bar chart: one bar for each name."""
-    most = max(counts.values(), default=0) or 1
+def scatter(points: Sequence[tuple[float, float]], *, across: str, up: str) -> str:
+    """Return a scatter plot of (x, y) with the line x = y. Points that are not finite are left out.
+
+    across, up: labels of the axes.
+    """
+    points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    if not points:
+        return _EMPTY
+    xs, ys = zip(*points, strict=True)
+    x_marks, y_marks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    x_at = _Scale(x_marks[0], x_marks[-1], _LEFT, _WIDTH - _RIGHT)
+    y_at = _Scale(y_marks[0], y_marks[-1], _HEIGHT - _BOTTOM, _TOP)
+    low, high = max(x_marks[0], y_marks[0]), min(x_marks[-1], y_marks[-1])
+    parts = [_frame(y_marks, y_at, x_marks, x_at, across, False)]
+    parts += [
+        f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="2.5" fill="{COLORS[0]}" opacity=".5"/>'
+        for x, y in points
+    ]
+    if low < high:
+        ends = (
+            f'x1="{x_at(low):.1f}" y1="{y_at(low):.1f}" x2="{x_at(high):.1f}" y2="{y_at(high):.1f}"'
+        )
+        parts.append(f'<line {ends} stroke="{COLORS[1]}" stroke-width="1.8"/>')
+    return _figure(parts, [up, f"{up} = {across}"])
+
+
+def histogram(values: Sequence[float], *, across: str) -> str:
+    """Return a histogram of finite values. across: label of the x axis."""
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if not len(finite):
+        return _EMPTY
+    x_marks = ticks(float(finite.min()), float(finite.max()))
+    counts, edges = np.histogram(finite, _BINS, (x_marks[0], x_marks[-1]))
+    x_at = _Scale(x_marks[0], x_marks[-1], _LEFT, _WIDTH - _RIGHT)
+    y_marks = ticks(0.0, float(counts.max()))
+    y_at = _Scale(0.0, y_marks[-1], _HEIGHT - _BOTTOM, _TOP)
+    parts = [_frame(y_marks, y_at, x_marks, x_at, across, False)]
+    for count, left, right in zip(counts.tolist(), edges[:-1], edges[1:], strict=True):
+        title = f"{_number(float(f'{left:.4g}'), False)} to {_number(float(f'{right:.4g}'), False)}"
+        parts.append(
+            f'<rect x="{x_at(left):.1f}" y="{y_at(count):.1f}" '
+            f'width="{x_at(right) - x_at(left) - 1:.1f}" height="{y_at(0) - y_at(count):.1f}" '
+            f'fill="{COLORS[0]}"><title>{title}: {count}</title></rect>'
+        )
+    return _figure(parts, ["samples"])
+
+
+def bars(counts: Mapping[str, float], *, most: float | None = None) -> str:
+    """Return a bar chart: one bar for each name. most: value of a full bar; default: the largest."""
+    most = most or max(counts.values(), default=0) or 1
     rows = [
         f'<tr><th>{escape(name)}</th><td class="bar"><span style="width:{100 * value / most:.1f}%"></span></td><td>{_count(value)}</td></tr>'
         for name, value in counts.items()
@@ -315,7 +363,7 @@ h1{font-size:22px;margin:0 0 4px}
 h2{font-size:15px;margin:0 0 8px}
 p{margin:0 0 10px}
 .soft,.none{color:var(--soft)}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:14px 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:14px;margin:14px 0;align-items:start}
 .cards>.card,.card{box-sizing:border-box}
 .card+.card{margin-top:14px}
 .cards>.card+.card{margin-top:0}
@@ -323,6 +371,7 @@ p{margin:0 0 10px}
 .facts{display:flex;flex-wrap:wrap;gap:10px 28px;margin:12px 0}
 .facts div b{display:block;font-size:19px}
 .facts div{color:var(--soft)}
+.facts+table{margin-bottom:10px}
 .facts b{color:var(--text)}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font-size:11px}

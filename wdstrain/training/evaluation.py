@@ -100,6 +100,9 @@ def evaluate_pass(
     bad = torch.tensor([loader.report()["bad"]], device=setup.device)
     found["bad"] = float(setup.distributed.reduce(bad).item())
     gallery = PreviewCollector.merged(setup.distributed.gather(previews.best()))
+    for name, numbers in previews.numbers.items():
+        parts = setup.distributed.gather(numbers.points)
+        details[name] = {"points": [point for part in parts for point in part]}
     return found, {"heads": details, "gallery": gallery}
 
 

@@ -7,7 +7,6 @@ counts. AUROC, average precision and calibration come from counts in narrow bins
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,14 +17,23 @@ from torch import Tensor
 from wdstrain.decode.masks import IGNORED
 from wdstrain.training.heads import BinaryHead, ClassHead, Head, MultiLabelHead, NumberHead
 from wdstrain.training.mask_head import MaskHead
+from wdstrain.training.metric_sums import (
+    CALIBRATION_BINS,
+    add_calibration,
+    add_counts,
+    add_ranks,
+    average_precision,
+    bins_of,
+    calibration_error,
+    log_odds,
+    matrix_metrics,
+    one_hot,
+    rank_metrics,
+)
 from wdstrain.training.tasks import Task
 
-_MOST_BINS, _FEWEST_BINS, _BINS_OF_ALL = 1 << 14, 1 << 10, 1 << 21  # per class; of all classes
-_FARTHEST = 1e4  # log-odds: samples of a model that is far too certain are ranked too
-_LINEAR = 0.01  # log-odds up to which bins have equal widths; beyond it widths grow with them
 _MOST_CURVES = 100  # classes with AUROC and average precision of each
 _MOST_MATRIX = 2000  # classes with a confusion matrix
-_CALIBRATION_BINS = 15
 
 MINIMIZED = ("loss", "mse", "mae", "ece")  # metrics of which less is better
 
@@ -66,7 +74,7 @@ class _Classes(HeadMetrics):
         super().__init__(head, device)
         count = len(head.classes)
         self.sums["right"] = self._zeros(1)
-        self.sums["calibration"] = self._zeros(3, _CALIBRATION_BINS)
+        self.sums["calibration"] = self._zeros(3, CALIBRATION_BINS)
         if count <= _MOST_MATRIX:
             self.sums["confusion"] = self._zeros(count, count)
         if count <= _MOST_CURVES:
@@ -93,9 +101,9 @@ class _Classes(HeadMetrics):
         if "top5" in sums:
             found["top5"] = float(sums["top5"]) / max(1, samples)
         if "confusion" in sums:
-            found |= _matrix_metrics(sums["confusion"], binary=len(self.head.classes) == 2)
+            found |= matrix_metrics(sums["confusion"], binary=len(self.head.classes) == 2)
         if "ranks" in sums:
-            found |= _rank_metrics(sums["ranks"], ("auroc",))
+            found |= rank_metrics(sums["ranks"], ("auroc",))
         found["ece"] = calibration_error(sums["calibration"])
         return found
 
@@ -113,7 +121,7 @@ class _Classes(HeadMetrics):
             return f"accuracy {metrics['accuracy']:.2%}{area}, F1 {metrics['f1']:.4f}"
         top5 = f", top-5 {metrics['top5']:.2%}" if "top5" in metrics else ""
         without = int(metrics.get("classes_without_samples", 0))
-        note = f", {without} classes without samples left out of means" if without else ""
+        note = _left_out(without, "samples")
         return f"accuracy {metrics['accuracy']:.2%}{top5}{note}"
 
 
@@ -143,7 +151,7 @@ class _MultiLabel(HeadMetrics):
         if present.any():
             f1 = 2 * hits / (2 * hits + false + missed).clamp(min=1)
             found["f1"] = float(f1[present].mean())
-        found |= _rank_metrics(sums["ranks"], ("auroc", "mAP"))
+        found |= rank_metrics(sums["ranks"], ("auroc", "mAP"))
         found["classes_without_positives"] = float((~present).sum())
         return found
 
@@ -166,10 +174,8 @@ class _MultiLabel(HeadMetrics):
         parts = [f"mAP {metrics['mAP']:.4f}"] if "mAP" in metrics else []
         parts += [f"F1 {metrics['f1']:.4f}"] if "f1" in metrics else []
         parts += [f"AUROC {metrics['auroc']:.4f}"] if "auroc" in metrics else []
-        without = int(metrics["classes_without_positives"])
-        if without:
-            parts.append(f"{without} classes without positives left out of means")
-        return ", ".join([*parts, f"accuracy {metrics['accuracy']:.2%}"])
+        note = _left_out(int(metrics["classes_without_positives"]), "positives")
+        return ", ".join([*parts, f"accuracy {metrics['accuracy']:.2%}"]) + note
 
 
 class _Number(HeadMetrics):
@@ -233,7 +239,7 @@ class _Masks(HeadMetrics):
         right = matrix.diagonal()
         found = {"mIoU": float((right[present] / union[present]).mean())}
         found["pixel_accuracy"] = float(right.sum() / matrix.sum().clamp(min=1))
-        found |= _matrix_metrics(matrix, binary=False)
+        found |= matrix_metrics(matrix, binary=False)
         found["classes_without_pixels"] = float((~present).sum())
         return found
 
@@ -258,14 +264,20 @@ class _Masks(HeadMetrics):
     def text(self, metrics: Mapping[str, float]) -> str:
         if "mIoU" not in metrics:
             return "no pixel has a class"
-        without = int(metrics["classes_without_pixels"])
-        note = f", {without} classes without pixels left out" if without else ""
+        note = _left_out(int(metrics["classes_without_pixels"]), "pixels")
         accuracy = metrics["pixel_accuracy"]
         return f"mIoU {metrics['mIoU']:.4f}, pixel accuracy {accuracy:.2%}{note}"
 
     def _matrix(self, sums: Mapping[str, Tensor]) -> Tensor:
         count = len(self.head.classes)
         return sums["pixels"][:-1].view(count, count)
+
+
+def _left_out(count: int, lacking: str) -> str:
+    """Return how many classes are left out of means because they lack something."""
+    if not count:
+        return ""
+    return f", {count} class{'' if count == 1 else 'es'} without {lacking} left out of means"
 
 
 def _unions(matrix: Tensor) -> Tensor:
@@ -368,17 +380,24 @@ def is_better(value: float, best: float | None, *, maximize: bool, min_delta: fl
     return value > best + min_delta if maximize else value < best - min_delta
 
 
-def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
-    """Return the metrics of a pass in a few words."""
-    cpu, parts = torch.device("cpu"), []
+def head_texts(task: Task, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the metrics of each head in a few words, by its name."""
+    cpu, texts = torch.device("cpu"), {}
     for head in task.heads:
         prefix = f"{head.name}/" if task.has_several else ""
         own = {n.removeprefix(prefix): v for n, v in metrics.items() if n.startswith(prefix)}
-        text = _BY_HEAD[type(head)](head, cpu).text(own)
-        parts.append(f"{head.name}: {text}" if task.has_several else text)
+        texts[head.name] = _BY_HEAD[type(head)](head, cpu).text(own)
     if not task.has_several and not isinstance(task.heads[0], NumberHead):
-        parts.append(f"loss {metrics['loss']:.4f}")
-    return ", ".join(parts)
+        texts[task.heads[0].name] += f", loss {metrics['loss']:.4f}"
+    return texts
+
+
+def metrics_text(task: Task, metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a pass in a few words."""
+    texts = head_texts(task, metrics)
+    if not task.has_several:
+        return texts[task.heads[0].name]
+    return ", ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def metric_text(name: str, value: float) -> str:
@@ -386,109 +405,3 @@ def metric_text(name: str, value: float) -> str:
     plain = name.rpartition("/")[2]
     is_share = plain in ("accuracy", "balanced_accuracy", "pixel_accuracy", "top5", "exact")
     return f"{name} {value:.2%}" if is_share else f"{name} {value:.4f}"
-
-
-# --- sums -----------------------------------------------------------------------------------------
-
-
-def add_counts(counts: Tensor, positions: Tensor) -> None:
-    """Add 1 at each flat position of a tensor.
-
-    Whole numbers add up to the same in any order, so this is deterministic where torch's bincount
-    is refused by deterministic algorithms.
-    """
-    was = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        ones = torch.ones(len(positions), dtype=counts.dtype, device=counts.device)
-        counts.view(-1).index_add_(0, positions, ones)
-    finally:
-        torch.use_deterministic_algorithms(was)
-
-
-def one_hot(target: Tensor, outputs: int) -> Tensor:
-    """Return int64[b, outputs], 0 or 1; of one of two classes [b, 1]."""
-    if outputs == 1:
-        return target[:, None].long()
-    return torch.nn.functional.one_hot(target, outputs)
-
-
-def bins_of(classes: int) -> int:
-    """Return how many bins of log-odds each class gets."""
-    return min(_MOST_BINS, max(_FEWEST_BINS, _BINS_OF_ALL // classes))
-
-
-def add_ranks(ranks: Tensor, odds: Tensor, present: Tensor) -> None:
-    """Count samples by bin of their log-odds.
-
-    ranks: [classes, 2, bins], without and with the class. odds, present: [b, classes].
-    """
-    bins = ranks.shape[2]
-    near = odds.nan_to_num(-_FARTHEST).clamp(-_FARTHEST, _FARTHEST) / _LINEAR
-    place = ((near.asinh() / math.asinh(_FARTHEST / _LINEAR) + 1) / 2 * (bins - 1)).round().long()
-    row = 2 * torch.arange(odds.shape[1], device=odds.device) + present
-    add_counts(ranks, (row * bins + place).flatten())
-
-
-def log_odds(outputs: Tensor) -> Tensor:
-    """Return log-odds of each class [b, classes], 0 where all classes are equally likely.
-
-    They are exact also where a class is nearly certain.
-    """
-    best = outputs.argmax(1, keepdim=True)
-    share = outputs.log_softmax(1)
-    others = outputs.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True)
-    odds = (share - torch.log1p(-share.exp())).scatter(1, best, outputs.gather(1, best) - others)
-    return odds + math.log(max(1, outputs.shape[1] - 1))
-
-
-def auroc(ranks: Tensor) -> Tensor:
-    """Return the area under the ROC curve of each class; NaN if all samples have it or none."""
-    without, having = ranks.unbind(1)
-    below = without.cumsum(1) - without / 2
-    return (having * below).sum(1) / (having.sum(1) * without.sum(1))
-
-
-def average_precision(ranks: Tensor) -> Tensor:
-    """Return the average precision of each class; NaN if no sample has it."""
-    without, having = ranks.flip(2).unbind(1)  # the most certain first
-    found = having.cumsum(1)
-    precision = found / (found + without.cumsum(1)).clamp(min=1)
-    return (having * precision).sum(1) / having.sum(1)
-
-
-def add_calibration(sums: Tensor, confidence: Tensor, right: Tensor) -> None:
-    """Add a batch to [samples, confidences, right answers] by bin of the confidence."""
-    bins = (confidence * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
-    picked = torch.nn.functional.one_hot(bins, _CALIBRATION_BINS).double()
-    sums += torch.stack([picked.sum(0), confidence @ picked, right.double() @ picked])
-
-
-def calibration_error(sums: Tensor) -> float:
-    """Return the expected calibration error: mean difference of confidence and accuracy."""
-    count, confidence, right = sums
-    return float((confidence - right).abs().sum() / count.sum().clamp(min=1))
-
-
-def _matrix_metrics(matrix: Tensor, *, binary: bool) -> dict[str, float]:
-    """Return metrics of a confusion matrix: means over the classes that some sample has."""
-    right, true, predicted = matrix.diagonal(), matrix.sum(1), matrix.sum(0)
-    present = true > 0
-    if not present.any():
-        return {}
-    recall = right / true.clamp(min=1)
-    f1 = 2 * right / (true + predicted).clamp(min=1)
-    found = {"balanced_accuracy": float(recall[present].mean())}
-    if not present.all():
-        found["classes_without_samples"] = float((~present).sum())
-    if not binary:
-        return found | {"f1": float(f1[present].mean())}
-    precision = float(right[1] / predicted[1].clamp(min=1))
-    return found | {"precision": precision, "recall": float(recall[1]), "f1": float(f1[1])}
-
-
-def _rank_metrics(ranks: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return means of AUROC and average precision over the classes for which they are defined."""
-    curves = {"auroc": auroc, "mAP": average_precision}
-    means = {name: curves[name](ranks).nanmean() for name in names}
-    return {name: float(value) for name, value in means.items() if not value.isnan()}

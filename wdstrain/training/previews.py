@@ -1,4 +1,4 @@
-"""Some samples of a validation pass with their images: the worst predictions, and random ones.
+"""Samples of a validation pass: the worst and random ones with images, and predicted numbers.
 
 A hash of the key chooses the random ones, so they are the same samples after every epoch and for
 any number of processes.
@@ -17,9 +17,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wdstrain.training.heads import NumberHead
 from wdstrain.training.tasks import Task
 
 _KEPT = 24  # samples of each kind
+_POINTS = 1000  # numbers of each label
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,26 @@ class PreviewSample:
     wrong: frozenset[str] = frozenset()
 
 
+class NumberPoints:
+    """(true, predicted) numbers of an even part of the samples of a pass.
+
+    Every `stride`-th sample is kept. The stride doubles when there are too many, so memory is
+    bounded without knowing the number of samples.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._stride, self._seen = 1, 0
+
+    def add(self, true: Tensor, predicted: Tensor) -> None:
+        """Add a batch. float[b] each"""
+        rows = slice(-self._seen % self._stride, None, self._stride)
+        self._seen += len(true)
+        self.points += zip(true[rows].tolist(), predicted[rows].tolist(), strict=True)
+        while len(self.points) > _POINTS:
+            self.points, self._stride = self.points[::2], 2 * self._stride
+
+
 Ranked = tuple[float, str, int, PreviewSample]
 
 
@@ -49,6 +71,9 @@ class PreviewCollector:
         self._worst: list[Ranked] = []
         self._random: list[Ranked] = []
         self._seen = 0
+        self.numbers = {
+            head.name: NumberPoints() for head in task.heads if isinstance(head, NumberHead)
+        }
 
     def add(
         self, batch: Mapping[str, Any], outputs: Tensor, targets: Sequence[Tensor], losses: Tensor
@@ -66,6 +91,10 @@ class PreviewCollector:
                 ranked = ranks[row], keys[row], self._seen + row, sample
                 (heapq.heappushpop if len(heap) == _KEPT else heapq.heappush)(heap, ranked)
         self._seen += len(keys)
+        columns = self._task.split(outputs)
+        for head, own, target in zip(self._task.heads, columns, targets, strict=True):
+            if isinstance(head, NumberHead):
+                self.numbers[head.name].add(target, head.values(own.double()))
 
     def best(self) -> dict[str, list[Ranked]]:
         """Return the samples of this process, for `merged`."""

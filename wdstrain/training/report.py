@@ -21,7 +21,7 @@ from wdstrain.training.config import Config
 from wdstrain.training.data import class_counts
 from wdstrain.training.heads import Head, NumberHead
 from wdstrain.training.mask_head import MaskHead, color_of
-from wdstrain.training.metrics import default_monitor, metric_text, metrics_text
+from wdstrain.training.metrics import default_monitor, head_texts, metric_text
 from wdstrain.training.previews import PreviewSample
 from wdstrain.training.tasks import Task
 from wdstrain.training.timing import STAGES
@@ -100,22 +100,32 @@ def _header(title: str, task: Task, config: Config, history: History) -> str:
     last = history[-1]
     val = last.get("val", {})
     seconds = sum(line["seconds"] for line in history)
+    whole = seconds + sum(line.get("val_seconds", 0.0) for line in history)
     facts = {
         "epochs": f"{len(history)} of {config.epochs}",
+        "total time": _duration(whole),
         "training time": _duration(seconds),
         "samples/s": f"{last['samples_per_second']:.0f}",
         "stall": f"{last['stall']:.1%}",
     }
-    for head in task.heads:
-        for name in (head.main_metric, "balanced_accuracy"):
-            full = task.metric_name(head, name)
-            if full in val:
-                label, _, value = metric_text(full, val[full]).rpartition(" ")
-                facts[label.replace("_", " ")] = value
+    for name in () if task.has_several else (task.heads[0].main_metric, "balanced_accuracy"):
+        if name in val:
+            label, _, value = metric_text(name, val[name]).rpartition(" ")
+            facts[label.replace("_", " ")] = value
     if last["bad"]:
         facts["bad samples"] = str(last["bad"])
     cells = "".join(f"<div><b>{escape(v)}</b>{escape(n)}</div>" for n, v in facts.items())
-    text = f"<p>{escape(metrics_text(task, val))}</p>" if val else ""
+    text = ""
+    if val:
+        texts = head_texts(task, val)
+        for head in task.heads if task.has_several else ():
+            name = task.metric_name(head, "balanced_accuracy")
+            texts[head.name] += f", balanced accuracy {val[name]:.2%}" if name in val else ""
+        text = (
+            charts.table(texts)
+            if task.has_several
+            else f"<p>{escape(texts[task.heads[0].name])}</p>"
+        )
     verdict = last["verdict"][:1].upper() + last["verdict"][1:]
     return (
         f"<h1>{escape(title)}</h1>"
@@ -181,6 +191,8 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
     """Return the cards of one head's mistakes on the validation data."""
     if details is None:
         return []
+    if "points" in details:
+        return _number_cards(head, details["points"])
     if "per_class" in details:
         cards = [_card(f"{head.name}: classes", _class_table(details["per_class"]))]
         if "confusion" in details:
@@ -192,11 +204,19 @@ def _head_cards(head: Head, details: Mapping[str, Any] | None) -> list[str]:
     largest = head.classes[rows.index(max(rows))]
     baseline = f"Predicting always {largest!r} would have accuracy {share:.2%}."
     worst = dict(sorted(recalls.items(), key=lambda item: item[1])[:_BARS])
-    bars = charts.bars({name: round(value, 3) for name, value in worst.items()})
+    bars = charts.bars({name: round(value, 3) for name, value in worst.items()}, most=1.0)
     title = "recall by class" if len(recalls) <= _BARS else f"recall of the {_BARS} worst classes"
     cards = [_card(f"{head.name}: {title}", f"<p>{escape(baseline)}</p>{bars}")]
     matrix = _confusion_card(head, counts)
     return [matrix, *cards] if len(head.classes) <= _MATRIX_CLASSES else [*cards, matrix]
+
+
+def _number_cards(head: Head, points: Sequence[tuple[float, float]]) -> list[str]:
+    """Return a scatter plot and a histogram of errors. points: (true, predicted)"""
+    title = f"{head.name}: Prediction by true value"
+    shown = charts.scatter(points, across="true value", up="prediction")
+    errors = charts.histogram([p - t for t, p in points], across="prediction - true value")
+    return [_card(title, shown), _card(f"{head.name}: Residuals", errors)]
 
 
 def _confusion_card(head: Head, counts: Sequence[Sequence[float]]) -> str:
@@ -225,7 +245,8 @@ def _class_table(per_class: Mapping[str, Mapping[str, Any]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("class", *names))
     rows = []
     for name, values in sorted(per_class.items(), key=lambda item: -item[1][names[0]]):
-        cells = "".join(f"<td>{_figure(values[key])}</td>" for key in names)
+        figures = [f"{values[names[0]]:.0f}", *(_figure(values[name]) for name in names[1:])]
+        cells = "".join(f"<td>{figure}</td>" for figure in figures)
         rows.append(f"<tr><td>{escape(name)}</td>{cells}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
@@ -233,7 +254,7 @@ def _class_table(per_class: Mapping[str, Mapping[str, Any]]) -> str:
 def _figure(value: float | None) -> str:
     if value is None:
         return "undefined"
-    return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.3f}"
+    return f"{value:.3f}"
 
 
 def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
@@ -246,8 +267,8 @@ def _gallery(title: str, samples: Sequence[PreviewSample], task: Task) -> str:
             prefix = f"{name}: " if len(sample.predictions) > 1 else ""
             differs = is_wrong or target not in (prediction, prediction.rpartition(" ")[0])
             style = "wrong" if is_wrong else "soft"
-            true = f" <span class={style}>({escape(target)})</span>" if differs else ""
-            lines.append(f"{escape(prefix + prediction)}{true}")
+            true = f" <span class={style}>({escape(target or 'none')})</span>" if differs else ""
+            lines.append(f"{escape(prefix + (prediction or 'none'))}{true}")
         caption = f'{"<br>".join(lines)}<div class="key">{escape(sample.key)}</div>'
         figures.append(f"<figure>{image}<figcaption>{caption}</figcaption></figure>")
     if not figures:

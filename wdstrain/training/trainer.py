@@ -122,8 +122,9 @@ class Trainer:
                 self._train_epoch(signals)
                 if self._stop_asked is not None and self.state.step < self.run.steps:
                     continue  # in the middle of an epoch
+                begin = time.monotonic()
                 details = self._validate(signals) if self.run.val_loader is not None else {}
-                self._finish_epoch(details)
+                self._finish_epoch(details, time.monotonic() - begin)
             self.stop_reason = reason
         except WdstrainError as error:
             if error is self._data_error:
@@ -354,10 +355,10 @@ class Trainer:
         self._val = {name: metrics for name, (metrics, _) in found.items()}
         return found["val"][1]
 
-    def _finish_epoch(self, details: dict[str, Any]) -> None:
+    def _finish_epoch(self, details: dict[str, Any], val_seconds: float) -> None:
         """Record the metrics of the epoch, write a checkpoint, and report."""
         state, title = self.state, self.run.title
-        metrics = self._epoch_metrics(details)
+        metrics = self._epoch_metrics(details) | {"val_seconds": val_seconds}
         former = state.best, state.since_best
         is_best = self._is_best(metrics)
         state.best, state.since_best = (
