@@ -150,6 +150,24 @@ def test_a_wrong_condition_gets_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
+def test_sets_without_a_column_of_the_condition_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, entries in (("a", {"kids": True}), ("b", {"other": 1})):
+        samples = ({"__key__": f"{name}{n}", "json": entries} for n in range(6))
+        wt.pack(samples, str(tmp_path / name))
+    joined = wt.open([tmp_path / "a", tmp_path / "b"])
+    assert len(wt.Loader(joined, where="kids", weights=np.ones(12), batch_size=2)) == 3
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        "'kids': 6 samples of 1 shards have no value in the column kids, such as those of "
+        "train-000000.tar. None of them is chosen."
+    )
+    caplog.clear()
+    assert len(joined.where("kids is None")) == len(joined.where("kids is not None")) == 6
+    assert not caplog.records
+
+
 def test_a_selection_of_a_selection(index: wt.Index) -> None:
     small = index.where("year >= 2020").where("kind == 'Pants'").sample(5, seed=3)
     assert len(small) == 5

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from wdstrain.errors import UsageError
 from wdstrain.runtime.cached import cached_property
-from wdstrain.shards.conditions import column_values, matching
+from wdstrain.shards.conditions import column_values
 from wdstrain.shards.index import Index
 from wdstrain.shards.offsets import Ints
 from wdstrain.shards.selection import group_codes
@@ -29,8 +29,8 @@ class Weighting:
     @cached_property
     def fingerprint(self) -> str:
         """Short hash of all values, which the order of an epoch depends on."""
-        digest = blake2b(self.weights.astype("<f8").tobytes(), digest_size=8)
-        digest.update(self.strata.astype("<i8").tobytes())
+        digest = blake2b(np.ascontiguousarray(self.weights, "<f8").data, digest_size=8)
+        digest.update(np.ascontiguousarray(self.strata, "<i8").data)
         return digest.hexdigest()
 
 
@@ -42,7 +42,8 @@ def choose(
     The options are those of `Loader`; at most one of weights and balance is given. Raises
     UsageError for options that do not fit the index.
     """
-    selection = index if where is None else index.where(where)
+    ids = None if where is None else index.ids_where(where)
+    selection = index if ids is None else index.take(ids)
     if balance is not None:
         return selection, _balanced(selection, balance)
     if weights is None or isinstance(weights, Weighting):  # a copy of a loader passes its own
@@ -51,7 +52,7 @@ def choose(
         values = _column(selection, weights)
     else:
         values = _array(index, weights)
-        values = values if where is None else values[matching(index, where)]
+        values = values if ids is None else values[ids]
     invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(invalid):
         raise UsageError(

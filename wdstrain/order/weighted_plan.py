@@ -24,8 +24,9 @@ from wdstrain.order.rng import bits
 from wdstrain.runtime.cached import cached_property
 
 Floats = npt.NDArray[np.float64]
+Small = npt.NDArray[np.int32]
 
-_MOST = 1 << 31  # samples of an epoch
+_MOST = (1 << 31) - 1  # samples of an epoch and of the index: ids are int32 here
 _ONE = 1 << 32  # weights are fixed-point numbers, so that sums do not depend on their order
 _TOGETHER = 256  # further occurrences of samples of one shard that are read together, about
 
@@ -45,6 +46,10 @@ class WeightedPlan(Plan):
     def samples(self) -> int:
         """Samples of the epoch, each counted as often as it occurs; the same in every epoch."""
         total = float(self.weights.sum())
+        if len(self.weights) > _MOST:
+            raise PlanError(
+                f"{len(self.weights)} samples have weights; {_MOST} is the limit. Choose fewer samples."
+            )
         if total > _MOST:
             raise PlanError(
                 f"the weights add up to {total:g} samples in an epoch; {_MOST} is the limit. "
@@ -60,53 +65,96 @@ class WeightedPlan(Plan):
 
     def ids(self, lane: int, places: Ints) -> Ints:
         """Sample ids at these places of a lane; see `Plan.ids`."""
-        return self._line[0][self._line_places(lane, places)]
+        return self._line[0][self._line_places(lane, places)].astype(np.int64)
 
     def draws(self, lane: int, places: Ints, ids: Ints) -> Ints:
         """Numbers of the random bits at these places: another one for each occurrence of a sample."""
-        return ids + self._line[1][self._line_places(lane, places)] * len(self.weights)
+        numbers = self._line[1][self._line_places(lane, places)].astype(np.int64)
+        return ids + numbers * len(self.weights)
 
     def _fixed_weights(self) -> Ints:
-        return np.round(self.weights * _ONE).astype(np.int64)
+        fixed = self.weights * _ONE
+        return np.round(fixed, out=fixed).astype(np.int64)
 
-    def _occurrences(self) -> Ints:
-        """Return how often each sample occurs in this epoch. int64[n]"""
-        whole, rest = np.divmod(self._fixed_weights(), _ONE)
+    def _occurrences(self) -> Small:
+        """Return how often each sample occurs in this epoch. int32[n]"""
+        fixed = self._fixed_weights()
+        whole, rest = (fixed // _ONE).astype(np.int32), (fixed % _ONE).astype(np.uint32)
+        del fixed
         fractional = np.flatnonzero(rest)
         random = bits(fractional, "occurrences", self.seed, self.epoch)
-        order = fractional[np.lexsort((random, self.strata[fractional]))]
-        steps = (np.cumsum(rest[order]) + _ONE // 2) // _ONE
-        whole[order] += np.diff(steps, prepend=0)
+        order = np.lexsort((random, self.strata[fractional]))
+        del random
+        order = fractional[order]
+        del fractional
+        steps = np.cumsum(rest[order], dtype=np.int64)
+        del rest
+        steps += _ONE // 2
+        steps //= _ONE
+        whole[order] += np.diff(steps, prepend=0).astype(np.int32)
         return whole
 
     @cached_property
-    def _line(self) -> tuple[Ints, Ints]:
-        """(ids, occurrences) along the line. int64[samples] each; occurrences count from 0."""
-        shards, occurrences = len(self.counts), self._occurrences()
+    def _line(self) -> tuple[Small, Small]:
+        """(ids, occurrences) along the line. int32[samples] each; occurrences count from 0.
+
+        Arrays are small and dropped early: an epoch may have 50 million samples.
+        """
+        occurrences = self._occurrences()
         edges = np.concatenate([[0], np.cumsum(self.counts)])
-        by_shard = [
-            edges[number] + np.flatnonzero(occurrences[edges[number] : edges[number + 1]])
-            for number in self.shard_order.tolist()
-        ]
-        first = np.concatenate(by_shard)
-        further = np.maximum(occurrences - 1, 0)
+        first = np.concatenate(
+            [
+                np.flatnonzero(occurrences[edges[number] : edges[number + 1]]).astype(np.int32)
+                + np.int32(edges[number])
+                for number in self.shard_order.tolist()
+            ]
+        )
+        further = np.maximum(occurrences - np.int32(1), 0)
+        del occurrences
         if not further.any():
             return first, np.zeros_like(first)
-        shard = np.repeat(np.arange(shards), self.counts)
-        ids = np.repeat(np.arange(len(further)), further)
-        number = np.arange(len(ids)) - np.repeat(np.cumsum(further) - further, further)
-        # The epoch has so many rounds; a sample occurs in evenly spaced ones, once in each.
-        rounds = max(int(further.max()), -(-len(ids) // (shards * _TOGETHER)))
-        turn = (number + self._uniform(ids, "round")) * (rounds / further[ids])
-        turn = np.minimum(turn.astype(np.int64), rounds - 1)
-        moment = (turn + self._uniform(turn * shards + shard[ids], "moment")) / rounds
-        moments = np.concatenate([(np.arange(len(first)) + 0.5) / len(first), moment])
-        everything = np.concatenate([first, ids])
-        order = np.lexsort((everything, moments))
-        numbers = np.concatenate([np.zeros_like(first), number + 1])
-        return everything[order], numbers[order]
+        ids, numbers, moments = self._further_occurrences(further)
+        del further
+        order = np.lexsort((ids, moments))
+        ids, numbers, moments = ids[order], numbers[order], moments[order]
+        del order
+        # First occurrences are spread evenly, in their order; further ones are put between them.
+        even = (np.arange(len(first)) + 0.5) / len(first)
+        places = np.searchsorted(even, moments)
+        tied = np.flatnonzero(even[np.minimum(places, len(first) - 1)] == moments)
+        places[tied] += first[places[tied]] < ids[tied]
+        del even, moments
+        places += np.arange(len(ids))
+        line, line_numbers = np.empty((2, len(first) + len(ids)), np.int32)
+        is_first = np.ones(len(line), np.bool_)
+        is_first[places] = False
+        line[places], line[is_first] = ids, first
+        line_numbers[places], line_numbers[is_first] = numbers, 0
+        return line, line_numbers
 
-    def _uniform(self, numbers: Ints, name: str) -> Floats:
+    def _further_occurrences(self, further: Small) -> tuple[Small, Small, Floats]:
+        """Return (ids, occurrences from 1 on, moments in the epoch, 0 to 1) of further occurrences.
+
+        further: how many each sample has, int32[n].
+        """
+        ids = np.repeat(np.arange(len(further), dtype=np.int32), further)
+        numbers = np.arange(len(ids), dtype=np.int32)
+        numbers -= np.repeat((np.cumsum(further) - further).astype(np.int32), further)
+        # The epoch has so many rounds; a sample occurs in evenly spaced ones, once in each.
+        shards = len(self.counts)
+        rounds = max(int(further.max()), -(-len(ids) // (shards * _TOGETHER)))
+        turns = self._uniform(ids, "round")
+        turns += numbers
+        turns *= rounds / further[ids]
+        whole_turns = np.minimum(turns.astype(np.int64), rounds - 1)
+        del turns
+        shard = np.repeat(np.arange(shards, dtype=np.int32), self.counts)[ids]
+        moments = self._uniform(whole_turns * shards + shard, "moment")
+        moments += whole_turns
+        moments /= rounds
+        return ids, numbers + np.int32(1), moments
+
+    def _uniform(self, numbers: Ints | Small, name: str) -> Floats:
         """Return a number in [0, 1) for each of these numbers."""
         random = bits(numbers, name, self.seed, self.epoch)
         return np.asarray((random >> np.uint64(11)) * 2.0**-53)

@@ -12,10 +12,12 @@ as in SQL: a sample is chosen only if the whole condition is true. `is None` fin
 from __future__ import annotations
 
 import ast
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from keyword import iskeyword
 from typing import Any, Protocol
 
@@ -46,6 +48,8 @@ Bools = npt.NDArray[np.bool_]
 _QUOTED_NAME = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]+)`""")
 _COLUMNS = "__column__"  # `a b` is parsed as __column__["a b"]
 _OPERATORS = {"and", "or", "not", "in", "is", "True", "False", "None"}  # words of a condition
+_log = logging.getLogger("wdstrain")
+
 _SHOWN = 12  # names that an error lists
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: pc.equal,
@@ -123,13 +127,48 @@ def matching(index: Samples | TableRows, text: str) -> Bools:
             f"{error}. Python reserves the word {reserved[0]}: a column of this name stands in "
             f"backticks, `{reserved[0]}` or `json.{reserved[0]}`."
         ) from None
+    evaluation = _Evaluation(index, text)
     try:
-        holds = _Evaluation(index, text).truth(tree)
+        holds = evaluation.truth(tree)
     except (pa.ArrowException, RecursionError, OverflowError) as error:
         raise UsageError(f"{text!r} cannot be evaluated ({error}).") from None
     if isinstance(holds, pa.Scalar):
         return np.full(len(index), bool(holds.as_py()))
-    return np.asarray(pc.fill_null(holds, False).to_numpy(zero_copy_only=False), np.bool_)
+    result = np.asarray(pc.fill_null(holds, False).to_numpy(zero_copy_only=False), np.bool_)
+    # A condition with `is` deals with missing values itself.
+    if not isinstance(index, TableRows) and not re.search(r"\bis\b", plain):
+        for name, column in evaluation.used.items():
+            _log_shards_without(index, text, name, column, result)
+    return result
+
+
+def _log_shards_without(
+    index: Samples, text: str, name: str, column: Column, chosen: Bools
+) -> None:
+    """Log that shards have no value in a column of a condition, and so no chosen sample.
+
+    Sets without the column, joined with others, are such shards.
+    """
+    if not column.values.null_count:
+        return
+    edges = np.concatenate([[0], np.cumsum(index.counts)])
+    without = [
+        number
+        for number, (start, stop) in enumerate(pairwise(edges.tolist()))
+        if start < stop
+        and not chosen[start:stop].any()
+        and column.values.slice(start, stop - start).null_count == stop - start
+    ]
+    if without:
+        _log.warning(
+            "%r: %d samples of %d shards have no value in the column %s, such as those of %s. None "
+            "of them is chosen.",
+            text,
+            int(index.counts[without].sum()),
+            len(without),
+            printable(name),
+            index.shards[without[0]].name,
+        )
 
 
 def column_values(index: Samples, name: str) -> pa.Array:
@@ -144,6 +183,7 @@ class _Evaluation:
 
     def __init__(self, index: Samples | TableRows, text: str) -> None:
         self._index, self._text = index, text
+        self.used: dict[str, Column] = {}  # columns that were evaluated, by their names in the text
 
     def truth(self, node: ast.expr) -> Operand:
         """Return whether a node holds: numbers other than 0, texts and lists that are not empty."""
@@ -216,6 +256,7 @@ class _Evaluation:
         base, _, rest = name.partition(".")
         index = self._index
         if (column := self._column(name)) is not None:
+            self.used[name] = column
             return column.values
         if base == "has" and rest:
             return self._has(rest)

@@ -268,12 +268,16 @@ class Index:
 
         Raises UsageError for a condition that is not valid, or that holds for no sample.
         """
+        return self.take(self.ids_where(condition))
+
+    def ids_where(self, condition: str) -> Ints:
+        """Return the ids of the samples of `where`, ascending. int64[k]"""
         ids = np.flatnonzero(matching(self, condition))
         if not len(ids):
             raise UsageError(
                 f"{condition!r} holds for none of {len(self)} samples. Look at the values: wdstrain info"
             )
-        return self.take(ids)
+        return ids
 
     def sample(self, amount: float, *, seed: int = 0) -> Index:
         """Return a random choice: a share (float in (0, 1]) or a number of samples (int)."""

@@ -185,4 +185,5 @@ def group_codes(index: Samples, name: str) -> Ints:
     missing = np.asarray(values.is_null())
     codes = np.asarray(pc.fill_null(values.indices, 0)).astype(np.int64)
     codes[missing] = len(values.dictionary) + np.arange(missing.sum())
-    return np.unique(codes, return_inverse=True)[1].astype(np.int64).reshape(-1)
+    is_used = np.bincount(codes) > 0
+    return np.asarray((np.cumsum(is_used) - 1)[codes])
