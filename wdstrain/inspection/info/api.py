@@ -101,7 +101,6 @@ def info(options: InfoOptions) -> Info:
     for provenance in parts.infos:
         ignored.update(ignored_members(provenance))
     findings = (printable(str(error)) for error in [*errors, *reader.errors])
-    share = estimated.samples / max(1, samples) if estimated and weights is not None else 0.0
     return Info(
         samples=samples,
         shards=len(index.shards),
@@ -111,7 +110,6 @@ def info(options: InfoOptions) -> Info:
         labels=index.labels,
         info={name: value for name, value in index.info.items() if name != "states"},
         exact=weights is None,
-        error=estimated.error * share if estimated else 0.0,
         overhead=max(0, size - sum(one.sizes.total for one in contents)),
         per_shard=range_of(counts),
         split_shards=dict(Counter(shard.split for shard in index.shards)),

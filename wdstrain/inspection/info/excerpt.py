@@ -60,13 +60,12 @@ class Estimate:
     """What the beginnings of shards without an index tell about all of them.
 
     index: all readable shards, with the samples that were found. samples: of all of them;
-    exact: whether that was counted. error: share by which it may be off, two standard deviations.
+    exact: whether that was counted.
     counts: samples of each shard. heads: first bytes by path. looked_into: shards that were read.
     """
 
     index: Index
     exact: bool
-    error: float
     counts: list[int]
     heads: dict[str, bytes]
     ignored: dict[str, int]
@@ -110,7 +109,6 @@ def estimate(paths: Sequence[str]) -> Estimate:
     return Estimate(
         index=Index(tuple(shards), tuple(fields), Offsets.join(tables)),
         exact=len(used) == len(shards) and all(one.complete for one in used),
-        error=_error(used),
         counts=counts,
         heads={one.path: one.head for one in used},
         ignored=dict(ignored),
@@ -353,20 +351,3 @@ def _read(source: Source, offset: int, length: int) -> bytes:
 
 def _has_ranges(source: Source) -> bool:
     return isinstance(source, LocalFile) or source.ranged
-
-
-def _error(beginnings: list[Beginning]) -> float:
-    """Return two standard deviations of the mean size of a sample, as a share.
-
-    Over samples, or over shards if these differ more.
-    """
-    sizes = [
-        np.array([sample.stop - sample.start for sample in one.found], float)
-        for one in beginnings
-        if one.found
-    ]
-    errors = []
-    for values in (np.concatenate([*sizes, np.zeros(0)]), np.array([one.mean() for one in sizes])):
-        if len(values) > 1:
-            errors.append(2 * float(values.std(ddof=1) / values.mean()) / len(values) ** 0.5)
-    return min(1.0, max(errors)) if errors else 1.0

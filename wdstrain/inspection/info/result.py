@@ -96,8 +96,7 @@ class Info:
     """What some shards hold. Prints as text, renders in a notebook; `as_dict()` is JSON-able.
 
     exact: samples and sizes were counted. Otherwise samples, splits, overhead, per_shard and the
-    counts and totals of fields are estimated from `excerpt`, and `error` is the share by which
-    they may be off (two standard deviations).
+    counts and totals of fields are estimated from `excerpt`.
     bytes: of all shards. overhead: bytes of headers and padding. per_shard: samples per shard.
     split_shards: shards of each split. made: how the set was made, in words; info: the same as the
     index has it. ignored: members that belong to no sample, by reason. keys: the first keys.
@@ -114,7 +113,6 @@ class Info:
     labels: tuple[Label, ...]
     info: dict[str, Any]
     exact: bool
-    error: float
     overhead: int
     per_shard: Range | None
     split_shards: dict[str, int]
@@ -160,7 +158,7 @@ class Info:
         """Return (name, value) pairs about the set as a whole."""
         about = "" if self.exact else "about "
         rows = [
-            ("samples", f"{about}{self._count(self.samples)}{self._error()}"),
+            ("samples", f"{about}{self._count(self.samples)}"),
             ("shards", f"{self.shards}{self._samples_per_shard()}"),
             ("size", format_size(self.bytes)),
         ]
@@ -233,13 +231,6 @@ class Info:
     def _count(self, count: int) -> int:
         """Return a count with no more digits than an estimate has."""
         return count if self.exact else int(float(f"{count:.3g}"))
-
-    def _error(self) -> str:
-        if self.exact or self.excerpt is None:
-            return ""
-        if not self.excerpt.samples:
-            return " (the excerpts hold no whole sample)"
-        return f" (within {max(1, round(100 * self.error))} % if the rest is alike)"
 
 
 # --- how a set was made ---------------------------------------------------------------------------

@@ -25,13 +25,15 @@ from wdstrain.shards.offsets import Offsets
 
 _SHIFTS = 8  # distances at which lost samples are searched
 
+Member = tuple[str, int, int, int]  # field, offset, size, crc32
+
 
 class IntactSample(NamedTuple):
     """A sample to copy. members: (field, offset, size, crc32). is_suspect: it is next to damage."""
 
     key: str
     start: int
-    members: list[tuple[str, int, int, int]]
+    members: list[Member]
     is_suspect: bool = False
 
 
@@ -58,54 +60,50 @@ def _by_checksums(
     found: ShardScan, table: Offsets, expected: Index, reader: ForwardReader
 ) -> Recovery:
     listed, shown = expected.offsets, reader.shown
-    crcs, offsets = crcs_at(listed, table, reader), listed.member_offset.copy()
+    crcs = crcs_at(listed, table, reader)
     bad = np.flatnonzero(crcs != listed.member_crc)
-    hit = np.unique(np.searchsorted(listed.member_first, bad, side="right") - 1)
-    lost = set(hit.tolist())
-    shifts: Counter[int] = Counter()
-    mine = _places(found, table, {expected.key(i) for i in lost}) if lost else {}
+    lost = set((np.searchsorted(listed.member_first, bad, side="right") - 1).tolist())
+    places = _places(found, table, {expected.key(i) for i in lost}) if lost else {}
+    moved: dict[int, list[Member]] = {}
     for i in sorted(lost):
-        rows = range(*listed.member_first[i : i + 2].tolist())
-        there = (
-            {name: rest for name, *rest in _members(found, table, mine[key])}
-            if (key := expected.key(i)) in mine
-            else {}
-        )
-        wanted = [[int(listed.member_size[row]), int(listed.member_crc[row])] for row in rows]
-        names = [name for name, _, _ in expected.members(i)]
-        if [there[name][1:] if name in there else None for name in names] == wanted:
-            moved = [there[name][0] for name in names]
-            shifts[moved[0] - int(offsets[rows[0]])] += 1
-            offsets[rows.start : rows.stop] = moved
-            lost.discard(i)
+        place = places.get(expected.key(i))
+        there = {} if place is None else {one[0]: one for one in _members(found, table, place)}
+        wanted = [(name, size, crc) for name, _, size, crc in _listed_members(expected, i)]
+        if all(name in there and there[name][2:] == (size, crc) for name, size, crc in wanted):
+            moved[i] = [there[name] for name, _, _ in wanted]
+    shifts = Counter(there[0][1] - _listed_members(expected, i)[0][1] for i, there in moved.items())
+    lost -= moved.keys()
     for i in sorted(lost):
-        rows = range(*listed.member_first[i : i + 2].tolist())
         for shift, _ in shifts.most_common(_SHIFTS):
-            if all(_lies(reader, listed, row, shift) for row in rows):
-                offsets[rows.start : rows.stop] += shift
-                lost.discard(i)
+            shifted = [
+                (name, offset + shift, size, crc)
+                for name, offset, size, crc in _listed_members(expected, i)
+            ]
+            if all(_lies(reader, *one[1:]) for one in shifted):
+                moved[i] = shifted
                 break
+    lost -= moved.keys()
     findings = [_lost(expected, crcs.tolist(), i, shown) for i in sorted(lost)]
-
-    def intact() -> Iterator[IntactSample]:
-        for i in range(len(expected)):
-            if i not in lost:
-                rows = range(*listed.member_first[i : i + 2].tolist())
-                names = [expected.fields[listed.member_field[row]] for row in rows]
-                members = [
-                    (
-                        name,
-                        int(offsets[row]),
-                        int(listed.member_size[row]),
-                        int(listed.member_crc[row]),
-                    )
-                    for name, row in zip(names, rows, strict=True)
-                ]
-                yield IntactSample(expected.key(i), int(listed.start[i]), members)
-
-    return Recovery(
-        intact(), len(expected) - len(lost), findings, _unlisted(found, table, expected, shown)
+    intact = (
+        IntactSample(
+            expected.key(i), int(listed.start[i]), moved.get(i) or _listed_members(expected, i)
+        )
+        for i in range(len(expected))
+        if i not in lost
     )
+    count = len(expected) - len(lost)
+    return Recovery(intact, count, findings, _unlisted(found, table, expected, shown))
+
+
+def _lies(reader: ForwardReader, offset: int, size: int, crc: int) -> bool:
+    return 0 <= offset <= reader.size - size and reader.reread_crc32(offset, size) == crc
+
+
+def _listed_members(expected: Index, number: int) -> list[Member]:
+    """Return (field, offset, size, crc32) of the members of a sample of the index."""
+    first, stop = expected.offsets.member_first[number : number + 2].tolist()
+    crcs = expected.offsets.member_crc[first:stop].tolist()
+    return [(*one, crc) for one, crc in zip(expected.members(number), crcs, strict=True)]
 
 
 def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown: str) -> Recovery:
@@ -183,7 +181,7 @@ def _by_headers(found: ShardScan, table: Offsets, expected: Index | None, shown:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _members(found: ShardScan, table: Offsets, place: int) -> list[tuple[str, int, int, int]]:
+def _members(found: ShardScan, table: Offsets, place: int) -> list[Member]:
     """Return (field, offset, size, crc32) of the members of a sample of the scan."""
     rows = range(*table.member_first[place : place + 2].tolist())
     return [
@@ -204,15 +202,6 @@ def _places(found: ShardScan, table: Offsets, keys: set[str]) -> dict[str, int]:
         if (key := key_of(table, place)) in keys:
             places.setdefault(key, place)
     return places
-
-
-def _lies(reader: ForwardReader, listed: Offsets, row: int, shift: int) -> bool:
-    """Return whether the bytes of a member are `shift` bytes after their offset in the index."""
-    offset, size = int(listed.member_offset[row]) + shift, int(listed.member_size[row])
-    return (
-        0 <= offset <= reader.size - size
-        and reader.reread_crc32(offset, size) == listed.member_crc[row]
-    )
 
 
 def _lost(expected: Index, crcs: list[int], i: int, shown: str) -> Finding:

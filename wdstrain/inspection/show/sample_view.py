@@ -46,7 +46,7 @@ _TEXTS = ("txt", "text", "caption", "transcript")
 _NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # as webdataset decodes them
 _MAX_BYTES = 64 << 20  # of a member that is read
 _MAX_UNKNOWN_BYTES = 1 << 10  # of a member of an unknown type, which may be text
-_GAP = 1 << 20  # bytes between members that are read through, not requested separately
+_GAP = 1 << 20  # bytes between members of a sample that are read through
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,24 +291,24 @@ def _add_members(
 
 
 def _read_members(source: Source, members: list[tuple[str, int, int]]) -> dict[int, memoryview]:
-    """Return the bytes of members that can be shown, by position. Near members are read at once."""
-    wanted = sorted(
-        (offset, offset + size, place)
+    """Return the bytes of members that can be shown, by position, read at once unless far apart."""
+    wanted = [
+        (place, offset, offset + size)
         for place, (name, offset, size) in enumerate(members)
         if size <= (_MAX_BYTES if _is_known(name) else _MAX_UNKNOWN_BYTES)
-    )
-    data_of: dict[int, memoryview] = {}
-    while wanted:
-        count, stop = 1, wanted[0][1]
-        while count < len(wanted) and wanted[count][0] - stop <= _GAP:
-            stop, count = max(stop, wanted[count][1]), count + 1
-        start = wanted[0][0]
-        data = memoryview(bytearray(stop - start))
-        source.read_into([data], start)
-        for begin, end, place in wanted[:count]:
-            data_of[place] = data[begin - start : end - start]
-        wanted = wanted[count:]
-    return data_of
+    ]
+    start = min((begin for _, begin, _ in wanted), default=0)
+    stop = max((end for _, _, end in wanted), default=0)
+    if stop - start > sum(end - begin for _, begin, end in wanted) + _GAP:
+        return {place: _read(source, begin, end) for place, begin, end in wanted}
+    data = _read(source, start, stop)
+    return {place: data[begin - start : end - start] for place, begin, end in wanted}
+
+
+def _read(source: Source, start: int, stop: int) -> memoryview:
+    data = memoryview(bytearray(stop - start))
+    source.read_into([data], start)
+    return data
 
 
 def _is_known(name: str) -> bool:
