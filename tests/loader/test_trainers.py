@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -81,3 +82,20 @@ def test_the_examples_train_with_other_trainers(tmp_path: Path, name: str) -> No
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"accuracy \d+\.\d\d%; \w+ bound", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_for_ray_resumes_with_another_number_of_workers(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train", reason="Ray is not installed: pip install 'wdstrain[ray]'")
+    write_class_folder(tmp_path / "photos", {"cat": 40, "dog": 40})
+    wt.convert_folder(tmp_path / "photos", tmp_path / "shards")
+    script, storage = str(ROOT / "scripts" / "examples" / "ray_train.py"), tmp_path / "storage"
+    words = [sys.executable, script, f"{tmp_path}/shards/*.tar", "--storage", str(storage)]
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    for workers, epochs in ((2, 1), (1, 2)):
+        more = ["--workers", str(workers), "--epochs", str(epochs)]
+        done = subprocess.run([*words, *more], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert re.search(rf"^epoch {epochs}, step 5: loss", done.stdout, re.MULTILINE), done.stdout
+    states = [torch.load(path, weights_only=True) for path in sorted(storage.rglob("state.pt"))]
+    assert [state["loader"]["epoch"] for state in states] == [1, 2]  # no epoch was trained twice
