@@ -184,6 +184,29 @@ def test_shards_made_by_webdataset_are_trained_on_without_conversion(
     assert done.val["accuracy"] == 1.0
 
 
+def test_classes_are_learned_as_numbers_if_they_are_numbers(tmp_path: Path) -> None:
+    labels = [
+        wt.Label("age", "class", "json", "age", ("20", "30")),
+        wt.Label("kind", "class", "json", "kind", ("cat", "dog")),
+    ]
+    samples = (
+        {
+            "__key__": f"{i:02d}",
+            "png": image(i),
+            "json": {"age": 20 + 10 * (i % 2), "kind": KINDS[i % 2]},
+        }
+        for i in range(16)
+    )
+    wt.pack(samples, tmp_path / "shards", labels=labels)
+    done = wt.train(
+        tmp_path / "shards", tmp_path / "run", label="age:number", model=linear, **QUICK
+    )
+    head = done.task.heads[0]
+    assert (head.kind, head.mean, head.deviation) == ("number", 25, 5)
+    with pytest.raises(wt.UsageError, match="cannot be learned as 'number': its values are names"):
+        wt.train(tmp_path / "shards", tmp_path / "other", label="kind:number", **QUICK)
+
+
 # --- what the terminal says --------------------------------------------------------------------------
 
 

@@ -298,8 +298,13 @@ def _scaled(task: Task, index: Index) -> Task:
 
 
 def _scaled_head(head: NumberHead, index: Index) -> NumberHead:
-    column = complete_column(index, head.target)
+    # the column of classes holds their names, while their entries may be numbers
+    column = complete_column(index, head.target) if head.target.kind == "number" else None
     values = _read_numbers(index, head) if column is None else np.asarray(column.values)
+    if not len(values) and head.target.kind != "number":
+        raise UsageError(
+            f"label {head.name!r} cannot be learned as 'number': its values are names. Use class."
+        )
     finite = values[np.isfinite(values)] if len(values) else np.zeros(1)
     mean, deviation = float(finite.mean()), float(finite.std())
     is_constant = deviation <= 1e-12 * abs(mean)  # rounding errors are no deviation
