@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import picture
+from tests.conftest import picture, write_class_folder
 from tests.support.servers import serving
 from wdstrain.cli import main
 
@@ -56,6 +56,30 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(table: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(table.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("option", [{"num_workers": 1}, {"cache_dir": "cache"}])
+def test_options_without_effect_on_image_files_are_refused(
+    run: Path, tmp_path: Path, option: dict[str, Any]
+) -> None:
+    images = write_class_folder(tmp_path / "images", {"a": 2})
+    with pytest.raises(wt.UsageError, match=f"{next(iter(option))} has no effect: image files"):
+        wt.predict(run, images, tmp_path / "p.csv", **option)
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_cache_for_shards_of_this_machine_and_a_second_process_are_refused(
+    run: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    val = shards / "val-000000.tar"
+    with pytest.raises(wt.UsageError, match="cache_dir has no effect: it is for shards on servers"):
+        wt.evaluate(run, val, cache_dir=tmp_path / "cache")
+    with pytest.raises(wt.UsageError, match="cache_dir has no effect"):
+        wt.predict(run, val, tmp_path / "p.csv", cache_dir=tmp_path / "cache")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(wt.UsageError, match="one process, and this job has 2"):
+        wt.predict(run, val, tmp_path / "p.csv")
 
 
 # --- as it was trained -----------------------------------------------------------------------------------------------

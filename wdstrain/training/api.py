@@ -20,7 +20,12 @@ from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import takes
 from wdstrain.training import weights as model_weights
-from wdstrain.training.arguments import EvaluateArguments, TrainArguments, given_options
+from wdstrain.training.arguments import (
+    EvaluateArguments,
+    TrainArguments,
+    check_cache,
+    given_options,
+)
 from wdstrain.training.checkpoint import read_last
 from wdstrain.training.config import Config
 from wdstrain.training.data import (
@@ -216,6 +221,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
     )
     source = loaded.image_source(arguments.image)
     index = with_task_labels(open_set(arguments.urls), loaded.task)
+    check_cache(given_options(arguments), index)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task
     device = device_of(config.device, distributed)

@@ -36,7 +36,12 @@ from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
 from wdstrain.storage.files import put_whole, write_whole
-from wdstrain.training.arguments import PredictArguments, given_options
+from wdstrain.training.arguments import (
+    PredictArguments,
+    check_cache,
+    given_options,
+    refuse_without_effect,
+)
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead, number_text
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
@@ -74,16 +79,30 @@ def predict(arguments: PredictArguments) -> PredictResult:
     for option in ("probabilities", "embeddings"):
         if getattr(arguments, option) and loaded.task.is_dense:
             raise UsageError(f"{option}: not available for masks. Leave it out.")
-    device = device_of(loaded.config.device, DistributedContext())
+    distributed, options = DistributedContext(), given_options(arguments)
+    if distributed.size > 1:
+        raise UsageError(
+            f"predict writes its table in one process, and this job has {distributed.size}. "
+            f"Start it without torchrun or srun."
+        )
+    heads = loaded.task.heads
+    if arguments.probabilities and all(
+        head.columns(probabilities=True) == head.columns(probabilities=False) for head in heads
+    ):
+        raise UsageError("probabilities has no effect: no label has classes. Leave it out.")
+    device = device_of(loaded.config.device, distributed)
     source = loaded.image_source(arguments.image)
     predictor = _Predictor(loaded, source, device, arguments.embeddings)
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(urls, source)
         if images:
+            names = ("num_workers", "cache_dir", "cache_limit")
+            refuse_without_effect(options, names, "image files are read in threads")
             known: list[Head] = []
             rows = _rows_of_images(images, predictor, reporter)
         else:
             index = urls if isinstance(urls, Index) else require_one_split(open_index(urls), urls)
+            check_cache(options, index)
             known = _comparable_heads(index, loaded, reporter)
             rows = _rows_of_shards(index, predictor, known, reporter)
         return _write(path, rows, predictor, known, arguments.probabilities)
