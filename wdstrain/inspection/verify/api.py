@@ -18,7 +18,6 @@ from typing import Any
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.inspection.options import VerifyOptions
 from wdstrain.inspection.verify.cross_shard import CrossShardCheck, group_leaks
-from wdstrain.inspection.verify.damaged_tar import Damage, walk_damaged
 from wdstrain.inspection.verify.decode_check import DecodeCheck
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.inspection.verify.shard_check import ShardCheck, check_shard
@@ -29,9 +28,7 @@ from wdstrain.shards.index import Index, join
 from wdstrain.shards.index_document import is_wdstrain_index
 from wdstrain.shards.index_io import load
 from wdstrain.shards.resolve import open_index, shard_index, tars_of
-from wdstrain.shards.tar import SkippedMembers
 from wdstrain.storage.addresses import Urls, check_finished, expand, is_json
-from wdstrain.storage.local import open_source
 from wdstrain.storage.remote import is_remote, redacted
 
 _POLL = 0.1  # seconds between reports of progress
@@ -89,7 +86,7 @@ def verify(options: VerifyOptions) -> Verification:
         chosen = {shard.path for shard in open_index(options.urls).where(options.where).shards}
         shards = [(path, index) for path, index in shards if path in chosen]
     work = _Work(shards, options.decode, options.num_workers or cores())
-    cross_shard = CrossShardCheck(_needed(options.need), _key_at)
+    cross_shard = CrossShardCheck(_needed(options.need))
     totals = {name: Counter[str]() for name in ("columns", "decoded", "not_decoded", "ignored")}
 
     def report() -> None:
@@ -270,19 +267,3 @@ def total_bytes(shards: Shards) -> int | None:
             if is_remote(path):
                 return None
     return total
-
-
-def _key_at(path: str, offset: int) -> str:
-    """Return the key of the sample at an offset; "" if there is none any more."""
-    try:
-        with open_source(path) as source:
-            samples = walk_damaged(
-                lambda start, length: source.read(offset + start, length),
-                source.size - offset,
-                lambda key, name, data, size: (0, 0),
-                SkippedMembers(),
-            )
-            first = next(samples, None)
-            return "" if first is None or isinstance(first, Damage) else first.key
-    except WdstrainError:
-        return ""

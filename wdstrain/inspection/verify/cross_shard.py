@@ -1,6 +1,6 @@
 """Checks over all shards of a set: missing fields, duplicate samples, and leaks between splits.
 
-For each sample 32 bytes are kept until the end; keys of findings are read again. A key that occurs
+For each sample its key and some 60 bytes are kept until the end. A key that occurs
 in two shards is no finding, since many sets number anew in each shard; equal bytes with it are one.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -19,37 +19,35 @@ from wdstrain.inspection.verify.scan import EXAMPLES, Fields
 from wdstrain.inspection.verify.shard_check import ShardCheck
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints
+from wdstrain.shards.offsets import Ints, Members, Offsets
 from wdstrain.shards.selection import group_codes
 
 _NEARLY_ALL = 0.99  # share of the samples from which on a field counts as required
 _MAX_PAIRS = 1000  # pairs of shards with duplicates that are reported
 
-KeyAt = Callable[[str, int], str]  # (path, offset of a sample) -> its key
-
 
 class CrossShardCheck:
     """Compares shards with each other. They are added in order.
 
-    need: fields that every sample must have; of "jpg;png" one is enough. key_at: reads a key.
+    need: fields that every sample must have; of "jpg;png" one is enough.
     fields: number of samples that have each field. repeated: samples whose key an earlier shard has
     too, with other bytes; known after `duplicates`.
     """
 
-    def __init__(self, need: Sequence[str], key_at: KeyAt) -> None:
-        self._need, self._key_at = need, key_at
+    def __init__(self, need: Sequence[str]) -> None:
+        self._need = need
         self.fields: Counter[str] = Counter()
         self.samples = 0
         self.repeated = 0
         self._labels: set[str] = set()
         self._field_sets: list[tuple[str, dict[Fields, int], dict[Fields, list[tuple[str, int]]]]]
         self._field_sets = []
-        self._shards: list[tuple[str, str]] = []  # (path, name for messages)
+        self._shards: list[str] = []  # names for messages
         self._splits: list[str] = []
         self._keys: list[Ints] = []
         self._contents: list[Ints] = []
         self._images: list[Ints] = []
-        self._starts: list[Ints] = []
+        self._tables: list[Offsets] = []
 
     def add(self, check: ShardCheck, labels: Sequence[str], split: str) -> None:
         """Add a shard. labels: fields that hold labels; split: as its index says, or ""."""
@@ -62,18 +60,19 @@ class CrossShardCheck:
         for fields, count in scan.field_sets.items():
             for name in fields:
                 self.fields[name] += count
-        self._shards.append((check.path, check.shown))
+        self._shards.append(check.shown)
         self._splits.append(split or split_of(os.path.basename(check.path)))
         self._keys.append(scan.key_hashes)
         self._contents.append(scan.content_hashes)
         self._images.append(scan.image_hashes)
-        self._starts.append(check.starts)
+        self._tables.append(_without_members(check.table))
 
     def findings(self) -> list[Finding]:
         """Return what is wrong: missing fields, duplicate samples, images in two splits."""
         if not self._shards:
             return []
-        return [*self._missing_fields(), *self._duplicates(), *self._shared_images()]
+        table = Offsets.join(self._tables)
+        return [*self._missing_fields(), *self._duplicates(table), *self._shared_images(table)]
 
     def _missing_fields(self) -> Iterator[Finding]:
         """Yield samples that lack a field which they need, or which nearly all others have."""
@@ -105,10 +104,10 @@ class CrossShardCheck:
                     more = f"holds {count - EXAMPLES} more samples that have {reason}"
                     yield Finding(shown, "", "", 0, more)
 
-    def _duplicates(self) -> Iterator[Finding]:
+    def _duplicates(self, table: Offsets) -> Iterator[Finding]:
         """Yield samples that another shard has too, byte for byte: one for each pair of shards."""
         keys, contents = np.concatenate(self._keys), np.concatenate(self._contents)
-        starts, shard = np.concatenate(self._starts), self._shard_numbers()
+        shard = self._shard_numbers()
         order = np.lexsort((shard, contents, keys))
         a, b = order[:-1], order[1:]
         same_key = (keys[a] == keys[b]) & (shard[a] != shard[b])
@@ -118,24 +117,22 @@ class CrossShardCheck:
         for at in np.flatnonzero(same).tolist():
             pairs.setdefault((int(shard[a[at]]), int(shard[b[at]])), []).append(at)
         for (first, second), places in sorted(pairs.items())[:_MAX_PAIRS]:
-            at = min(places, key=lambda place: int(starts[b[place]]))
-            start, before = int(starts[b[at]]), int(starts[a[at]])
-            (path, shown), (other_path, other) = self._shards[second], self._shards[first]
-            key = self._key_at(path, start)
-            if key and key == self._key_at(other_path, before):  # not only equal hashes
+            at = min(places, key=lambda place: int(table.start[b[place]]))
+            key, other_key = table.keys_of(np.array([b[at], a[at]]))
+            if key == other_key:  # not only equal hashes
                 more = f"; so are {len(places) - 1} more of this shard" if len(places) > 1 else ""
-                where = f"is in {other} at offset {before}{more}"
-                yield Finding(shown, key, "", start, f"the same sample, byte for byte, {where}")
+                where = f"is in {self._shards[first]} at offset {table.start[a[at]]}{more}"
+                reason = f"the same sample, byte for byte, {where}"
+                yield Finding(self._shards[second], key, "", int(table.start[b[at]]), reason)
         if len(pairs) > _MAX_PAIRS:
-            shown = self._shards[sorted(pairs)[_MAX_PAIRS][1]][1]
+            shown = self._shards[sorted(pairs)[_MAX_PAIRS][1]]
             more = f"so do {len(pairs) - _MAX_PAIRS} more pairs of shards"
             yield Finding(shown, "", "", 0, f"shares samples with another shard; {more}")
 
-    def _shared_images(self) -> Iterator[Finding]:
+    def _shared_images(self, table: Offsets) -> Iterator[Finding]:
         """Yield, for each two splits, the first image that both have in different samples."""
         images, keys = np.concatenate(self._images), np.concatenate(self._keys)
-        contents, starts = np.concatenate(self._contents), np.concatenate(self._starts)
-        shard = self._shard_numbers()
+        contents, shard = np.concatenate(self._contents), self._shard_numbers()
         splits = np.array(self._splits, object)[shard]
         for first, second in combinations(sorted(set(filter(None, self._splits))), 2):
             a = np.flatnonzero((splits == first) & (images != 0))
@@ -150,17 +147,13 @@ class CrossShardCheck:
             same &= (keys[a] != keys[b]) | (contents[a] != contents[b])  # no duplicate sample
             if not same.any():
                 continue
-            a, b = a[same], b[same]
-            before, start = int(starts[a[0]]), int(starts[b[0]])
-            (other_path, other), (path, shown) = (
-                self._shards[shard[a[0]]],
-                self._shards[shard[b[0]]],
-            )
-            count = len(np.unique(images[b]))
+            one, other = b[same][0], a[same][0]
+            key, other_key = table.keys_of(np.array([one, other]))
+            count = len(np.unique(images[b[same]]))
             more = f"; so are {count - 1} more images of {second!r}" if count > 1 else ""
-            where = f"key {self._key_at(other_path, before)!r} in {other}{more}"
+            where = f"key {other_key!r} in {self._shards[shard[other]]}{more}"
             reason = f"its image is also in split {first!r}: {where}"
-            yield Finding(shown, self._key_at(path, start), "", start, reason)
+            yield Finding(self._shards[shard[one]], key, "", int(table.start[one]), reason)
 
     def _shard_numbers(self) -> Ints:
         """Return the number of the shard of each sample. int64[samples]"""
@@ -169,6 +162,24 @@ class CrossShardCheck:
     def _names_of(self, kind: str) -> str:
         """Return the fields of a kind, as the set names them."""
         return " or ".join(sorted(name for name in self.fields if field_kind(name) == kind))
+
+
+def _without_members(table: Offsets) -> Offsets:
+    """Return keys and offsets of the samples alone, which take less memory."""
+    empty = Offsets.of([], [])
+    return Offsets(
+        start=table.start,
+        stop=table.stop,
+        key_first=table.key_first,
+        keys=table.keys,
+        members=Members(
+            first=np.zeros(len(table) + 1, np.int64),
+            field=empty.member_field,
+            offset=empty.member_offset,
+            size=empty.member_size,
+            crc=empty.member_crc,
+        ),
+    )
 
 
 def field_kind(field: str) -> str:

@@ -20,7 +20,7 @@ from wdstrain.inspection.verify.scan import ShardScan, crcs_at, scan_shard
 from wdstrain.loader.stats import Finding
 from wdstrain.shards.columns import Column, ColumnBuilder, as_label, join_columns
 from wdstrain.shards.index import Index
-from wdstrain.shards.offsets import Ints, Offsets
+from wdstrain.shards.offsets import Offsets
 
 _MOST = 1000  # findings of one shard that are listed
 _EMPTY = "it has 0 bytes"
@@ -39,7 +39,7 @@ _COMPARED = (
 class ShardCheck:
     """Result of checking a shard. scan: None if it could not be read to its end.
 
-    starts: offset of each sample. compared: the index has checksums. columns: samples whose value
+    table: keys and offsets of the samples. compared: the index has checksums. columns: samples whose value
     was compared with the index, by column. left_out: findings that are only counted.
     """
 
@@ -47,10 +47,10 @@ class ShardCheck:
     shown: str
     findings: list[Finding] = field(default_factory=list)
     scan: ShardScan | None = None
-    starts: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of its samples
-    compared: bool = False  # its bytes, with checksums of an index
-    left_out: int = 0  # findings that were counted only
-    columns: Counter[str] = field(default_factory=Counter)  # samples of each that were compared
+    table: Offsets = field(default_factory=lambda: Offsets.of([], []))
+    compared: bool = False
+    left_out: int = 0
+    columns: Counter[str] = field(default_factory=Counter)
 
     def add(self, key: str, name: str, offset: int, reason: str) -> None:
         if len(self.findings) < _MOST:
@@ -82,7 +82,7 @@ def check_shard(
         columns=columns,
     )
     table = scan.offsets()
-    done.starts = table.start
+    done.table = table
     if expected is not None and reader.size != expected.shards[0].bytes:
         done.add("", "", 0, f"has {reader.size} bytes, its index says {expected.shards[0].bytes}")
     for damage in scan.damages:
