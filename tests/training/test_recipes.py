@@ -396,8 +396,20 @@ def test_layers_far_from_the_output_learn_more_slowly() -> None:
     assert named["fc.weight"] == named["fc.bias"] == 1.0
     assert named["layer4.1.conv2.weight"] == named["layer4.0.conv1.weight"] == 0.05
     assert named["layer3.0.conv1.weight"] == 0.025
-    assert named["conv1.weight"] < named["layer1.0.conv1.weight"]
+    assert named["conv1.weight"] == named["bn1.weight"] == named["layer1.0.conv1.weight"] / 2
     assert len(scales) == len(list(model.parameters()))
+
+
+def test_embeddings_before_the_first_block_are_one_layer() -> None:
+    model = torchvision.models.VisionTransformer(16, 8, 3, 2, 8, 16, num_classes=5)
+    groups = parameter_groups(model, Config(layer_decay=0.5))
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    named = {name: scales[id(p)] for name, p in model.named_parameters()}
+    assert named["heads.head.weight"] == 1.0
+    blocks = [named[f"encoder.layers.encoder_layer_{i}.mlp.0.weight"] for i in range(3)]
+    assert blocks == [0.5**4, 0.5**3, 0.5**2]
+    for name in ("class_token", "conv_proj.weight", "encoder.pos_embedding"):
+        assert named[name] == 0.5**5
 
 
 def test_lion_steps_by_the_sign_of_the_average() -> None:
@@ -406,6 +418,17 @@ def test_lion_steps_by_the_sign_of_the_average() -> None:
     weight.grad = torch.tensor([2.0, -3.0, 0.0])
     optimizer.step()
     torch.testing.assert_close(weight.data, torch.tensor([0.95 - 0.1, -0.95 + 0.1, 0.0]))
+
+
+def test_both_output_layers_of_a_segmentation_model_start_anew(tmp_path: Path) -> None:
+    name = "lraspp_mobilenet_v3_large"
+    trained = build(name, 21, 32, is_dense=True).state_dict()
+    torch.save({**trained, "aux_classifier.4.weight": torch.zeros(1)}, tmp_path / "w.pt")
+    model = build(name, 3, 32, is_dense=True)
+    fresh = load(model, name, str(tmp_path / "w.pt")).fresh
+    layers = ("low_classifier", "high_classifier")
+    assert fresh == tuple(f"classifier.{n}.{p}" for n in layers for p in ("weight", "bias"))
+    assert not set(fresh) & set(freeze(model, "backbone"))
 
 
 # --- weights -----------------------------------------------------------------------------------

@@ -105,9 +105,10 @@ def _main_output(model: nn.Module, inputs: Any, outputs: Any) -> Any:
 def _timm_model(name: str, outputs: int, image_size: int, pretrained: bool) -> nn.Module:
     try:
         import timm
-    except ImportError:
+    except ImportError as error:
+        cause = "" if error.name == "timm" else f" ({error})"
         raise UsageError(
-            f"model={TIMM}{name} needs timm. Install it: pip install 'wdstrain[timm]'"
+            f"model={TIMM}{name} needs timm{cause}. Install it: pip install 'wdstrain[timm]'"
         ) from None
     plain = name.partition(".")[0]
     if not timm.is_model(plain):
@@ -188,6 +189,16 @@ def last_layer(model: nn.Module) -> tuple[str, nn.Module]:
     if not layers:
         raise UsageError("the model has neither a linear layer nor a convolution: no last layer.")
     return layers[-1]
+
+
+def output_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the parameters that make the outputs: of the last layer, as a rule.
+
+    torchvision's LR-ASPP adds the outputs of two layers.
+    """
+    name = last_layer(model)[0]
+    low = name.replace("high_classifier", "low_classifier")
+    return (f"{name}.",) if low == name else (f"{low}.", f"{name}.")
 
 
 def import_function(name: str) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from wdstrain.errors import UsageError
 from wdstrain.training.config import Config
 from wdstrain.training.fsdp import local
-from wdstrain.training.models import import_function, last_layer
+from wdstrain.training.models import import_function, output_layers
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -147,23 +147,33 @@ def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:
     names = [name for name, _ in model.named_parameters()]
     if config.backbone_lr == 1.0 and config.layer_decay == 1.0:
         return dict.fromkeys(names, 1.0)
-    last = f"{last_layer(model)[0]}."
+    last = output_layers(model)
+    blocks: dict[str, str] = {}
     depths: dict[str, int] = {}
     for name in names:
         if not name.startswith(last):
-            depths.setdefault(_block_of(name), len(depths))
+            # everything before the first numbered block, such as embeddings, is one block
+            blocks[name] = _block_of(name) or (_module_of(name) if any(depths) else "")
+            depths.setdefault(blocks[name], len(depths))
     return {
         name: 1.0
         if name.startswith(last)
-        else config.backbone_lr * config.layer_decay ** (len(depths) - depths[_block_of(name)])
+        else config.backbone_lr * config.layer_decay ** (len(depths) - depths[blocks[name]])
         for name in names
     }
 
 
 def _block_of(name: str) -> str:
-    """Return the block of a parameter: its name up to the first part that ends with a number."""
-    match = re.match(r"(?:[^.]*\.)*?[^.]*\d(?=\.)", name)
-    return match.group() if match else name.rpartition(".")[0]
+    """Return the numbered block of a parameter, such as layer1 or blocks.3; "" if it has none.
+
+    A layer that is named with a number, such as conv1, is no block.
+    """
+    match = re.match(r"(?:[^.]*\.)*?(?:\d+(?=\.)|[^.]*\d(?=\.[^.]+\.))", name)
+    return match.group() if match else ""
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

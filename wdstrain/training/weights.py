@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from wdstrain.errors import UsageError
 from wdstrain.training.images import Normalization
-from wdstrain.training.models import TIMM, last_layer
+from wdstrain.training.models import TIMM, output_layers
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile, Lightning
 _NESTED = ("model", "state_dict")  # keys of checkpoints under which a state dict lies
-# Heads of torchvision's Inception models that only training from scratch uses.
-_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+# Heads of torchvision's Inception and segmentation models for a second loss.
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.", "aux_classifier.")
 _FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors")
 
 
@@ -107,7 +107,10 @@ def _timm_weights(model: nn.Module, weights: str) -> LoadedWeights:
 
 def _load_file(model: nn.Module, path: str) -> LoadedWeights:
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        if path.endswith(".safetensors"):
+            value: Any = _load_safetensors(path)
+        else:
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"weights={path} cannot be read: {error.strerror or error}.") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
@@ -125,6 +128,21 @@ def _load_file(model: nn.Module, path: str) -> LoadedWeights:
     return LoadedWeights(_copy_weights(model, value, path), normalization)
 
 
+def _load_safetensors(path: str) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise UsageError(
+            f"weights={path} needs safetensors. Install it: pip install safetensors"
+        ) from None
+    try:
+        return cast("dict[str, Tensor]", load_file(path))
+    except OSError:
+        raise
+    except Exception as error:  # safetensors raises an error type of its own
+        raise UsageError(f"weights={path} is no safetensors file: {error}.") from error
+
+
 def _saved_normalization(checkpoint: Any) -> Normalization | None:
     """Return the normalization of a checkpoint of a run; None for other files."""
     image = checkpoint.get("image") if isinstance(checkpoint, Mapping) else None
@@ -135,7 +153,7 @@ def _saved_normalization(checkpoint: Any) -> Normalization | None:
 
 def _copy_weights(model: nn.Module, state: Mapping[str, Tensor], source: str) -> tuple[str, ...]:
     """Copy weights, but for a last layer of another shape; return the names that stay fresh."""
-    wanted, last = model.state_dict(), f"{last_layer(model)[0]}."
+    wanted, last = model.state_dict(), output_layers(model)
     given = _without_prefixes(state, wanted)
     fresh = [
         name
@@ -208,7 +226,7 @@ def freeze(model: nn.Module, patterns: str) -> list[str]:
 
 def _matching(model: nn.Module, names: Iterable[str], pattern: str) -> list[str]:
     if pattern == "backbone":
-        last = f"{last_layer(model)[0]}."
+        last = output_layers(model)
         return [name for name in names if not name.startswith(last)]
     return [
         name
