@@ -95,7 +95,7 @@ def test_a_wrong_choice_in_python_is_refused(tmp_path: Path) -> None:
         (["show", "absent", "--random", "--key", "a"], "Give only one of these"),
         (["index", "absent", "--classes", "a,b"], "needs --label ..., whose values"),
         (["remove", "absent"], "--where ... or --keys ..."),
-        (["serve", "absent", "--port", "x"], "--port: invalid int value: 'x'"),
+        (["serve", "absent", "--port", "x"], "--port: 'x' is not an integer"),
     ],
 )
 def test_wrong_usage_of_verbs_names_the_flag(words: list[str], error: str, capsys: Any) -> None:

@@ -13,7 +13,7 @@ from wdstrain.report.terminal import print_error, print_result
 
 # first words of a sentence that says what to do next
 _ADVICE = (
-    "Add|Choose|Continue|Convert|Delete|Did you mean|Fix|Free|Give|Install|Leave|List|Lower|Make|Mend|Move|Name|"
+    "Add|Check|Choose|Continue|Convert|Delete|Did you mean|Fix|Free|Give|Install|Leave|List|Lower|Make|Mend|Move|Name|"
     "Only|Pack|Pass|Put|Raise|Remove|Repack|Repair|Resume|Rerun|Run|Say|See|Set|Start|Take|Try|Use|Wait|Write"
 )
 _HINT = re.compile(rf"(?<=[.?!)\]]) (?=(?:{_ADVICE})\b)")

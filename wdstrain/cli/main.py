@@ -101,6 +101,8 @@ def _log_messages(arguments: argparse.Namespace) -> Iterator[None]:
 def _usage_error(problem: UsageProblem) -> str:
     """Return the message for words that do not parse, with the option or verb they resemble."""
     message, parser = str(problem), problem.parser
+    message = re.sub(r"invalid int value: (.*)", r"\1 is not an integer", message)
+    message = re.sub(r"invalid float value: (.*)", r"\1 is not a number", message)
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
     if choice:
         known, word = re.findall(r"[\w-]+", choice[2]), choice[1]

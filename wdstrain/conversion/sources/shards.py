@@ -335,8 +335,10 @@ def read_keys(path: str) -> set[str]:
     try:
         with open(path, encoding="utf-8") as file:
             found = {line.strip() for line in file if line.strip()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} cannot be read as a list of keys ({error}).") from error
+    except OSError as error:
+        raise SourceError(f"{path}: the file of keys cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{path} is not UTF-8 text with one key on each line.") from error
     if not found:
         raise SourceError(f"{path} holds no keys; one on each line is expected.")
     return found
