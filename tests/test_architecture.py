@@ -143,6 +143,12 @@ def test_importing_starts_nothing_and_brings_no_trainer_and_no_webdataset() -> N
     assert last == "False"
 
 
+def test_an_import_on_windows_is_an_error_with_the_next_step() -> None:
+    code = "import sys; sys.platform = 'win32'; import wdstrain"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("Use WSL 2 or a Linux container.")
+
+
 def test_commands_that_need_no_torch_do_not_wait_for_it(tmp_path: Path) -> None:
     """Each in a child that is forked when the command line is imported."""
     shards = str(write_shards(tmp_path / "shards", [20]))

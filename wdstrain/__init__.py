@@ -6,8 +6,15 @@ loader = wt.Loader("shards/train-*.tar", {"image": wt.image(size=224, augment="r
 for batch in wt.to_device(loader, "cuda"): ...
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "wdstrain does not run on Windows: it needs memfd and locks of Linux. Use WSL 2 or a "
+        "Linux container."
+    )
 
 if TYPE_CHECKING:
     from wdstrain.conversion.api import (

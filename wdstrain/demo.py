@@ -28,7 +28,7 @@ from wdstrain.training.progress import Reporter
 
 _OPTIONS: dict[str, Any] = {
     "model": "small",
-    "epochs": 6,
+    "epochs": 4,
     "batch_size": 32,
     "lr": 4e-3,
     "image_size": 16,
