@@ -43,31 +43,31 @@ def add_training(verbs: Any) -> None:
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint in the folder, with its options; start if there is none",
+        help="continue from the last checkpoint in the folder, with its options; start if there is none",
     )
     train.add_argument(
         "--overwrite", action="store_true", help="replace an earlier run in the folder"
     )
     train.add_argument(
-        "--config", metavar="FILE", help="options in a .toml or .yaml file; flags win over it"
+        "--config", metavar="FILE", help="options in a .toml or .yaml file; flags override it"
     )
     add_options(train, Config, groups=GROUPS)
     train.set_defaults(
-        interrupted="Run it again with --resume to go on from the last checkpoint.",
+        interrupted="Run it again with --resume to continue from the last checkpoint.",
     )
 
     evaluate = verb(
         verbs,
         "evaluate",
         _evaluate,
-        "score a checkpoint",
+        "evaluate a checkpoint on shards",
         "evaluate runs/photos/checkpoints/best.pt 'shards/photos/val-*.tar'",
     )
     predict = verb(
         verbs,
         "predict",
         _predict,
-        "what a checkpoint says of pictures, as a table",
+        "predict the labels of images, as a table",
         "predict runs/photos/checkpoints/best.pt new-photos -o predictions.csv",
     )
     for one in (evaluate, predict):
@@ -83,13 +83,11 @@ def add_training(verbs: Any) -> None:
         metavar="FILE",
         help="table to write, .csv or .parquet, one row per image",
     )
-    predict.add_argument(
-        "--probabilities", action="store_true", help="one more column for each class"
-    )
+    predict.add_argument("--probabilities", action="store_true", help="add a column for each class")
     predict.add_argument(
         "--embeddings",
         action="store_true",
-        help="a column with the input of the last layer",
+        help="add a column with the input of the last layer",
     )
     where(evaluate)
     where(predict)
@@ -100,7 +98,7 @@ def add_training(verbs: Any) -> None:
         verbs,
         "export",
         _export,
-        "a trained model for other programs",
+        "export a trained model for other programs",
         "export runs/photos/checkpoints/best.pt photos.onnx",
     )
     export.add_argument("checkpoint", help="file of a run, such as RUN/checkpoints/best.pt")
@@ -113,7 +111,7 @@ def add_training(verbs: Any) -> None:
         one.add_argument(
             "--model",
             metavar="MODULE:FUNCTION",
-            help="what makes the model; one that the checkpoint names is not run unless you do",
+            help="function that makes the model; one that the checkpoint names is called only if you name it here",
         )
 
 
@@ -140,7 +138,8 @@ def _train(arguments: argparse.Namespace) -> int:
     addresses = arguments.urls or data.get("train")
     if not addresses:
         raise UsageError(
-            "no shards to train on were named. Give their address, or a --config file whose [data] has train."
+            "no shards to train on. Give their address, or a --config file whose table [data] has "
+            "train."
         )
     val = arguments.val or (None if arguments.urls else data.get("val"))
     _check_usage(arguments, options, [*as_list(addresses), *as_list(val or [])])
