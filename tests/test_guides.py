@@ -249,8 +249,13 @@ def test_every_option_in_the_guides_exists(capsys: pytest.CaptureFixture[str]) -
         for verb in re.findall(r"^\| `(\w+)` ", COMMANDS.read_text(), re.MULTILINE)
         if verb != "convert"
     ]
-    # those of torchrun, and one of containers
+    # those of torchrun, srun, the example for Ray, and one of containers
     known = {
+        "--ntasks-per-node",
+        "--gpus-per-node",
+        "--storage",
+        "--workers",
+        "--gpu",
         "--standalone",
         "--nproc-per-node",
         "--nnodes",
