@@ -53,6 +53,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 
+MINUTES = 5.0  # of each comparison, after which no further turn begins
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the data, two repeats")
@@ -187,9 +190,16 @@ def drawn(folder: Path, count: int) -> Path:
 
 
 def table(name: str, rivals: Mapping[str, Callable[[Path], object]], repeats: int) -> None:
-    """Time them in turn, so that what the machine does besides hits all alike. Each is given an empty folder."""
+    """Time the rivals alternately, so that other load of the machine affects all alike.
+
+    Each gets an empty folder. No turn begins after MINUTES.
+    """
     seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
-    for _ in range(repeats):
+    deadline = time.monotonic() + 60 * MINUTES
+    for turn in range(repeats):
+        if turn and time.monotonic() > deadline:
+            break
+        print(f"{name}: turn {turn + 1} of {repeats}", file=sys.stderr, flush=True)
         for rival, run in rivals.items():
             with tempfile.TemporaryDirectory(dir=".") as out:
                 os.sync()

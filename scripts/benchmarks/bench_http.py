@@ -133,6 +133,9 @@ _CHUNK = 16 << 10  # bytes that the far link takes at a time, at most
 Rates = dict[str, list[float]]
 
 
+MINUTES = 5.0  # of each comparison, after which no further turn begins
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less data, fewer repeats")
@@ -399,10 +402,14 @@ def looped(loader: wt.Loader, epochs: int = 1) -> float:
 
 def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
     """In turn, so that what the machine does besides hits all alike; each as often first, second and so on, after others that are drawn
-    anew, for what one leaves behind hits the next. What other machines disturbed is measured again."""
+    anew, for what one leaves behind hits the next. What other machines disturbed is measured again. No turn begins after MINUTES."""
     rates: Rates = {name: [] for name in rivals}
     names = list(rivals)
+    deadline = time.monotonic() + 60 * MINUTES
     for turn in range(repeats):
+        if turn and time.monotonic() > deadline:
+            break
+        print(f"turn {turn + 1} of {repeats}: {', '.join(names)}", file=sys.stderr, flush=True)
         first = turn % len(names)
         if first == 0:
             random.shuffle(names)

@@ -76,12 +76,17 @@ class Bench:
     pythons: dict[str, str]
     out: Any
     found: dict[str, Any] = field(default_factory=dict)
+    minutes: float = 5.0  # of a case, after which no further round begins
 
     def say(self, case: str, text: str) -> None:
         for line in textwrap.wrap(
             text, 76, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True
         ):
             print(f"{case:3} {line}", file=self.out, flush=True)
+
+    def progress(self, case: str, text: str) -> None:
+        """Print what is measured now to stderr."""
+        print(f"{case:3} {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
     def goal(
         self,
@@ -452,15 +457,17 @@ def throughput(
         if bench.peers is None or name in bench.peers or name.split("-")[0] in bench.peers
     ]
     rates = Rates(bench, case, asked, limits, {}, {})
+    deadline = time.monotonic() + 60 * bench.minutes
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(_process(bench, name, job))
             for name in (*ours, *limits, *asked)
         }
         for name, one in list(running.items()):
-            answer = one.ask(do="prepare")
+            bench.progress(case, f"{name}: data are prepared, the first epoch begins")
+            answer = one.ask(deadline, do="prepare")
             if "absent" not in answer and "failed" not in answer:
-                answer = one.ask(do="open", whole=case == "R2")
+                answer = one.ask(deadline, do="open", whole=case == "R2")
             if "absent" in answer or "failed" in answer:
                 why = (
                     f"absent. {CONTENDERS[name].install}"
@@ -477,7 +484,12 @@ def throughput(
         stack.enter_context(_guarded([one.pid for one in running.values()]))
         for one in running.values():
             one.rest()
-        for _ in range(1 if bench.quick else 7):
+        rounds = 1 if bench.quick else 7
+        for number in range(rounds):
+            if number and time.monotonic() > deadline:
+                bench.say(case, f"{number} of {rounds} rounds in {bench.minutes:g} minutes")
+                break
+            bench.progress(case, f"round {number + 1} of {rounds}: {len(running)} contenders")
             for name, one in drawn.sample(list(running.items()), len(running)):
                 words = {"do": "turn", "seconds": seconds / 2 if bench.quick else seconds}
                 answer, share = _turn(one, words)
@@ -564,15 +576,21 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, **words: Any) -> dict[str, Any]:
-        """What it answers; {"failed": why} if it ended or takes too long."""
+    def ask(self, deadline: float | None = None, **words: Any) -> dict[str, Any]:
+        """What it answers; {"failed": why} if it ended or takes too long.
+
+        deadline: of time.monotonic(), at least ten seconds from now; default: PATIENCE seconds.
+        """
+        patience: float = PATIENCE
+        if deadline is not None:
+            patience = max(10.0, min(patience, deadline - time.monotonic()))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(words) + "\n")
             self._process.stdin.flush()
-            if not select.select([self._process.stdout], [], [], PATIENCE)[0]:
-                return {"failed": f"no answer in {PATIENCE} s"}
+            if not select.select([self._process.stdout], [], [], patience)[0]:
+                return {"failed": f"no answer in {patience:.0f} s"}
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
             return answer
         except (OSError, ValueError):
@@ -759,6 +777,12 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON line on stdout at the end, text on stderr"
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=5.0,
+        help="minutes of a case after which no further round begins (default: %(default)s)",
+    )
     asked = parser.parse_args()
     peers = asked.peers or ("webdataset" if asked.quick else "all")
     names = None if peers == "all" else [name for name in peers.split(",") if name != "none"]
@@ -771,12 +795,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pythons = dict(one.split("=", 1) for one in asked.python)
         out = sys.stderr if asked.json else sys.stdout
-        bench = Bench(Path(folder), asked.quick, asked.data, names, pythons, out)
+        bench = Bench(
+            Path(folder), asked.quick, asked.data, names, pythons, out, minutes=asked.minutes
+        )
         bench.say(
             "",
             f"{CORES} cores, load {os.getloadavg()[0]:.1f}, {'drawn pictures' if not asked.data else asked.data.name}",
         )
         for name in asked.case or CASES:
+            bench.progress(name, "begins")
             CASES[name](bench)
             bench.say(
                 name, f"load {os.getloadavg()[0]:.1f}, {time.perf_counter() - begun:.0f} s so far"

@@ -68,6 +68,7 @@ def main() -> int:
     arguments.work.mkdir(parents=True, exist_ok=True)
     for name in arguments.case:
         case = CASES[name]
+        print(f"{name}: converting, training", file=sys.stderr, flush=True)
         shards = arguments.work / f"{name}-shards"
         if not shards.exists():
             case.convert(arguments.data / name, arguments.work)

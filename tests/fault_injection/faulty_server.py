@@ -1,8 +1,8 @@
-"""The server of `stress.py`: a folder by ranges, and at random every fault that a reader is promised to heal.
+"""HTTP server of `stress.py`: serves a folder by ranges, with random faults that readers must survive.
 
-Which fault an answer gets, if any, is drawn from a seed. What no reader can notice is not among them: an index that is
-damaged or said to be shorter than it is, and damage to the second reading of a sample (answers below LARGE are sound, as
-a sample that is read again has one of its own).
+A seed decides which response gets which fault. Faults that no reader can detect are left out: a damaged
+or shortened index, and damage to the second read of a sample. Responses below LARGE bytes are never
+damaged, because a sample that is read again has a request of its own.
 """
 
 from __future__ import annotations

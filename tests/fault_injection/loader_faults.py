@@ -1,7 +1,8 @@
-"""What happens to loaders in `run.py`: workers that die, clocks that jump, shards that change under them, company, and many of them.
+"""Faults of loaders for `run.py`: dying workers, clock jumps, changing shards, several loaders at once.
 
-Each fault is a function that makes what all its times share and returns the trial: called with a folder of its own and random bits, it
-does the fault for real, raises Lie if it was not survived, and otherwise says in a word what became of it.
+Each fault is a function that prepares shared data and returns a trial. The trial gets a folder and a
+random generator and causes the real fault. It raises Lie if the loader did not survive, and otherwise
+returns the outcome in a word.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""How a process is made to die, and what a disk may hold after it: the tools of `run.py`.
+"""Tools of `run.py` that kill processes and model the disk after a power cut.
 
-Each piece of work runs in a child that is forked from a process that has imported everything and has no threads, so a death
-costs milliseconds where a fresh interpreter takes two seconds. It is killed after a time, or by itself at the n-th operation on files:
-those are counted by an audit hook and by standing in for the calls that Python audits not (fsync, pwrite).
+Each workload runs in a child forked from a process that has imported everything and has no threads. A
+kill therefore costs milliseconds; a fresh interpreter takes two seconds. The child is killed after a
+time, or at the n-th file operation. An audit hook counts these operations. Calls without an audit event
+(fsync, pwrite) are replaced by counting ones.
 
-A power cut is modelled strictly. Of the work all states of its folder are recorded, with what was flushed when; a disk after a cut has
-every change of a folder that was flushed since, of the others any that leave none out that is older in the same folder, and of a file
-what was flushed, and of what was written after that anything: all, nothing, zeros, a half. Renames alone are taken to be whole.
+The power cut model is strict. All states of the folder are recorded, with the time of each flush. After
+a cut the disk has every directory change that was flushed. Of later changes it has any subset that keeps
+the order within a folder. A file has its flushed bytes, and of later writes all, none, zeros or half. Only
+renames are assumed to be atomic.
 """
 
 from __future__ import annotations

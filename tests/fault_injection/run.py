@@ -1,14 +1,15 @@
-"""Kills, cuts the power, fills disks, jumps clocks, replaces shards, and counts what was survived.
+"""Kill processes, cut the power, fill disks, jump clocks and replace shards, and count the survivors.
 
     python -m tests.fault_injection.run                       # every fault, a hundred times each
     python -m tests.fault_injection.run cut full --times 20   # faults with these words in the name
     python -m tests.fault_injection.run 'kill-at convert' --seed 0 --only 17   # trial 17 of one fault again
 
-A fault is survived if after it (a) whatever has a final name on the disk is whole and right, or opening it is refused with a
-sentence, (b) what was said is one sentence, and (c) the same work done again comes to the bytes, order or weights of work that nothing
-disturbed. What was killed in the middle is in a third of the cases killed again while it goes on. `where` counts when the fault
-struck: before anything was written, within, after all had its name; a kill that came after the end of its process counts for nothing and
-is drawn anew, as often as `missed` says.
+A workload survives a fault under three conditions. (a) Each file with a final name is whole and correct,
+or opening it raises a clear error. (b) The message is one sentence. (c) The same work done again gives
+the bytes, order or weights of an undisturbed run. A third of the interrupted workloads are killed again
+while they resume. `where` counts when the fault struck: before the first write, during the work, or after
+all files had their names. A kill after the end of its process does not count and is drawn again; `missed`
+counts these.
 """
 
 from __future__ import annotations

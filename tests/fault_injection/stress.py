@@ -1,33 +1,27 @@
-"""Whether training data stays exact, and memory flat, while everything goes wrong at once, for as long as one likes.
+"""Check that samples stay exact and memory flat under faults, kills and a small cache.
 
-    .venv/bin/python -m tests.fault_injection.stress            (ten minutes; --minutes 1 for a look)
+    .venv/bin/python -m tests.fault_injection.stress            (ten minutes; --minutes 1 for a short run)
 
-Eight readers with four worker processes each share a server that breaks every sixth answer (`faulty_server.py`), and a cache
-that holds half of the set, so that shards are thrown out all the time. Each goes epoch after epoch with a seed of its own,
-one of three ways:
+Eight readers with four worker processes each use one server, which breaks every sixth response
+(`faulty_server.py`). They share a cache that holds half of the set, so shards are evicted all the time.
+Each reader runs epoch after epoch with its own seed, in one of three ways:
 
-    killed       SIGKILL at a random moment, then started again: goes on from the state it wrote down last
-    breaks off   leaves the loop at random steps and resumes from the state, in the same loader or in a new one
-    steady       is left alone
+    killed       SIGKILL at a random moment, then a restart from the last saved state
+    breaks off   leaves the loop at random steps and resumes, in the same loader or in a new one
+    steady       is not disturbed
 
-What is delivered is compared, batch by batch, with what the plan promises and with the bytes that Python's own tarfile finds
-in the shards: each sample once, in the one order, with its bytes. A chain of digests runs through each epoch, over breaks and
-kills; at the end some epochs are read once more from the disk, by a loader without workers, and have to have the same.
+Each batch is compared with the plan and with the bytes that Python's tarfile reads: each sample once, in
+the planned order, with its bytes. A chain of digests covers each epoch, across breaks and kills. At the
+end some epochs are read again from the disk by a loader without workers, and must have the same digests.
 
-Measured are process trees (Pss of anonymous and shared memory, descriptors, threads), each from its first pass after a start on:
-what nine tenths of the measurements do not exceed, in their first and in their last third. (A median would tell how long a
-reader had one fetching thread instead of six, which is what a server that ignores a range leads to.) Of few measurements that
-is one moment, so in a run of a minute the sum is judged, and not each tree. The cache is measured under its own lock. The exit
-status is 1 if anything is not as it should be; a process that has not ended when asked is such a thing.
+Process trees are measured from their first epoch after a start: Pss of anonymous and shared memory,
+descriptors, threads. The 90th percentiles of the first and the last third are compared. (A median would
+show how long a reader had one fetching thread instead of six, after a server that ignores ranges.) A short
+run has few measurements, so in a run of a minute the sum is judged instead of each tree. The cache is
+measured under its own lock. The exit status is 1 if anything is wrong, also if a process does not end when
+asked.
 
-What was found by the first runs: a closed loader's memory stayed until a collection (a reader that breaks off swung between 193 and
-458 MB), and seeding a sample for a transform took a worker 185 us. (289 epochs came with both, and 977 without,
-on a machine whose other work was not the same.)
-By later ones: after a refused connection an error of urllib3 kept a closed loader's 200 MB until a collection, blocks of 4 MB on their
-way to the cache stayed with malloc's arenas for threads (53 MB of a process), and a collection in a worker, forked as it is, made
-35 MB its own. With these the readers had 445 to 655 MB, without 471 to 512.
-
-What was measured last:
+Last results:
 
     2 cores, no GPU, Python 3.11, torch 2.15.0, 2026-11-22
     8 readers x 4 workers, 10.0 minutes

@@ -1,4 +1,4 @@
-"""Exact and flat under load: random faults, kills, breaks and a cache that is too small, all at once (`stress.py`)."""
+"""Samples stay exact and memory flat under random faults, kills, breaks and a small cache (`stress.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The work that `run.py` disturbs: each kind of work that leaves something on a disk, with what may be found of it at any moment.
+"""Workloads that `run.py` disturbs, each with a check of the files it may leave at any moment.
 
-A work knows what was there before, does its work, looks as a reader would at what is there, does it again as a person would, and
-tells whether all came out as if nothing had happened. Data are made here, small, the same each time.
+A workload knows the state before its start, does its work, reads the result as a user would, and does the
+work again as a user would. It then reports whether the result equals that of an undisturbed run. The data
+are small, generated here, and the same each time.
 """
 
 from __future__ import annotations

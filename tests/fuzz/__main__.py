@@ -1,24 +1,24 @@
-"""Coverage-guided fuzzing of what reads bytes from elsewhere: tars, indexes, HTTP, labels, arrays, pictures, requests.
+"""Run coverage-guided fuzzing of the code that reads untrusted bytes.
 
     .venv/bin/python -m tests.fuzz --seconds 60                  (each target in turn)
     .venv/bin/python -m tests.fuzz tar http --seconds 600 --seed 7 --folder runs/fuzzing
 
-Each target (`targets.py`, where it is said what is a find) runs under atheris in a process of its own, from its seeds, the cases
-kept in `tests/fuzz/cases` and what earlier runs left in the folder. Inputs that break something are written to `finds` there, with the
-command that runs one again; whoever mends it keeps the input as a case, by a name that says what it is. The exit status is 1
-where something was found. atheris has wheels for Linux on x86-64 alone.
+Each target of `targets.py` runs under atheris in a process of its own. It starts from the target's
+seeds, the cases in `tests/fuzz/cases`, and the inputs that earlier runs left in the folder. Inputs that
+break a promise are written to `finds` in the folder, with the command that runs each again. After a
+fix the input becomes a case, under a name that describes it. The exit status is 1 if there are finds.
+atheris has wheels for Linux on x86-64 only.
 
-The table: `lines` are those of the functions under test that the inputs kept by the fuzzer run through, of all they have, counted
-by running these inputs once more (what a process does once, loading a library, is not named in a target: it may be done already);
-`edges` is libFuzzer's own count over the whole package.
+`lines` counts the lines of the tested functions that the kept inputs run, of all their lines. Lines that
+run once per process, such as loading a library, are not part of a target. `edges` is libFuzzer's count
+for the whole package.
 
-What was seen last; before it each target had run for some 45 s, and each find of then is mended and kept. Seconds include the
-start, some 8 s, and the counting of lines; two other programs had the processor, too.
+Last results. Seconds include the start (8 s) and the line count; two other programs shared the cores.
 
     2 cores (one used), Python 3.11, atheris 3.0, libFuzzer's seed 11, 2026-11-21
     target      executions  seconds        lines        edges  finds
-    tar             222681      103      130/163  80 %    153      0  76628 in 46 s: one, mended; then 75163 in 40 s: none
-    http              6547      116      231/279  83 %    226      2  mended; then 8416 in 62 s: none
+    tar             222681      103      130/163  80 %    153      0  76628 in 46 s: one, fixed; then 75163 in 40 s: none
+    http              6547      116      231/279  83 %    226      2  fixed; then 8416 in 62 s: none
     index             7093      120      255/341  75 %    437      0
     salvage          44002      109      150/151  99 %    248      0
     image            31467      109       95/102  93 %    163      0
@@ -26,12 +26,12 @@ start, some 8 s, and the counting of lines; two other programs had the processor
     part            193655       68        29/29 100 %     90      0
     rescue            3663       70      189/203  93 %    423      0
     label            88106       66        46/49  94 %     85      0
-    array            33291       64        28/29  97 %     36      1  mended
+    array            33291       64        28/29  97 %     36      1  fixed
     written          21357       74      125/167  75 %    147      0
     document       1393804       55          2/2 100 %      7      0
 
-`tar` and `written` share a module: what one leaves out, the other runs. In `http` and `index` the rest is proxies, buckets and
-remote folders.
+`tar` and `written` share a module: each runs lines that the other does not. The lines of `http` and
+`index` that are not run concern proxies, buckets and remote folders.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One target under atheris, in a process of its own, since libFuzzer never returns. `python -m tests.fuzz` starts it.
+"""Run one target under atheris in a process of its own, because libFuzzer never returns.
 
-    python -m tests.fuzz.fuzzer_process TARGET CORPUS FINDS SEED [words for libFuzzer]
+    python -m tests.fuzz.fuzzer_process TARGET CORPUS FINDS SEED [arguments of libFuzzer]
 
-Only wdstrain is instrumented. An exception does not end the run: its input is written into FINDS once for each place that it
-comes from, named after both, and the fuzzer goes on. What ends it is what no Python catches: a crash, 10 s on one input, more than
-2 GiB; then libFuzzer writes the input there.
+`python -m tests.fuzz` starts it. Only wdstrain is instrumented. An exception does not end the run: its
+input is written to FINDS, once for each place that raises. A crash, 10 s on one input or more than 2 GiB
+end the run; libFuzzer then writes the input.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""Thousands of damaged tars, and who loses samples of them without a word: our loader, Python's tarfile, webdataset.
+"""Count which readers lose samples of damaged tars without an error: wdstrain, tarfile, webdataset.
 
-    .venv/bin/python -m tests.fuzz.mutated_tars            (10 000 tars, some five minutes; --count, --seed)
+    .venv/bin/python -m tests.fuzz.mutated_tars            (10 000 tars, about five minutes; --count, --seed)
 
-Well-formed shards of four writers (ours, webdataset's TarWriter, tarfile in its PAX and GNU formats with long names; seven samples of
-two or three members each) are damaged once, by a kind and a seed (`tar_mutations.py`). Each is read by
+Shards of four writers are damaged once each, by a kind and a seed (`tar_mutations.py`). The writers are
+wdstrain, webdataset's TarWriter, and tarfile in its PAX and GNU formats with long names. A shard has
+seven samples of two or three members. Each tar is read by
 
-    ours       `wt.Loader` on what a walk over the headers finds: no index is known
-    indexed    `wt.Loader` with the index of the shard as it was, checksums in it
+    ours       `wt.Loader` on the result of a header walk, without an index
+    indexed    `wt.Loader` with the index of the undamaged shard, which has checksums
     tarfile    `tarfile.open(mode="r:")`, each regular member extracted
     stream     the same with mode="r|"
     webdataset `webdataset.WebDataset` with its default handler, which raises
 
-A *silent loss*: the reader comes to its end without an exception or a warning, and a sample of the original is missing or has other
-bytes. What could be known is the judge's to say: a damaged tar either *tells* (tarfile, made to go to the very end, does not arrive at
-an end marker with nothing but zeros behind it), or is *another* well-formed tar with other samples, as with a flipped bit within
-data or a new size with a new checksum: that, only an index can know. Else the damage is *harmless*. Ours promises no silent loss
-without an index but in another well-formed tar, and with an index none at all; the exit status is 1 if that is broken.
+A *silent loss*: the reader ends without an exception or a warning, and a sample of the original is
+missing or has other bytes. An independent judge sorts the damage into three kinds. A tar *tells* if
+tarfile, read to the very end, does not reach an end marker followed by zeros only. It is *another*
+well-formed tar if its samples differ: a flipped bit in data, or a new size with a new checksum. Only an
+index can reveal that. All other damage is *harmless*. Without an index wdstrain promises no silent loss
+except in another well-formed tar; with an index, none. The exit status is 1 if this promise is broken.
 
-What was counted last (seed 0; Python 3.11, webdataset 1.0; 87 s on one core, 2026-11-21):
+Last results (seed 0; Python 3.11, webdataset 1.0; 87 s on one core, 2026-11-21):
 
     silent losses                tars  tell    ours indexed tarfile  stream   webd.
     in all                      10000  6571    1558       0    5792    5792    5701

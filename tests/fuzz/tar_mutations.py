@@ -1,9 +1,9 @@
-"""Damages of tars, one kind a function: what disks, copies, wrong programs and hostile people make of a shard.
+"""Damage of tars by disks, copies, faulty programs and attackers; one function per kind.
 
-Each takes the bytes of a well-formed tar and random numbers, and gives other bytes; `KINDS` names them. What is changed in a
-header is changed as its kind says: with its checksum as it was, so that the tar itself tells, or with a new one, so that the
-tar is another well-formed one and only an index can tell. `mutated_tars.py` counts what readers make of them, and
-the fuzzer uses them as its mutations, which alone would hardly ever guess a checksum.
+Each function takes the bytes of a well-formed tar and a random generator and returns other bytes. `KINDS`
+names them. A kind either keeps the checksum of a changed header, so that the tar itself reveals the
+change, or computes a new one, so that only an index can. `mutated_tars.py` counts what readers make of
+them. The fuzzer uses them as its mutations, because it would hardly ever guess a checksum.
 """
 
 from __future__ import annotations

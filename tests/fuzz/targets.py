@@ -1,14 +1,15 @@
-"""What is fuzzed: functions of bytes that end in a value or in an error that is promised, and know wrong values from right.
+"""Fuzz targets: functions of bytes that must end in a correct value or a promised error.
 
-    .venv/bin/python -m tests.fuzz.targets TARGET FILE        (one input again, as a fuzzer found it)
+    .venv/bin/python -m tests.fuzz.targets TARGET FILE        (run one input again)
 
-A target raises `Broken` where a promise is broken that is stronger than "does not crash", and lets through whatever the code
-under test raises and has not promised: an IndexError, a MemoryError, a hang or a crash is a find. What they compare with is not
-ours where there is another: Python's tarfile reads the tars beside us, a picture is decoded whole and in part.
+A target raises `Broken` if a promise is broken that is stronger than "does not crash". Any error that
+the tested code does not promise passes through: IndexError, MemoryError, a hang or a crash is a find.
+Results are compared with independent code where it exists: Python's tarfile reads the same tars, and an
+image is decoded as a whole and in part.
 
-Bodies of HTTP answers are not fuzzed but made: an honest server gives the bytes of the object that its head speaks of, as many as
-the input says, so every byte that is delivered is known. Heads, chunks, cuts and what follows an answer are the input's.
-Inputs of several parts have `SPLIT` between them.
+Bodies of HTTP responses are generated, not fuzzed: an honest server sends the bytes of the object, as
+many as the input says, so every delivered byte is known. Status lines, headers, chunks, cuts and bytes
+after a response come from the input. `SPLIT` separates the parts of an input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that nobody expected end in a value or in an error that is promised: cases that were found, properties, short runs."""
+"""Unexpected bytes end in a value or a promised error: kept cases, properties, short fuzzing runs."""
 
 from __future__ import annotations
 
