@@ -2,6 +2,7 @@
 
 api.py            train, evaluate                            options.py       every option, by purpose
 arguments.py      arguments of the public functions          config.py        checked options, from flags or files
+checkpoint_options.py  options of evaluate and predict       option_rules.py  values that options may have
 tasks.py          what is learned, from the index's labels   label_counts.py  samples per class, mean of numbers
 models.py         a model by name; weights, the last layer   optim.py         optimizers, learning rate, EMA
 trainer.py        epochs of training and validation          evaluation.py    one pass without learning

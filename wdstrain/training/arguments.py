@@ -18,10 +18,11 @@ from wdstrain.shards.index import Index
 from wdstrain.storage.addresses import Urls
 from wdstrain.storage.remote import is_remote
 from wdstrain.training.callbacks import Callback
+from wdstrain.training.checkpoint_options import EvaluateOptions, PredictOptions
 from wdstrain.training.config import Config
 from wdstrain.training.models import ModelFactory
 from wdstrain.training.optim import OptimizerFactory
-from wdstrain.training.options import EvaluateOptions, PredictOptions, RunOptions
+from wdstrain.training.options import RunOptions
 from wdstrain.training.progress import Reporter
 from wdstrain.training.tasks import Criterion
 

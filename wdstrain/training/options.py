@@ -6,51 +6,26 @@ and a line of a run's config.toml. `wdstrain.training.config` checks their value
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable
-from dataclasses import Field, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from wdstrain.decode.transforms import RATIO, SCALE
-from wdstrain.runtime.options import help_text, option
-
-
-class Rule(NamedTuple):
-    """Which values an option may have, as a function and in words."""
-
-    holds: Callable[[Any], bool]
-    text: str
-
-
-def _is_fold(text: str) -> bool:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    return match is not None and 1 <= int(match[1]) <= int(match[2]) >= 2
-
-
-def _is_jitter(values: tuple[float, ...]) -> bool:
-    in_range = all(0 <= value < math.inf for value in values) and max(values[3:], default=0) <= 0.5
-    return len(values) in (0, 1, 3, 4) and in_range
-
-
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list with commas between them."""
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers; write for example 0.35,1") from None
-
-
-_AT_LEAST_0 = Rule(lambda value: value >= 0, ">= 0")
-_AT_LEAST_1 = Rule(lambda value: value >= 1, ">= 1")
-_FINITE = Rule(lambda value: 0 <= value < math.inf, "a finite number >= 0")
-_ABOVE_0 = Rule(lambda value: 0 < value < math.inf, "a finite number above 0")
-_BELOW_1 = Rule(lambda value: 0 <= value < 1, ">= 0 and below 1")
-_FACTOR = Rule(lambda value: 0 < value <= 1, "above 0 and at most 1")
-_FOLD = Rule(_is_fold, "K/N with a part K in 1 to N and N >= 2, such as 1/5")
-_PROBABILITY = Rule(lambda value: 0 <= value <= 1, "in 0 to 1")
-_JITTER = Rule(_is_jitter, "1, 3 or 4 finite numbers >= 0, the fourth (hue) at most 0.5")
-_SEED = Rule(lambda value: 0 <= value < 2**63, ">= 0 and below 2**63")
+from wdstrain.runtime.options import option
+from wdstrain.training.option_rules import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BELOW_1,
+    FACTOR,
+    FINITE,
+    FOLD,
+    JITTER,
+    PROBABILITY,
+    SEED,
+    Rule,
+    parse_numbers,
+)
 
 
 def _option(
@@ -104,7 +79,7 @@ class DataOptions:
         "validate on part K of N equal parts of the training shards, 1 to N, and train on the "
         "others; every class has its share of each part",
         metavar="K/N",
-        rule=_FOLD,
+        rule=FOLD,
     )
     balance: str | None = _option(
         None,
@@ -112,13 +87,13 @@ class DataOptions:
         metavar="COLUMN",
     )
     limit_train_batches: int | None = _option(
-        None, "batches of each epoch of training (default: all)", metavar="N", rule=_AT_LEAST_1
+        None, "batches of each epoch of training (default: all)", metavar="N", rule=AT_LEAST_1
     )
     limit_val_batches: int | None = _option(
         None,
         "batches of each validation (default: all)",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
         free=True,
     )
     on_error: str = _option(
@@ -134,7 +109,7 @@ class AugmentOptions:
     """Images and their augmentation."""
 
     image_size: int = _option(
-        64, "width and height of the images in pixels", metavar="N", rule=_AT_LEAST_1
+        64, "width and height of the images in pixels", metavar="N", rule=AT_LEAST_1
     )
     augment: str | None = _option(
         None,
@@ -158,7 +133,7 @@ class AugmentOptions:
         "side of the center crop as a share of the image, such as 0.875; for validation, and for "
         "training without rrc",
         metavar="X",
-        rule=_FACTOR,
+        rule=FACTOR,
     )
     color_jitter: tuple[float, ...] = _option(
         (),
@@ -166,30 +141,30 @@ class AugmentOptions:
         "hue (at most 0.5); off if not given",
         metavar="X,...",
         parse=parse_numbers,
-        rule=_JITTER,
+        rule=JITTER,
     )
     random_erasing: float = _option(
         0.0,
         "probability that a rectangle of an image is erased",
         metavar="P",
-        rule=_PROBABILITY,
+        rule=PROBABILITY,
     )
-    mixup: float = _option(0.0, "alpha of mixup; 0: off", metavar="X", rule=_FINITE)
-    cutmix: float = _option(0.0, "alpha of CutMix; 0: off", metavar="X", rule=_FINITE)
+    mixup: float = _option(0.0, "alpha of mixup; 0: off", metavar="X", rule=FINITE)
+    cutmix: float = _option(0.0, "alpha of CutMix; 0: off", metavar="X", rule=FINITE)
     mixup_prob: float = _option(
         1.0,
         "probability that an image is mixed, by mixup or CutMix",
         metavar="P",
-        rule=_PROBABILITY,
+        rule=PROBABILITY,
     )
     mixup_switch_prob: float = _option(
-        0.5, "probability of CutMix where both are on", metavar="P", rule=_PROBABILITY
+        0.5, "probability of CutMix where both are on", metavar="P", rule=PROBABILITY
     )
     mixup_off_epoch: int | None = _option(
         None,
         "mix no images after this many epochs (default: mix in all)",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
 
 
@@ -213,7 +188,7 @@ class ModelOptions:
         None,
         "train the frozen parameters too after this many epochs",
         metavar="N",
-        rule=_AT_LEAST_0,
+        rule=AT_LEAST_0,
     )
 
 
@@ -222,33 +197,33 @@ class OptimizationOptions:
     """Steps of the optimizer, the learning rate, and when training ends."""
 
     epochs: int = _option(
-        10, "passes over the training data", metavar="N", free=True, rule=_AT_LEAST_1
+        10, "passes over the training data", metavar="N", free=True, rule=AT_LEAST_1
     )
     batch_size: int = _option(
-        64, "images per step, of all processes together", metavar="N", rule=_AT_LEAST_1
+        64, "images per step, of all processes together", metavar="N", rule=AT_LEAST_1
     )
     accumulate: int = _option(
         1,
         "batches whose gradients are added up for one step of the optimizer",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
-    lr: float = _option(2e-3, "peak learning rate", metavar="X", free=True, rule=_ABOVE_0)
+    lr: float = _option(2e-3, "peak learning rate", metavar="X", free=True, rule=ABOVE_0)
     min_lr: float = _option(
-        0.0, "lowest learning rate of the schedule", metavar="X", free=True, rule=_FINITE
+        0.0, "lowest learning rate of the schedule", metavar="X", free=True, rule=FINITE
     )
     backbone_lr: float = _option(
-        1.0, "factor on the learning rate of all layers but the last", metavar="X", rule=_FINITE
+        1.0, "factor on the learning rate of all layers but the last", metavar="X", rule=FINITE
     )
     layer_decay: float = _option(
         1.0,
         "factor on the learning rate from each block to the block before it",
         metavar="X",
-        rule=_FACTOR,
+        rule=FACTOR,
     )
-    momentum: float = _option(0.9, "momentum of sgd", metavar="X", rule=_BELOW_1)
+    momentum: float = _option(0.9, "momentum of sgd", metavar="X", rule=BELOW_1)
     weight_decay: float = _option(
-        0.05, "weight decay of matrices; norms and biases have none", metavar="X", rule=_FINITE
+        0.05, "weight decay of matrices; norms and biases have none", metavar="X", rule=FINITE
     )
     schedule: str = _option(
         "onecycle",
@@ -259,22 +234,22 @@ class OptimizationOptions:
         0.0,
         "epochs in which the learning rate rises to its peak, before the schedule",
         metavar="X",
-        rule=_FINITE,
+        rule=FINITE,
     )
     step_epochs: int | None = _option(
         None,
         "epochs after which the schedule step divides the rate by 10 (default: a third of all)",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
     plateau_epochs: int = _option(
         3,
         "epochs without a better validation after which the schedule plateau divides the rate by 10",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
     label_smoothing: float = _option(
-        0.0, "share of a label that is spread over all classes", metavar="X", rule=_BELOW_1
+        0.0, "share of a label that is spread over all classes", metavar="X", rule=BELOW_1
     )
     class_weights: str = _option(
         "none",
@@ -282,17 +257,17 @@ class OptimizationOptions:
         choices=("none", "balanced"),
     )
     clip_norm: float = _option(
-        0.0, "largest norm of the gradient; 0: no limit", metavar="X", rule=_FINITE
+        0.0, "largest norm of the gradient; 0: no limit", metavar="X", rule=FINITE
     )
     clip_value: float = _option(
-        0.0, "largest absolute value in the gradient; 0: no limit", metavar="X", rule=_FINITE
+        0.0, "largest absolute value in the gradient; 0: no limit", metavar="X", rule=FINITE
     )
     ema: float = _option(
         0.0,
         "decay of a moving average of the weights, such as 0.999, which is validated beside them; "
         "0: off",
         metavar="X",
-        rule=_BELOW_1,
+        rule=BELOW_1,
     )
     monitor: str | None = _option(
         None,
@@ -305,13 +280,13 @@ class OptimizationOptions:
         "epochs without a better validation after which training ends; 0: never",
         metavar="N",
         free=True,
-        rule=_AT_LEAST_0,
+        rule=AT_LEAST_0,
     )
     min_delta: float = _option(
-        0.0, "least improvement of the metric that counts", metavar="X", free=True, rule=_FINITE
+        0.0, "least improvement of the metric that counts", metavar="X", free=True, rule=FINITE
     )
     seed: int = _option(
-        0, "seed of order, augmentation and initial weights", metavar="N", rule=_SEED
+        0, "seed of order, augmentation and initial weights", metavar="N", rule=SEED
     )
     deterministic: bool = _option(
         False, "the same bits in every run on the same machine; slower on a GPU"
@@ -343,20 +318,20 @@ class MachineOptions:
         free=True,
     )
     num_workers: int = _option(
-        0, "decoding processes; 0: threads", metavar="N", free=True, rule=_AT_LEAST_0
+        0, "decoding processes; 0: threads", metavar="N", free=True, rule=AT_LEAST_0
     )
     lanes: int | None = _option(
         None,
         "forward runs through the shards; set it to resume with another number of processes "
         "(default: one per process)",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
     shuffle_buffer: int | None = _option(
         None,
         "samples that a sample may be delivered after it was read (default: 256 MB of samples)",
         metavar="N",
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
     cache_dir: str | None = _option(
         None, "folder that keeps remote shards (default: no cache)", metavar="DIR", free=True
@@ -375,21 +350,21 @@ class CheckpointOptions:
         "steps between checkpoints; 0: only at the end of epochs",
         metavar="STEPS",
         free=True,
-        rule=_AT_LEAST_0,
+        rule=AT_LEAST_0,
     )
     checkpoint_minutes: float = _option(
         10.0,
         "minutes between checkpoints; 0: not by the clock",
         metavar="X",
         free=True,
-        rule=_FINITE,
+        rule=FINITE,
     )
     keep: int = _option(
         2,
         "latest checkpoints that are kept, beside the best",
         metavar="N",
         free=True,
-        rule=_AT_LEAST_1,
+        rule=AT_LEAST_1,
     )
 
 
@@ -414,40 +389,3 @@ GROUPS: dict[str, type[Any]] = {
     "machine": MachineOptions,
     "checkpoints": CheckpointOptions,
 }
-
-
-def _as_trained(base: type[Any], name: str) -> Any:
-    """Return an option of a run whose default is the value that the checkpoint has."""
-    field = base.__dataclass_fields__[name]
-    text = str(field.metadata["help"])
-    return _again(field, f"{text} (default: as in training)")
-
-
-def _as_in_a_run(base: type[Any], name: str) -> Any:
-    """Return an option of a run that no checkpoint decides."""
-    field = base.__dataclass_fields__[name]
-    return _again(field, help_text(field))
-
-
-def _again(field: Field[Any], help: str) -> Any:
-    about = field.metadata
-    return option(None, help, metavar=about["metavar"], choices=about["choices"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """Options of predictions; the checkpoint has all others. None: see the help text."""
-
-    batch_size: int | None = _as_trained(OptimizationOptions, "batch_size")
-    amp: str | None = _as_trained(MachineOptions, "amp")
-    device: str | None = _as_in_a_run(MachineOptions, "device")
-    num_workers: int | None = _as_in_a_run(MachineOptions, "num_workers")
-    cache_dir: str | None = _as_in_a_run(MachineOptions, "cache_dir")
-    cache_limit: str | None = _as_in_a_run(MachineOptions, "cache_limit")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(PredictOptions):
-    """Options of evaluation; the checkpoint has all others. None: see the help text."""
-
-    on_error: str | None = _as_in_a_run(DataOptions, "on_error")
