@@ -69,11 +69,11 @@ def test_damage_is_exit_status_one_with_its_place(
     ("words", "status", "sentence"),
     [
         (["convert", "folder", "absent", "out"], 1, "absent: there is no such folder"),
-        (["convert", "folder", "empty", "out"], 1, "empty holds no pictures"),
+        (["convert", "folder", "empty", "out"], 1, "empty holds no images"),
         (
             ["convert", "folder", "photos/cat", "out"],
             1,
-            "photos/cat holds 20 pictures and no class folders",
+            "photos/cat holds 20 images and no class folders",
         ),
         (
             ["convert", "table", "absent.csv", "out", "--image", "f"],

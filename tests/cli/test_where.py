@@ -75,7 +75,7 @@ def test_packing_with_a_declared_label(tmp_path: Path, capsys: pytest.CaptureFix
     run(capsys, *renamed)
     assert wt.open(tmp_path / "new").labels[0].field == "kind"
     for more, message in (
-        (["--label", "cls", "--drop", "cls"], "would not stay"),
+        (["--label", "cls", "--drop", "cls"], "would be left out"),
         (["--label", "cls", "--classes", "cat"], "is '1', which is not one of the 1 classes"),
         (["--classes", "cat,dog"], "Give both"),
     ):

@@ -126,7 +126,7 @@ def test_a_tar_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
 
 def test_what_lacks_an_index_cannot_be_asked_for_columns(tmp_path: Path) -> None:
     path = write_archive(tmp_path / "a", "zip", MEMBERS)
-    with pytest.raises(UsageError, match="archives have no index, which where and label need"):
+    with pytest.raises(UsageError, match="where and label need the columns of an index"):
         wt.convert_tars(str(path), str(tmp_path / "out"), where="cls == 1")
 
 

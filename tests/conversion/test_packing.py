@@ -156,7 +156,7 @@ def test_skipped_files_are_counted(photos: Path, tmp_path: Path) -> None:
     assert listing.ignored == {
         "hidden or system files": 2,
         "*.txt": 1,
-        "pictures outside a class folder": 1,
+        "images outside a class folder": 1,
     }
 
 
@@ -184,7 +184,7 @@ def test_linked_folders_are_followed_and_empty_ones_are_no_classes(
     listing = list_folder(str(photos))
     assert listing.labels[0].classes == ("bird", "cat", "dog")
     assert len(listing.items) == 25
-    assert listing.ignored == {"folders without pictures": 1, "hidden or system files": 1}
+    assert listing.ignored == {"folders without images": 1, "hidden or system files": 1}
 
 
 def test_folders_beside_the_splits_are_counted_and_no_classes(tmp_path: Path) -> None:
@@ -339,12 +339,12 @@ def test_fractions_can_be_classes_beside_other_labels(tmp_path: Path) -> None:
     ("make", "words"),
     [
         (lambda folder: folder / "absent", "there is no such folder"),
-        (lambda folder: folder, "holds no pictures .found: nothing"),
+        (lambda folder: folder, "holds no images .found: nothing"),
         (
             lambda folder: write_class_folder(folder / "x", {"a": 2}) / "a",
-            "holds 2 pictures and no class folders.*flat=True",
+            "holds 2 images and no class folders.*flat=True",
         ),
-        (lambda folder: (folder / "c").mkdir() or folder, "holds no pictures .found: nothing"),
+        (lambda folder: (folder / "c").mkdir() or folder, "holds no images .found: nothing"),
     ],
 )
 def test_a_folder_that_is_no_source_is_refused(
@@ -377,7 +377,7 @@ def test_a_folder_that_is_no_source_is_refused(
         (
             "file,n",
             ["IMG/0.png,5", "IMG/1.png,40000000"],
-            "2 different whole numbers up to 40000000, which may be classes or a quantity. .*n:class.*n:number",
+            "2 different whole numbers up to 40000000, which may be classes or numbers. .*n:class.*n:number",
         ),
     ],
 )

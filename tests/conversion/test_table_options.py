@@ -202,7 +202,7 @@ def test_where_chooses_the_rows_that_index_where_would(
 @pytest.mark.parametrize(
     ("where", "error", "words"),
     [
-        ("n > 99", SourceError, "no row of 2 meets where='n > 99'"),
+        ("n > 99", SourceError, "none of 2 rows meets where='n > 99'"),
         ("m > 1", UsageError, "there is no column 'm'.*file, n"),
         ("size > 1", UsageError, "there is no column 'size'"),
         ("n >", UsageError, "is no condition"),
@@ -257,7 +257,7 @@ def test_like_gives_later_data_the_numbers_of_an_earlier_set(
     assert main(["convert", "table", *words, "--label", "y,tags,x", "--like", out]) == 0
     new = wt.open(folder / "new")
     assert new.labels == old.labels
-    with pytest.raises(UsageError, match="have no label 'z', but y, tags, x"):
+    with pytest.raises(UsageError, match="have no label 'z'. Their labels are: y, tags, x"):
         wt.convert_table(
             pandas.DataFrame({"image": [picture(0)], "z": ["a"]}),
             folder / "x",

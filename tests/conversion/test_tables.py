@@ -400,7 +400,7 @@ def test_a_column_of_two_meanings_is_asked_about(
 def test_two_names_that_are_one_number_do_not_become_one_class(tmp_path: Path) -> None:
     file = labelled(tmp_path, ["1.1", "1.10", "1.2"])
     with pytest.raises(
-        UsageError, match="'y' holds 1.1 and 1.10, which are one number and two names"
+        UsageError, match="'y' holds 1.1 and 1.10, which are the same number but different names"
     ):
         wt.convert_table(
             file, str(tmp_path / "out"), image="file", label="y:class", on_error="skip"
@@ -450,7 +450,7 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_la
     )
     assert index.labels[0].classes == ("1", "0", "bird")
     assert bad_rows(tmp_path / "out") == {
-        3: "the label column 'label' holds -1, which means that there is no label"
+        3: "the label column 'label' holds -1, which means no label"
     }
     field = wt.label("json", column="label") if several else wt.label()
     batch = next(iter(wt.Loader(index, {"y": field}, batch_size=3, shuffle=False)))
@@ -467,9 +467,9 @@ def test_class_names_of_a_hugging_face_table_are_kept_and_its_minus_one_is_no_la
         ([[0.1, 0.2], [0.3, 0.4]], "y", "lists of 0.1 and the like"),
         ([[0, 1, 0], [1, 0, 0]], "y", "lists of 3 numbers each.*y:multi"),
         ([[[1]], [[2]]], "y", r"lists of \[1\] and the like"),
-        ([{"a": 1}, {"a": 2}], "y", "which is no class and no number"),
-        ([[0.5], [1.5]], "y:multi", r"holds \[0.5\], which is no list of classes"),
-        ([[1], [2]], "y:class", r"holds \[1\], which is no class"),
+        ([{"a": 1}, {"a": 2}], "y", "which is neither a class nor a number"),
+        ([[0.5], [1.5]], "y:multi", r"holds \[0.5\], which is not a list of classes"),
+        ([[1], [2]], "y:class", r"holds \[1\], which is not a class"),
     ],
 )
 def test_lists_that_are_no_classes_are_refused(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from wdstrain.cli.common import facts, result, summary, verb
 from wdstrain.cli.flags import add_options, given
-from wdstrain.conversion.options import (
+from wdstrain.conversion.options import Options
+from wdstrain.conversion.source_options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
-    Options,
     TableOptions,
     TarsOptions,
     TorchvisionOptions,

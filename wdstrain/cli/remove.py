@@ -7,7 +7,7 @@ from typing import Any
 
 from wdstrain.cli.common import result, verb
 from wdstrain.cli.flags import given
-from wdstrain.conversion.options import RemoveOptions
+from wdstrain.conversion.source_options import RemoveOptions
 from wdstrain.report.terminal import ProgressReporter
 
 

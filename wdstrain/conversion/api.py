@@ -13,19 +13,19 @@ from typing import Any
 
 from wdstrain.conversion.classes import class_names
 from wdstrain.conversion.listing import Source
-from wdstrain.conversion.options import (
+from wdstrain.conversion.options import Options
+from wdstrain.conversion.result import ConversionResult
+from wdstrain.conversion.resume import resumed_in_place
+from wdstrain.conversion.runner import convert
+from wdstrain.conversion.source_options import (
     ArraysOptions,
     FolderOptions,
     Hdf5Options,
-    Options,
     PackOptions,
     TableOptions,
     TarsOptions,
     TorchvisionOptions,
 )
-from wdstrain.conversion.result import ConversionResult
-from wdstrain.conversion.resume import resumed_in_place
-from wdstrain.conversion.runner import convert
 from wdstrain.conversion.sources.arrays import stream_arrays
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.conversion.sources.hdf5 import stream_hdf5

@@ -1,8 +1,8 @@
-"""Samples by number, before a byte of them is copied: what order, splits and shard boundaries are planned on.
+"""Catalogs: numbered samples whose order, splits and shards are planned before their bytes are read.
 
-A catalog is arrays of integers beside a way to fetch the bytes of any samples, in the order that is kind to the disk: files
-as they were listed, spans of tars by their offset. So a shard of shuffled samples is fetched a group at a time, forward, and
-ordered in memory. Listings become catalogs of items; streams, and pictures that were encoded anew, catalogs of spans.
+A catalog holds arrays of integers, and fetches the bytes of a group of samples in the order in which
+they lie on the disk. A `FileCatalog` holds the samples of a listing. A `SpanCatalog` holds samples
+that lie in tars: existing shards, the files of an external shuffle, re-encoded images.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -18,54 +17,24 @@ import numpy as np
 import numpy.typing as npt
 
 from wdstrain.conversion.listing import BadSample, BadSamples, FileSample, Listing, Part
+from wdstrain.conversion.sample_meta import SampleMeta, sample_meta
 from wdstrain.errors import SampleError, ShardError
-from wdstrain.order.rng import bits
 from wdstrain.shards.offsets import Ints, Offsets
 from wdstrain.shards.tar import BLOCK, member_size
 from wdstrain.storage.local import open_source
 
-U64 = npt.NDArray[np.uint64]
-
-_GAP = 64 << 10  # bytes between two spans that are read over rather than jumped
+_GAP = 64 << 10  # bytes between two samples that are read and dropped, not skipped
 _RUN = 8 << 20  # bytes of one read
 
 
-@dataclass(frozen=True)
-class SampleMeta:
-    """What is known of each of n samples. Codes are places in the names.
-
-    rank: uint64[n], where a shuffle puts it. side: uint64[n], where a split puts it; equal for samples of one group.
-    image: uint64[n], equal for equal images, 0 where that is not known. split, stratum: int32[n]. grouped: the user
-    named groups.
-    """
-
-    rank: U64
-    side: U64
-    image: U64
-    split: npt.NDArray[np.int32]
-    stratum: npt.NDArray[np.int32]
-    splits: tuple[str, ...]
-    strata: tuple[str, ...]
-    grouped: bool = False
-
-    def take(self, numbers: Ints) -> SampleMeta:
-        arrays = (
-            self.rank[numbers],
-            self.side[numbers],
-            self.image[numbers],
-            self.split[numbers],
-            self.stratum[numbers],
-        )
-        return SampleMeta(*arrays, self.splits, self.strata, self.grouped)
-
-
 class Catalog(Protocol):
-    """n samples. sizes: int64[n], the bytes each takes in a shard; together: the most bytes that are fetched at a time.
+    """n numbered samples.
 
-    names: number -> what the source calls it, of those whose key is another.
+    sizes: int64[n], bytes of each sample in a shard. fetch_bytes: bytes to fetch at a time.
+    names: name in the source of each sample whose key differs from it, by number.
     """
 
-    together: int
+    fetch_bytes: int
     names: dict[int, str]
 
     @property
@@ -79,36 +48,13 @@ class Catalog(Protocol):
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]: ...
 
 
-class Hashes:
-    """Seeded 64-bit hashes of strings."""
-
-    def __init__(self, seed: int) -> None:
-        self._base = blake2b(f"pack\x1f{seed}\x1f".encode(), digest_size=8)
-
-    def of(self, text: str) -> int:
-        hashed = self._base.copy()
-        hashed.update(text.encode("utf-8", "surrogateescape"))
-        return int.from_bytes(hashed.digest(), "little")
-
-
-class Codes:
-    """Names to small numbers, in the order of their first coming."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def of(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers))
-
-
 class FileCatalog:
-    """The samples of a listing. Files that are missing or empty become bad samples before anything is written."""
+    """The samples of a listing. Missing and empty files become bad samples when it is made."""
 
-    together = (
-        512 << 10
-    )  # what stays in the processor's cache until it is written: a third faster than 256 MB
+    # Stays in the processor's cache until it is written: a third faster than 256 MB.
+    fetch_bytes = 512 << 10
 
-    def __init__(self, listing: Listing, seed: int, quarantine: BadSamples) -> None:
+    def __init__(self, listing: Listing, seed: int, bad_samples: BadSamples) -> None:
         self._name = listing.name
         self._items: list[FileSample] = []
         # bytes of the files of all items; an item's begin at _first
@@ -123,7 +69,7 @@ class FileCatalog:
                 sizes.append(size)
                 self._items.append(item)
             except SampleError as error:
-                quarantine.put(BadSample(listing.name, item.row, _path(item), str(error)))
+                bad_samples.put(BadSample(listing.name, item.row, _path(item), str(error)))
         self.sizes, self._times = np.array(sizes, np.int64), np.array(times, np.int64)
         self.names = {number: item.name for number, item in enumerate(self._items) if item.name}
         columns = ((i.key, i.split, i.group, i.stratum, i.identity) for i in self._items)
@@ -133,15 +79,14 @@ class FileCatalog:
         return self._items[number].key
 
     def identity(self, numbers: Ints) -> bytes:
-        """Hash of what will be packed for these samples, as far as it is known without reading them."""
+        """Return a hash of the samples: keys, fields, sizes and modification times, but no bytes."""
         hashed = blake2b(
             self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16
         )
         hashed.update(self.meta.rank[numbers].tobytes())  # a rank is the hash of a key
         parts = [part for number in numbers.tolist() for part in self._items[number].parts]
-        hashed.update(
-            array("q", [len(content) for _, content in parts]).tobytes()
-        )  # so that no two lists run together alike
+        # Lengths first: without them, two different lists could give the same bytes.
+        hashed.update(array("q", [len(content) for _, content in parts]).tobytes())
         hashed.update(b"\0".join([content for _, content in parts if isinstance(content, bytes)]))
         hashed.update(
             "\0".join([f for f, _ in parts] + [p for _, p in parts if isinstance(p, str)]).encode(
@@ -167,7 +112,10 @@ class FileCatalog:
         return BadSample(self._name, item.row, _path(item), reason)
 
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
-        """The parts of these samples, read in the order of the listing; an error in the place of one that cannot be read."""
+        """Return the parts of samples, read in the order of the listing.
+
+        A sample that cannot be read is returned as its error.
+        """
         found: list[list[Part] | SampleError] = [[]] * len(numbers)
         asked, items = numbers.tolist(), self._items
         for place in np.argsort(numbers, kind="stable").tolist():
@@ -184,12 +132,13 @@ class FileCatalog:
 
 
 class SpanCatalog:
-    """Samples that lie in tars, or in files of the same shape without an end: file: int32[n], extents and members in table.
+    """Samples that lie in tars, or in files like tars without an end marker.
 
-    renamed: number -> the key it is packed under instead of its own; names: number -> what the source calls it, if not so.
+    file: int32[n], place in `paths` of each sample's file. renamed: keys that replace the samples' own,
+    by number. names: as in Catalog.
     """
 
-    together = 1 << 62  # all that memory allows: the more, the fewer times a bucket is gone through
+    fetch_bytes = 1 << 62  # as much as memory allows: fewer passes over each file
 
     def __init__(
         self,
@@ -230,7 +179,7 @@ class SpanCatalog:
         words = [
             *map(self.key, numbers.tolist()),
             "",
-            *(self.fields[one] for one in self.offsets.member_field[members].tolist()),
+            *(self.fields[field] for field in self.offsets.member_field[members].tolist()),
         ]
         hashed.update("\0".join(words).encode("utf-8", "surrogateescape"))
         hashed.update(np.diff(first)[numbers].tobytes())
@@ -248,7 +197,10 @@ class SpanCatalog:
         return BadSample(self._name, 0, self.names.get(number) or self.key(number), reason)
 
     def fetch(self, numbers: Ints) -> list[list[Part] | SampleError]:
-        """The parts of these samples, read forward file by file. Raises ShardError where a file has changed."""
+        """Return the parts of samples, read forward, file by file.
+
+        Raises ShardError if a file is shorter than expected.
+        """
         found: list[list[Part] | SampleError] = [[]] * len(numbers)
         order = np.lexsort((self.offsets.start[numbers], self.file[numbers]))
         for file in np.unique(self.file[numbers]).tolist():
@@ -260,14 +212,15 @@ class SpanCatalog:
                     data = source.read(start, stop - start)
                     if len(data) < stop - start:
                         raise ShardError(
-                            f"{self.paths[file]} ends before offset {stop}: it was cut while it was read."
+                            f"{self.paths[file]} ends before offset {stop}: it was cut while it "
+                            f"was read. Start again."
                         )
                     for place in run.tolist():
                         found[place] = self._parts(int(numbers[place]), memoryview(data), start)
         return found
 
     def _runs(self, numbers: Ints, places: Ints) -> Iterable[Ints]:
-        """Places whose spans lie close to each other, of `_RUN` bytes in all at most, or of one span that is longer."""
+        """Return groups of places to read at once: close together, and at most `_RUN` bytes."""
         start, stop = self.offsets.start[numbers[places]], self.offsets.stop[numbers[places]]
         cuts, begun = [], int(start[0])
         for i in range(1, len(places)):
@@ -290,69 +243,8 @@ class SpanCatalog:
         return parts
 
 
-def sample_meta(rows: Iterable[tuple[str, str, str, str, str]], seed: int) -> SampleMeta:
-    """Return the meta data of samples from (key, split, group, stratum, identity) of each.
-
-    A sample without a group is grouped with those of its identity, or else alone.
-    """
-    builder = MetaBuilder(seed)
-    for row in rows:
-        builder.add(*row)
-    return builder.finish()
-
-
-class MetaBuilder:
-    """The meta data of samples that are added one after another."""
-
-    def __init__(self, seed: int) -> None:
-        self.hashes = Hashes(seed)
-        self._rank, self._groups, self._image = array("Q"), array("Q"), array("Q")
-        self._split, self._stratum = array("i"), array("i")
-        self._splits, self._strata, self._grouped = Codes(), Codes(), False
-
-    def add(self, key: str, split: str, group: str, stratum: str, identity: str) -> int:
-        """Add a sample and return its rank."""
-        rank = self.hashes.of(key)
-        image = rank if identity == key else self.hashes.of(identity) if identity else 0
-        self._rank.append(rank)
-        self._image.append(image)
-        self._groups.append(self.hashes.of(group) if group else image or rank)
-        self._grouped = self._grouped or bool(group)
-        self._split.append(self._splits.of(split))
-        self._stratum.append(self._strata.of(stratum))
-        return rank
-
-    def finish(self) -> SampleMeta:
-        """Return the meta data of all samples that were added."""
-        codes, splits = np.array(self._split, np.int32), tuple(self._splits.numbers)
-        return SampleMeta(
-            np.array(self._rank, np.uint64),
-            sides_of(np.array(self._groups, np.uint64), codes, splits, self._grouped),
-            np.array(self._image, np.uint64),
-            codes,
-            np.array(self._stratum, np.int32),
-            splits,
-            tuple(self._strata.numbers),
-            self._grouped,
-        )
-
-
-def sides_of(
-    groups: U64, split: npt.NDArray[np.int32], splits: Sequence[str], grouped: bool
-) -> U64:
-    """Where a split puts samples, from the hash of each one's group: not where a shuffle would.
-
-    The splits that samples come from count too: those of `train` were chosen by this hash, and are drawn anew evenly.
-    """
-    sides = np.zeros(len(groups), np.uint64)
-    for code, name in enumerate(splits):
-        mine = split == code
-        sides[mine] = bits(groups[mine], "side", "" if grouped else name)
-    return sides
-
-
 def _sizes(item: FileSample) -> tuple[list[int], int, int]:
-    """Return (bytes of each file, time of the last change in ns, bytes in a shard) of an item."""
+    """Return (bytes of each file, last modification time in ns, bytes in a shard) of a sample."""
     lengths: list[int] = []
     total = time = 0
     key, plain = item.key, item.key.isascii()
@@ -364,7 +256,7 @@ def _sizes(item: FileSample) -> tuple[list[int], int, int]:
             time = max(time, changed)
             lengths.append(size)
         if plain and len(key) + len(field) < 99:
-            total += BLOCK + size + -size % BLOCK  # what member_size says of a short name
+            total += BLOCK + size + -size % BLOCK  # as `member_size` does for a short name
         else:
             total += member_size(f"{key}.{field}", size)
     return lengths, time, total
@@ -375,7 +267,7 @@ def _path(item: FileSample) -> str:
 
 
 def _file_size(path: str) -> tuple[int, int]:
-    """The bytes of a file and the time of its last change in ns."""
+    """Return (bytes, modification time in ns) of a file."""
     try:
         found = os.stat(path)
     except OSError as error:
@@ -390,9 +282,8 @@ def _contents(path: str, size: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         try:
             data = os.read(fd, size + 1)
-            while len(data) < size and (
-                more := os.read(fd, size - len(data))
-            ):  # 2 GB at a time; fewer over a network
+            # One call returns at most 2 GB, and less from a network file system.
+            while len(data) < size and (more := os.read(fd, size - len(data))):
                 data += more
             if len(data) == size:
                 return data

@@ -1,4 +1,4 @@
-"""Names and numbers of classes: as the user gives them, as an earlier set has them, as they are seen."""
+"""Names and numbers of classes: given by the user, taken from an earlier set, or counted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from wdstrain.shards.resolve import open_index
 from wdstrain.storage.addresses import Urls
 
 RANGE = 1000  # whole numbers below this are class numbers; larger ones can be ids or quantities
-_MOST_CLASSES = 1_000_000  # that are counted; there may be more with names
-_GAP = 100  # class numbers for each that occurs: a part of a large set of classes, not ids
+_MOST_CLASSES = 1_000_000  # classes without names
+_GAP = 100  # class numbers per number that occurs; numbers with wider gaps are ids
 
 
 def check_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of classes. Raises UsageError for a name that comes twice, or for one text."""
+    """Return the names of classes. Raises UsageError for a text, or for a name that comes twice."""
     if isinstance(classes, str):
         raise UsageError(f"classes={classes!r}: must be a list of names, such as ['cat', 'dog'].")
     names = tuple(classes)
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise UsageError(
-            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one class. Rename one."
+            f"classes has {twice!r} at {names.index(twice)} and again later: each name must be one "
+            f"class. Rename one."
         )
     return names
 
@@ -46,8 +47,9 @@ def fixed_classes(
         able = [name for name, kind in asked if kind != "number"]
         if len(able) != 1:
             raise UsageError(
-                f"classes names the classes of one label, and there are {len(able)}: {', '.join(able) or 'none'}. "
-                f"Use like=... for several, or say :number of those that are numbers."
+                f"classes needs one label of classes, but there are {len(able)}: "
+                f"{', '.join(able) or 'none'}. Use like=... for several labels, or write LABEL:number "
+                f"for numbers."
             )
         return {able[0]: Label(able[0], dict(asked)[able[0]] or "class", "", classes=names)}
     if like is None:
@@ -56,12 +58,12 @@ def fixed_classes(
     for name, kind in asked:
         if name not in labels:
             raise UsageError(
-                f"like={like}: these shards have no label {name!r}, but {', '.join(labels) or 'none'}. "
-                f"Name the labels as they are named there."
+                f"like={like}: these shards have no label {name!r}. Their labels are: "
+                f"{', '.join(labels) or 'none'}."
             )
         if kind not in (None, labels[name].kind):
             raise UsageError(
-                f"like={like}: the label {name!r} is {labels[name].kind!r} there, and {name}:{kind} is asked for."
+                f"like={like}: the label {name!r} is of the kind {labels[name].kind} there, not {kind}."
             )
     return {name: labels[name] for name, _ in asked}
 
@@ -73,9 +75,9 @@ def class_names(classes: Sequence[str], like: Urls | None) -> tuple[str, ...]:
 
 
 def stated_classes(names: Sequence[str]) -> dict[str, str]:
-    """Return the names of classes as an entry of what a source says of itself.
+    """Return an entry for `Source.source` that identifies the given names of classes.
 
-    A resumed call with other names is another call, also if no sample has a label.
+    It makes a resumed call with other names another call, also if no sample has a label.
     """
     if not names:
         return {}
@@ -94,7 +96,7 @@ def look_alikes(names: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """Return a value for people: shortened, bytes by their number."""
+    """Return a value as short text for messages."""
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     text = repr(value)
@@ -102,9 +104,9 @@ def shown(value: object) -> str:
 
 
 class Numbered:
-    """Class numbers as they are seen, of a label without names of classes.
+    """Collects the class numbers of a label without names of classes.
 
-    stated: the user said that they are classes; else numbers with wide gaps are taken for ids, times or the like.
+    stated: the user declared them as classes; otherwise numbers with wide gaps are refused as ids.
     """
 
     def __init__(self, name: str, *, stated: bool = False) -> None:
@@ -114,8 +116,8 @@ class Numbered:
         """Raise SampleError for a number that would make too many classes."""
         if number >= _MOST_CLASSES:
             raise SampleError(
-                f"its {self._name} is {number}, and a class is a whole number from 0 to {_MOST_CLASSES - 1}; an id or a time "
-                f"goes under another name"
+                f"its {self._name} is {number}, but a class must be a whole number from 0 to "
+                f"{_MOST_CLASSES - 1}; store an id or a time under another name"
             )
         self._seen.add(number)
 
@@ -124,8 +126,9 @@ class Numbered:
         count = max(self._seen, default=-1) + 1
         if not self._stated and count > max(RANGE, _GAP * len(self._seen)):
             raise UsageError(
-                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: as classes counted from 0 they "
-                f"would make {count}, nearly all of them empty. Number them anew, name the classes with classes=[...], or store "
-                f"them under another name; in arrays, label {self._name}:class or {self._name}:number says what they are."
+                f"{self._name} holds {len(self._seen)} different whole numbers up to {count - 1}: as "
+                f"classes counted from 0 they would make {count}, nearly all of them empty. Number "
+                f"them anew, name the classes with classes=[...], or store them under another name. "
+                f"For arrays, state the kind: {self._name}:class or {self._name}:number."
             )
         return tuple(map(str, range(count)))

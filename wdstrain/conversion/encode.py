@@ -59,15 +59,15 @@ def encode(
         raise SampleError(f"its {name} is None; leave out the fields that a sample does not have")
     if kind in _PICKLES:
         raise SampleError(
-            f"its {name} would have to be pickled, and a shard is data, never code; name an array {name}.npy"
+            f"its {name} would have to be pickled, but a shard is data, never code; name an array "
+            f"{name}.npy"
         )
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise SampleError(
-            f"its {name} has masked values, and no format here keeps a mask; fill them first"
+            f"its {name} has masked values, but no format keeps the mask; fill them first"
         )
-    if "torch" in sys.modules and isinstance(
-        value, sys.modules["torch"].Tensor
-    ):  # a tensor exists only if torch is imported
+    # A tensor exists only if torch is imported.
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         value = value.detach().cpu().numpy() if kind not in EXTENSIONS else _channels_last(value)
     if kind in EXTENSIONS:
         return name, _image(name, kind, value, quality)
@@ -86,9 +86,10 @@ def encode(
         try:
             return name, str(value).encode()
         except UnicodeEncodeError as error:
-            raise SampleError(f"its {name} holds what is no text ({error.reason})") from None
+            raise SampleError(f"its {name} cannot be written as UTF-8 ({error.reason})") from None
     raise SampleError(
-        f"its {name} is {type(value).__name__}, which has no place under that name; an array is named {name}.npy"
+        f"its {name} is {type(value).__name__}, which a field of this name cannot hold; name an array "
+        f"{name}.npy"
     )
 
 
@@ -98,9 +99,7 @@ def array_field(name: str, values: npt.NDArray[Any]) -> str:
     kind = name.rpartition(".")[2].lower()
     if kind in (*EXTENSIONS, "npy", "cls", "txt", "json"):
         return name
-    rows = dict(values.dtype.metadata or {}).get(
-        "vlen"
-    )  # of HDF5: numbers, as many in a row as there are
+    rows = dict(values.dtype.metadata or {}).get("vlen")  # HDF5: type of rows that differ in length
     return (
         f"{name}.txt"
         if values.dtype.kind in "SUO" and rows in (None, bytes, str)
@@ -119,8 +118,8 @@ def _class_in(data: bytes, classes: Mapping[str, int]) -> int | str:
     number = int(text)
     if number < len(classes) and classes.get(text, number) != number:
         raise SampleError(
-            f"its cls {data!r} is the name of class {classes[text]} and may also be the number of class {number}. "
-            f"Give the name as str, or the number as int"
+            f"its cls {data!r} is the name of class {classes[text]} and also the number of class "
+            f"{number}; give the name as str, or the number as int"
         )
     return text if number >= len(classes) and text in classes else number
 
@@ -129,16 +128,16 @@ def _class(value: Any, classes: Mapping[str, int]) -> int:
     if isinstance(value, bool) or (isinstance(value, int) and value >= 0):
         number = int(value)
         if classes and number >= len(classes):
-            raise SampleError(f"its cls is {number}, and there are {len(classes)} classes")
+            raise SampleError(f"its cls is {number}, but there are {len(classes)} classes")
         return number
     if isinstance(value, str) and value in classes:
         return classes[value]
     known = (
         f"one of {', '.join(list(classes)[:8])}"
         if classes
-        else "a number, or a name where classes=[...] are given"
+        else "a number, or a name if classes=[...] is given"
     )
-    raise SampleError(f"its cls is {value!r}, and a class is {known}")
+    raise SampleError(f"its cls is {value!r}, but a class must be {known}")
 
 
 def _channels_last(value: torch.Tensor) -> npt.NDArray[Any]:
@@ -156,8 +155,8 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
             pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
         ):
             raise SampleError(
-                f"its {name} is an array of {value.dtype} {list(value.shape)}, and pixels are uint8 [h, w] or [h, w, 3]; "
-                f"keep it as it is under {name.rpartition('.')[0] or 'image'}.npy"
+                f"its {name} is an array of {value.dtype} {list(value.shape)}, but pixels must be uint8 "
+                f"[h, w] or [h, w, 3]; store it as {name.rpartition('.')[0] or 'image'}.npy"
             )
         if kind in ("jpg", "jpeg") and pixels.ndim == 3 and pixels.shape[2] == 3:
             return bytes(
@@ -167,7 +166,7 @@ def _image(name: str, kind: str, value: Any, quality: int) -> bytes:
             )
         value = Image.fromarray(np.ascontiguousarray(pixels))
     if not isinstance(value, Image.Image):
-        raise SampleError(f"its {name} is {type(value).__name__}, which is no picture")
+        raise SampleError(f"its {name} is {type(value).__name__}, but must be an image")
     value = ImageOps.exif_transpose(value)
     if kind in ("jpg", "jpeg", "webp") and value.mode.startswith("I"):
         value = Image.fromarray((np.clip(np.asarray(value), 0, 65535) >> 8).astype(np.uint8))
@@ -189,9 +188,8 @@ def _npy(name: str, value: Any) -> bytes:
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(f"its {name} holds Python objects, which only a pickle could hold")
-    if (
-        array.dtype.metadata and array.dtype.names is None
-    ):  # such as the names of an HDF5 enum, of which numpy warns
+    # numpy warns of metadata, such as the names of an HDF5 enum.
+    if array.dtype.metadata and array.dtype.names is None:
         array = array.view(array.dtype.str)
     out = io.BytesIO()
     np.save(out, array, allow_pickle=False)

@@ -1,9 +1,11 @@
-"""A stream of samples, laid down on the disk so that it can be put in any order: the first pass of an external shuffle.
+"""First pass of an external shuffle: write a stream into files from which any order can be read.
 
-Samples are written, as they will lie in a shard, into buckets: files that each hold a range of the shuffle's ranks (or, for
-the source's own order, of its numbers). A shard is then one forward read through one bucket or two. All I/O is sequential,
-twice the data in all; what is held is the buckets' buffers, within the memory that was asked for, and some 100 bytes of
-numbers per sample. The road not taken is a reservoir: with less memory it mixes less, and its order depends on its size.
+Samples are written into buckets, with the headers that they have in a shard. Each bucket is a file
+for a range of shuffle ranks, or of sample numbers if the order is kept. A shard is then read forward
+from one bucket or two. Data is written twice in all, sequentially. Memory holds the write buffers,
+within `memory`, and about 100 bytes per sample.
+
+A shuffle buffer is not used: its order would depend on its size, and a small one mixes badly.
 """
 
 from __future__ import annotations
@@ -21,20 +23,18 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from wdstrain.conversion.catalog import MetaBuilder, SampleMeta, SpanCatalog
+from wdstrain.conversion.catalog import SpanCatalog
 from wdstrain.conversion.index_builder import IndexBuilder
 from wdstrain.conversion.listing import BadSample, BadSamples, Stream, StreamSample, tidy
 from wdstrain.conversion.options import Options
+from wdstrain.conversion.sample_meta import MetaBuilder, SampleMeta
 from wdstrain.errors import StorageError
 from wdstrain.runtime.byte_sizes import as_bytes
 from wdstrain.shards.label import Label
 from wdstrain.shards.offsets import Offsets
 from wdstrain.storage.files import sync_folder, write_whole
 
-_BUCKETS = (
-    256  # each is read as a whole if it is below the memory: streams of up to 256 times as much
-)
-_RUN = 256 << 20  # bytes of a bucket where the order is the source's own
+_RUN = 256 << 20  # bytes of a bucket if the order of the source is kept
 _DONE = "spill.npz"
 _ABOUT = "spill.json"
 _META = ("rank", "side", "image", "split", "stratum")  # arrays of SampleMeta
@@ -50,27 +50,27 @@ def shuffle_stream(
     progress: Progress,
     first_key: int = 0,
 ) -> tuple[SpanCatalog, tuple[Label, ...], int]:
-    """Read a stream to its end, or as many samples as `limit` says, into files in `folder`.
+    """Write a stream, or its first `limit` samples, into files in `folder`.
 
-    Returns its samples, its labels, and the number of entries that were read, bad ones included.
-    folder: None counts the samples and writes nothing. first_key: number of the first sample
-    without a key.
+    Returns the samples, their labels, and the number of entries that were read, bad ones included.
+    folder: None counts the samples and writes nothing. first_key: key, as a number, of the first
+    sample without a key.
     """
     if folder is not None:
-        with suppress(FileNotFoundError):  # it describes files that are about to be overwritten
+        with suppress(FileNotFoundError):  # describes files that are about to be overwritten
             os.unlink(os.path.join(folder, _ABOUT))
             sync_folder(folder)
-    pass_ = _Pass(folder, options, first_key)
+    writer = _BucketWriter(folder, options, first_key)
     before = len(bad_samples.bad)
     for entry in islice(stream.entries(bad_samples), options.limit):
-        pass_.add(entry)
-        progress(pass_.count, pass_.bytes)
-    pass_.flush()
-    catalog = pass_.catalog(stream.name)
+        writer.add(entry)
+        progress(writer.count, writer.bytes)
+    writer.flush()
+    catalog = writer.catalog(stream.name)
     labels = stream.labels()
-    entries = pass_.count + len(bad_samples.bad) - before
+    entries = writer.count + len(bad_samples.bad) - before
     if stream.mark is not None and folder is not None:
-        pass_.save(
+        writer.save(
             _identity(stream, options), labels, bad_samples.bad[before:], entries, stream.ignored
         )
     return catalog, labels, entries
@@ -79,7 +79,7 @@ def shuffle_stream(
 def restore_shuffle(
     stream: Stream, folder: str, options: Options, bad_samples: BadSamples
 ) -> tuple[SpanCatalog, tuple[Label, ...], int] | None:
-    """What an earlier run laid down of the same stream, if it came to its end."""
+    """Return what `shuffle_stream` returned in an earlier run, if it read this stream to its end."""
     try:
         with open(os.path.join(folder, _ABOUT), encoding="utf-8") as file:
             about = json.load(file)
@@ -109,7 +109,7 @@ def restore_shuffle(
 
 
 def _identity(stream: Stream, options: Options) -> str:
-    """Hash of all that what is laid down depends on."""
+    """Return a hash of everything that the written files depend on."""
     words = (
         stream.name,
         stream.mark,
@@ -124,16 +124,13 @@ def _identity(stream: Stream, options: Options) -> str:
     ).hexdigest()
 
 
-class _Pass:
-    """The buckets being filled and the numbers of what went into them."""
+class _BucketWriter:
+    """Writes samples into buckets, and collects their positions and properties."""
 
     def __init__(self, folder: str | None, options: Options, first_key: int) -> None:
         self._write, self._first_key, folder = folder is not None, first_key, folder or ""
-        self._folder, self._shuffle, self._most = (
-            folder,
-            options.shuffle,
-            as_bytes(options.memory) // 6,
-        )
+        self._folder, self._shuffle = folder, options.shuffle
+        self._most = as_bytes(options.memory) // 6  # bytes of all buffers
         self._resplit = options.split is not None
         self._meta = MetaBuilder(options.seed)
         self._hashes = self._meta.hashes
@@ -151,6 +148,7 @@ class _Pass:
         if entry.key is not None and key != entry.key:
             self._names[self.count] = entry.key
         rank = self._meta.add(key, entry.split, entry.group, entry.stratum, entry.identity)
+        # 256 buckets: each fits in memory if the stream is below 256 times `memory`.
         file = rank >> 56 if self._shuffle else self.bytes // _RUN
         start = self._offsets.get(file, 0)
         buffer = self._buffers.get(file)
@@ -167,7 +165,7 @@ class _Pass:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held, bucket after bucket."""
+        """Write all buffers."""
         for file, buffer in sorted(self._buffers.items()) if self._write else ():
             with (
                 _disk_errors(self._path(file)),
@@ -196,11 +194,11 @@ class _Pass:
             {},
             self._names,
         )
-        self._rename_twins(self._made)
+        self._rename_duplicates(self._made)
         return self._made
 
-    def _rename_twins(self, made: SpanCatalog) -> None:
-        """Keys that came before within their split, in capitals or not, get -2, -3, ..."""
+    def _rename_duplicates(self, made: SpanCatalog) -> None:
+        """Append -2, -3, ... to keys that came before in their split, in upper or lower case."""
         folds, split = np.array(self._folds, np.uint64), made.meta.split * (not self._resplit)
         order = np.lexsort((np.arange(len(folds)), folds, split))
         same = (
@@ -209,9 +207,8 @@ class _Pass:
             else np.zeros(0, bool)
         )
         taken = set() if not same.any() else set(zip(split.tolist(), folds.tolist(), strict=True))
-        last: dict[
-            tuple[int, int], int
-        ] = {}  # the number that was given last, by split and key: all below it are taken
+        # By (split, key): the number that was given last. All numbers below it are taken.
+        last: dict[tuple[int, int], int] = {}
         for number in np.sort(order[1:][same]).tolist():
             place, key = (int(split[number]), int(folds[number])), made.own_key(number)
             times = last.get(place, 1) + 1
@@ -231,7 +228,7 @@ class _Pass:
         entries: int,
         ignored: dict[str, int],
     ) -> None:
-        """Remember that the stream was read to its end."""
+        """Save everything that `restore_shuffle` needs."""
         made = self._made
         arrays = dict(made.offsets.arrays())
         arrays |= {name: getattr(made.meta, name) for name in _META}
@@ -267,5 +264,6 @@ def _disk_errors(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written: {error.strerror}. Free some space and continue with resume=True."
+            f"{path} cannot be written: {error.strerror}. Free some space, then run this again with "
+            f"resume=True."
         ) from error

@@ -1,4 +1,4 @@
-"""Samples as they become members of a tar, and the numbers of where they lie, kept as arrays and not as objects."""
+"""Tar members of samples, and the offsets where they lie."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PADDING = [bytes(-size % BLOCK) for size in range(BLOCK)]  # by the size modulo
 
 
 class IndexBuilder:
-    """The table of samples being written one after another. `stop`: where the next begins."""
+    """Offsets of samples that are written one after another. stop: offset of the next sample."""
 
     def __init__(self) -> None:
         self.stop = 0
@@ -30,7 +30,10 @@ class IndexBuilder:
         return len(self._starts)
 
     def add(self, key: str, parts: Sequence[Part], start: int | None = None) -> list[bytes]:
-        """The bytes of a sample, header, data and padding of each member, to lie at `start` (default: after the last)."""
+        """Return the bytes of a sample: header, data and padding of each member.
+
+        start: its offset (default: after the last sample).
+        """
         stop = self.stop if start is None else start
         self._starts.append(stop)
         made: list[bytes] = []
@@ -66,6 +69,7 @@ class IndexBuilder:
         self._samples.extend((self.stop, len(raw), len(sizes)))
 
     def offsets(self) -> Offsets:
+        """Return the offsets of all samples."""
         samples = np.array(self._samples, np.int64).reshape(-1, 3)
         members = np.array(self._members, np.int64).reshape(-1, 4)
         return Offsets(

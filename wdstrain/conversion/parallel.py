@@ -1,7 +1,7 @@
-"""Who does the work of a conversion: this process, a few more, or a Ray cluster. Results come in the order of the work.
+"""Tasks in this process, in worker processes, or on a Ray cluster. Results come in task order.
 
-Work is a picklable object that is called with a number and a way to tell how far it is. Under fork it is inherited, not
-pickled, so that a list of millions of items is not copied.
+A `Work` is picklable and is called with the number of a task. Forked workers inherit it, so that a
+list of millions of samples is not copied.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.memory.shared import Memory
 from wdstrain.runtime import child_process
 
-_RAY_RETRIES = 5  # of a shard whose node or worker process was lost
-_LOOK = 0.2  # seconds between looks at what worker processes have done
+_RAY_RETRIES = 5  # of a task whose node or worker process was lost
+_POLL = 0.2  # seconds between reports of progress
 
 R = TypeVar("R", covariant=True)
-Tick = Callable[[int, int], None]
-Told = Callable[[int, int], None]  # sums of what all ticks said
+Tick = Callable[[int, int], None]  # receives samples and bytes of one task so far
+Report = Callable[[int, int], None]  # receives samples and bytes of all tasks so far
 
 
 class Work(Protocol[R]):
@@ -40,17 +40,17 @@ class Work(Protocol[R]):
 
 
 def run(
-    work: Work[R], count: int, jobs: int, told: Told, *, engine: str = "local"
+    work: Work[R], count: int, jobs: int, report: Report, *, engine: str = "local"
 ) -> Generator[R, None, None]:
-    """The results of work 0 to count - 1, in order. Raises what the work raises."""
+    """Yield the results of tasks 0 to count - 1, in order. Raises what a task raises."""
     if engine == "ray":
-        return _on_ray(work, count, told)
+        return _on_ray(work, count, report)
     if jobs == 1 or count <= 1:
-        return _here(work, count, told)
-    return _in_processes(work, count, min(jobs, count), told)
+        return _here(work, count, report)
+    return _in_processes(work, count, min(jobs, count), report)
 
 
-def _here(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
+def _here(work: Work[R], count: int, report: Report) -> Generator[R, None, None]:
     sums = np.zeros((count, 2), np.int64)
     for number in range(count):
         line = sums[number]
@@ -58,7 +58,7 @@ def _here(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
 
         def tick(samples: int, size: int, line: Any = line, before: Any = before) -> None:
             line[:] = samples, size
-            told(int(before[0]) + samples, int(before[1]) + size)
+            report(int(before[0]) + samples, int(before[1]) + size)
 
         with _one_thread():
             result = work(number, tick)
@@ -67,8 +67,8 @@ def _here(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One job is one core; for a picture, more threads of torch's wait for each other longer than they work."""
-    torch = sys.modules.get("torch")  # what works with it imported it before it was run
+    """Limit torch to one thread. Each task has one core, and images are too small for more."""
+    torch = sys.modules.get("torch")  # a task that uses torch has imported it
     threads = torch.get_num_threads() if torch is not None else 1
     try:
         if torch is not None:
@@ -79,62 +79,60 @@ def _one_thread() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def _in_processes(work: Work[R], count: int, jobs: int, told: Told) -> Generator[R, None, None]:
-    board = Memory(
-        16 * count
-    )  # samples and bytes of each piece of work so far, written by whoever does it
+def _in_processes(work: Work[R], count: int, jobs: int, report: Report) -> Generator[R, None, None]:
+    board = Memory(16 * count)  # samples and bytes of each task so far, written by the workers
     sums = np.frombuffer(board.view, np.int64).reshape(-1, 2)
     workers: list[BaseProcess] = []
     context = child_process.recording_context(
         multiprocessing.get_context("fork" if sys.platform == "linux" else None), workers
     )
     pool = ProcessPoolExecutor(jobs, context, _begin, (work, board))
-    waiting: deque[Future[Any]] = deque()  # few, so that an interruption has little to wait for
+    waiting: deque[Future[Any]] = deque()  # few, so that an interrupt waits for few tasks
     try:
         for number in range(count):
-            with (
-                warnings.catch_warnings()
-            ):  # threads of libraries are idle; the children use none of them
+            # Python warns of forks beside threads. Those of libraries are idle, and workers use none.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 waiting.append(pool.submit(_do, number))
             if len(waiting) > 2 * jobs:
-                yield _awaited(waiting.popleft(), sums, told)
+                yield _awaited(waiting.popleft(), sums, report)
         while waiting:
-            yield _awaited(waiting.popleft(), sums, told)
+            yield _awaited(waiting.popleft(), sums, report)
     except BrokenProcessPool as error:
         raise WdstrainError(
-            "a process that wrote shards was killed, perhaps for its memory. Lower num_workers."
+            "a worker process was killed, perhaps because memory ran out. Lower num_workers, then "
+            "run this again with resume=True."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        _see_off(workers)
+        _wait_for_end(workers)
         pool.shutdown(wait=True)
 
 
-def _see_off(workers: list[BaseProcess]) -> None:
-    """Wait for processes that were told to end.
+def _wait_for_end(workers: list[BaseProcess]) -> None:
+    """Wait for workers that end, and kill all of them if one was killed.
 
-    One that is killed now, while it waits for its work, takes a lock along for which the others would wait for ever, and the pool,
-    which looks after that as long as there is work, for them.
+    A worker that is killed while it waits for a task keeps the queue's lock. The others, and the
+    pool, would wait for it forever.
     """
     while any(worker.is_alive() for worker in workers):
-        wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_LOOK)
+        wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_POLL)
         if any(worker.exitcode for worker in workers):
             for worker in workers:
-                if worker.is_alive():  # also not one that could not be started
+                if worker.is_alive():  # False also for one that was not started
                     worker.kill()
 
 
-def _awaited(future: Future[Any], sums: npt.NDArray[Any], told: Told) -> Any:
+def _awaited(future: Future[Any], sums: npt.NDArray[Any], report: Report) -> Any:
     while not future.done():
-        futures.wait([future], timeout=_LOOK)
-        told(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
+        futures.wait([future], timeout=_POLL)
+        report(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
     result = future.result()
-    told(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
+    report(int(sums[:, 0].sum()), int(sums[:, 1].sum()))
     return result
 
 
-_mine: tuple[Any, Memory] | None = None  # in a worker: its work and the parent's board
+_mine: tuple[Any, Memory] | None = None  # in a worker: its work, and the parent's progress
 
 
 def _begin(work: Any, board: Memory) -> None:
@@ -143,9 +141,7 @@ def _begin(work: Any, board: Memory) -> None:
     child_process.set_up_worker()
     os.environ["OMP_NUM_THREADS"] = "1"  # for torch, if it is imported from now on
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(
-            1
-        )  # a process is a core's worth; and torch's threads do not outlive a fork
+        torch.set_num_threads(1)  # each worker has one core, and a fork loses torch's threads
 
 
 def _do(number: int) -> Any:
@@ -159,7 +155,7 @@ def _do(number: int) -> Any:
     return work(number, tick)
 
 
-def _on_ray(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
+def _on_ray(work: Work[R], count: int, report: Report) -> Generator[R, None, None]:
     try:
         import ray
     except ImportError:
@@ -170,7 +166,7 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
 
     @ray.remote(max_retries=_RAY_RETRIES)
     def do(work: Any, number: int, place: str) -> tuple[Any, int, int]:
-        os.chdir(place)  # what is named relative to the caller's folder is found on every node
+        os.chdir(place)  # relative paths mean the same file on every node
         last = (0, 0)
 
         def tick(samples: int, size: int) -> None:
@@ -196,8 +192,8 @@ def _on_ray(work: Work[R], count: int, told: Told) -> Generator[R, None, None]:
                 ) from error
             waiting.popleft()
             samples, size = samples + some, size + more
-            told(samples, size)
+            report(samples, size)
             yield result
     finally:
-        for one in waiting:
-            ray.cancel(one, force=True)
+        for task in waiting:
+            ray.cancel(task, force=True)

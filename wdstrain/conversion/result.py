@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import FileCatalog, SampleMeta, SpanCatalog
+from wdstrain.conversion.catalog import FileCatalog, SpanCatalog
 from wdstrain.conversion.images import is_picture
 from wdstrain.conversion.listing import BadSample
+from wdstrain.conversion.sample_meta import SampleMeta
 from wdstrain.conversion.set_exchange import SKIPPED_NAME
 from wdstrain.shards.index import Index
 from wdstrain.shards.label import Label

@@ -1,7 +1,8 @@
-"""Which samples go into which shard, in which order: decided on integers, before a shard is written.
+"""Plan of shards: which samples go into which shard, in which order.
 
-Order is that of a seeded hash of each key, splits are drawn by another, boundaries are cut by count and bytes. It depends on
-the catalog and the options alone, so any number of jobs, on any machine, gives the same bytes.
+The order is that of a seeded hash of each key. Splits are drawn by another hash. Shards are cut by
+number of samples and bytes. The plan depends on the catalog and the options alone, so any number of
+workers, on any machine, gives the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from wdstrain.shards.tar import END
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """A shard to be written: its name, its split, the numbers of its samples in order."""
+    """A shard to write. numbers: its samples in the catalog, in order."""
 
     name: str
     split: str
@@ -30,16 +31,16 @@ class PlannedShard:
 
 
 def chosen(catalog: Catalog, options: Options) -> Ints:
-    """Numbers of the samples that are packed, in the order of the whole."""
+    """Return the numbers of the samples to pack, in order."""
     meta = catalog.meta
     order = np.argsort(meta.rank, kind="stable") if options.shuffle else np.arange(len(meta.rank))
     return np.asarray(order[: options.limit], np.int64)
 
 
 def plan_shards(catalog: Catalog, options: Options, *, resplit: bool = False) -> list[PlannedShard]:
-    """The shards of a conversion. `resplit`: splits of the source may be drawn anew.
+    """Return the shards of a conversion. resplit: splits of the source may be replaced.
 
-    Raises UsageError where the source has splits and others are asked for, and for a split that gets no sample.
+    Raises UsageError for options that do not fit the source, and for a split that gets no sample.
     """
     order, meta = chosen(catalog, options), catalog.meta
     if options.split and any(meta.splits) and not resplit:
@@ -131,7 +132,7 @@ def _equal_runs(numbers: Ints, sizes: Ints, count: int) -> Iterator[Ints]:
 
 
 def batches(numbers: Ints, sizes: Ints, most: int, count: int | None = None) -> Iterator[Ints]:
-    """Runs of samples of at most `most` bytes together, or of one that is larger, and of at most `count` samples."""
+    """Yield runs of at most `most` bytes and `count` samples. A larger sample is a run by itself."""
     stops = np.cumsum(sizes)
     first = 0
     while first < len(numbers):

@@ -249,7 +249,7 @@ def _fetched(
     bytes come from the page cache, and grow up to the memory limit where a disk is slow.
     """
     stops, place, filled = np.cumsum(catalog.sizes[numbers]), 0, 0
-    together = min(memory, catalog.together)
+    together = min(memory, catalog.fetch_bytes)
     while place < len(numbers):
         stop = max(place + 1, int(np.searchsorted(stops, filled + together, side="right")))
         begun = perf_counter()

@@ -1,8 +1,8 @@
-"""Which split each sample goes to, decided on integers.
+"""Assignment of samples to splits.
 
-A sample goes where the hash of its key falls, so it stays in its split when others are added; samples with
-equal images go together. With `stratify` the shares are exact within each class. With groups, whole
-groups are dealt out so that the sizes of the splits and their classes come near the shares.
+By default the hash of its key decides the split of a sample, so it stays there when others are added.
+Samples with equal images share a split. With `stratify` the shares are exact within each class. With
+groups, whole groups are assigned so that the splits and their classes come near the shares.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from itertools import pairwise, permutations
 import numpy as np
 import numpy.typing as npt
 
-from wdstrain.conversion.catalog import Hashes, SampleMeta
 from wdstrain.conversion.options import Options
+from wdstrain.conversion.sample_meta import Hashes, SampleMeta
 from wdstrain.order.rng import bits
 from wdstrain.shards.offsets import Ints
 
 
 def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
-    """The split of each sample in the order, as its place in the split's names. int64[len(order)]"""
+    """Return the split of each sample of `order`, as its place in `options.split`: int64."""
     if meta.grouped:
-        return _dealt_groups(meta, order, list((options.split or {}).values()))
+        return _assigned_groups(meta, order, list((options.split or {}).values()))
     edges = np.cumsum(list((options.split or {}).values()))
     if not options.stratify:
-        # by where the hash falls: a sample stays in its split when others are added
         at = meta.side[order] / 2.0**64
         return np.asarray(
             np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1), np.int64
         )
     strata = meta.stratum[order]
     counts = np.bincount(strata, minlength=len(meta.strata))
-    # ties are broken by a hash of the name, so that it is not always the first classes that have one more
+    # A hash of the name breaks ties, so that not always the first classes get one sample more.
     ties = bits(
         np.array([Hashes(options.seed).of(name) for name in meta.strata], np.uint64), "rounding"
     )
@@ -40,23 +39,21 @@ def draw_splits(meta: SampleMeta, order: Ints, options: Options) -> Ints:
         counts, np.diff(edges, prepend=0.0) / edges[-1], np.argsort(ties, kind="stable")
     )
     found = np.zeros(len(order), np.int64)
-    sides = np.lexsort(
-        (meta.side[order], strata)
-    )  # class by class, each in the order of its hashes
+    sides = np.lexsort((meta.side[order], strata))  # by class, then by hash
     found[sides] = np.repeat(np.tile(np.arange(len(edges)), len(counts)), shares.ravel())
     return found
 
 
-def _dealt_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:
+def _assigned_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:
     """Return the split of each sample; samples of one group are in the same split.
 
-    Groups are dealt out from the largest to the smallest, those of one size by their hash. Each goes
-    to the split where it takes most off the distance between what the splits have and their shares:
-    the sum over all samples and over each class of (has - share)^2 / share.
+    Groups are assigned from the largest to the smallest, groups of equal size by their hash. Each
+    goes to the split where it reduces the error most. The error is the sum of
+    (samples - share)^2 / share over the splits, for all samples and for each class.
     """
     side, strata = meta.side[order], meta.stratum[order]
     groups, code, sizes = np.unique(side, return_inverse=True, return_counts=True)
-    # for each group: (classes, samples of each), and all samples as a class of its own
+    # (group, class) pairs and their sizes; `everything` stands for all samples of a group
     everything = len(meta.strata)
     pairs, counts = np.unique(np.stack([code, strata]), axis=1, return_counts=True)
     firsts = np.searchsorted(pairs[0], np.arange(len(groups) + 1))
@@ -77,10 +74,10 @@ def _dealt_groups(meta: SampleMeta, order: Ints, shares: list[float]) -> Ints:
 
 
 def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints:
-    """Samples of each class in each split: int64[classes, splits].
+    """Return the number of samples of each class in each split: int64[classes, splits].
 
-    Rows add up to `counts`. Each number, and the sum of each column, is its exact share rounded up or down. What has the
-    largest remainder is rounded up; order: of the classes, where remainders are equal.
+    Rows add up to `counts`. Each number, and the sum of each column, is its exact share, rounded up
+    or down. The largest remainders are rounded up. order: of classes with equal remainders.
     """
     exact = np.round(counts[:, None] * shares, 9)  # 0.1 * 30 is 3, not a little more
     made, remainder = np.floor(exact).astype(np.int64), exact % 1.0
@@ -95,7 +92,7 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
     wanted[np.argsort(low - sums, kind="stable")[: int(counts.sum() - low.sum())]] += 1
 
     def movable(a: int, b: int) -> Ints:
-        """Classes that can round up in split b instead of a, the best first."""
+        """Return the classes that can round up in split b instead of a, the best first."""
         rows = order[up[order, a] & ~up[order, b] & (remainder[order, b] > 0)]
         return np.asarray(
             rows[np.argsort(remainder[rows, a] - remainder[rows, b], kind="stable")], np.int64
@@ -108,9 +105,8 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
         excess = columns() - wanted
         rows = movable(a, b)[: max(0, min(int(excess[a]), -int(excess[b])))]
         up[rows, a], up[rows, b] = False, True
-    while ((now := columns()) < low).any() or (
-        now > high
-    ).any():  # of three splits or more, rarely: by way of others
+    # With three splits or more, a sample may have to move through a split in between.
+    while ((now := columns()) < low).any() or (now > high).any():
         starts, ends = (now > high, now < high) if (now > high).any() else (now > low, now < low)
         path = _path(
             np.flatnonzero(starts).tolist(),
@@ -127,10 +123,13 @@ def _rounded(counts: Ints, shares: npt.NDArray[np.float64], order: Ints) -> Ints
 def _path(
     starts: list[int], ends: set[int], movable: Callable[[int, int], Ints], count: int
 ) -> list[int]:
-    """Splits on a shortest path from one of `starts` to one of `ends`. One exists, since the exact shares are a solution."""
+    """Return the splits on a shortest path from one of `starts` to one of `ends`.
+
+    A path exists, because the exact shares are a solution.
+    """
     paths = [[start] for start in starts]
     seen = set(starts)
-    for path in paths:  # grows while it is gone through
+    for path in paths:  # grows during the loop
         if path[-1] in ends:
             return path
         for number in range(count):

@@ -9,11 +9,11 @@ from itertools import islice
 
 import numpy as np
 
-from wdstrain.conversion.catalog import MetaBuilder
 from wdstrain.conversion.images import Recipe
 from wdstrain.conversion.listing import BadSample, BadSamples, Keys, Stream
 from wdstrain.conversion.options import Options, check_splits
 from wdstrain.conversion.result import Tally
+from wdstrain.conversion.sample_meta import MetaBuilder
 from wdstrain.conversion.shard_plan import check_prefixes
 from wdstrain.conversion.shard_writer import Packed, ShardFile
 from wdstrain.conversion.upload import ShardUploads

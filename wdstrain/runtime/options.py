@@ -101,11 +101,13 @@ def takes(options: Callable[P, O]) -> Callable[[Callable[[O], R]], Callable[P, R
 
 def _own_first(options: Any) -> inspect.Signature:
     """Return the signature of a dataclass, with its own keywords before those of its bases."""
-    signature = inspect.signature(options, eval_str=True)
+    signature = inspect.signature(options)
+    # Evaluates each annotation in the module of its own class.
+    hints = typing.get_type_hints(options, localns={"KW_ONLY": object})
     bases = (base for base in options.__bases__ if dataclasses.is_dataclass(base))
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     parameters = sorted(
-        signature.parameters.values(),
+        (p.replace(annotation=hints[p.name]) for p in signature.parameters.values()),
         key=lambda parameter: (
             parameter.kind is parameter.KEYWORD_ONLY,
             parameter.name in inherited,

@@ -65,7 +65,7 @@ class ArchiveFields:
         ]
         if not stays or len({field for field, _ in stays}) < len(stays):
             names = ", ".join(field for field, _ in stays) or "(none)"
-            raise SampleError(f"it would have the fields {names}, and needs one or more, each once")
+            raise SampleError(f"it would have the fields {names}, but needs one or more, each once")
         return stays
 
 
@@ -73,7 +73,7 @@ def archives_in(urls: Urls) -> list[str]:
     """Return the paths that addresses mean if any of them is a compressed tar or a zip; else []."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     paths: list[str] = []
-    for address in [os.fspath(one) for one in addresses]:
+    for address in [os.fspath(address) for address in addresses]:
         names = _names_in(address) if os.path.isdir(address) else []
         if names:
             paths += [os.path.join(address, name) for name in names]
@@ -150,8 +150,8 @@ def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Par
             key, parts = split[0], []
             if key in seen:
                 raise ShardError(
-                    f"{shown(path)} holds members of '{printable(key)}' in two places; the fields "
-                    f"of a sample must be adjacent. Repack it from a sorted list."
+                    f"{shown(path)} holds members of '{printable(key)}' in two places. The fields of "
+                    f"a sample must be adjacent. Repack it from a sorted list."
                 )
             seen.add(key)
         if any(field == split[1] for field, _ in parts):

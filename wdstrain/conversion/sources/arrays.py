@@ -1,6 +1,6 @@
-"""Arrays to a stream: .npy and .npz files, memory-mapped where they can be, or arrays in memory, row by row.
+"""Rows of arrays as a stream: .npy files (memory-mapped), members of .npz files, arrays in memory.
 
-`blocks` is also what HDF5 files are read with: a run of rows at a time, from every array, forward.
+HDF5 data sets are read by the same functions: a block of rows at a time from every array, forward.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def stream_arrays(
     classes: Sequence[str] = (),
     quality: int = 95,
 ) -> Stream:
-    """Rows of arrays of one length. arrays: {name: array, or a .npy file, or FILE.npz:member}.
+    """Return the rows of arrays of equal length as samples.
 
-    labels: names of scalar arrays to learn, `name:class` or `name:number` outright; an array named cls is one by itself.
-    Raises SourceError for files that are no arrays, UsageError for lengths that differ.
+    arrays: {name: array, or a .npy file, or FILE.npz:member}. labels: names of scalar arrays to
+    learn, also as `name:class` or `name:number`; an array named cls always is a label. Raises
+    SourceError for files that are not arrays, UsageError for lengths that differ.
     """
     opened = {name: _open(name, array) for name, array in arrays.items()}
     files = {
@@ -89,22 +90,22 @@ def stream_rows(
     quality: int,
     keys: str | None = None,
 ) -> Stream:
-    """Rows of arrays of one length as samples. keys: the array that names them."""
+    """Return the rows of arrays of equal length as samples. keys: name of the array of keys."""
     if not arrays:
         raise UsageError('no array was named. Give arrays={"NAME": array}.')
     lengths = {name: int(array.shape[0]) if array.shape else -1 for name, array in arrays.items()}
     if -1 in lengths.values() or len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         raise UsageError(
-            f"{title}: arrays of one length are needed, one row for each sample; found {told}."
+            f"{title}: all arrays must have one row for each sample, but their shapes are {shapes}."
         )
     count = next(iter(lengths.values()))
     if keys is not None and (
         len(arrays[keys].shape) != 1 or np.dtype(arrays[keys].dtype).kind not in "SUOiu"
     ):
         raise UsageError(
-            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}, and one text or whole number a "
-            f"row is needed."
+            f"{title}: the keys are an array of {arrays[keys].dtype} {list(arrays[keys].shape)}. They "
+            f"must be one text or whole number per row."
         )
     try:
         fields = {name: array_field(name, array) for name, array in arrays.items() if name != keys}  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def stream_rows(
         raise UsageError(f"{error}. Choose another name.") from None
     if len(set(fields.values())) < len(fields):
         raise UsageError(
-            f"{title}: two fields would have one name: {', '.join(fields.values())}. Rename one of them."
+            f"{title}: two fields would have the same name: {', '.join(fields.values())}. Rename one."
         )
     names = check_classes(classes)
     asked = list(labels)
@@ -124,7 +125,7 @@ def stream_rows(
     if "cls" in arrays and (
         not labels or (counts and not {"cls", "cls:class", "cls:number"} & set(labels))
     ):
-        asked.append("cls")  # a label, whatever else is one
+        asked.append("cls")
     found = [
         _Scalar(
             name, arrays, fields, names if "cls" not in arrays or name.startswith("cls") else ()
@@ -134,7 +135,7 @@ def stream_rows(
     places = {name: place for place, name in enumerate(names)}
     classed = next((one for one in found if one.kind == "class"), None)
 
-    def entries(quarantine: BadSamples) -> Iterator[StreamSample]:
+    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
         for first, block in blocks(arrays, count):
             for i in range(len(next(iter(block.values())))):
                 try:
@@ -147,7 +148,7 @@ def stream_rows(
                     for scalar in found:
                         scalar.see(block[scalar.name][i])
                 except SampleError as error:
-                    quarantine.put(BadSample(title, first + i + 1, "", str(error)))
+                    bad_samples.put(BadSample(title, first + i + 1, "", str(error)))
                     continue
                 key = None if keys is None else _text(block[keys][i])
                 stratum = classed.stratum(block[classed.name][i]) if classed else ""
@@ -159,7 +160,7 @@ def stream_rows(
 
 
 def row_bytes(array: Rows) -> int:
-    """Bytes of a row, about; of rows that differ in length, what the first ones have."""
+    """Return the bytes of a row; an estimate from the first rows if rows differ in length."""
     values = max(1, int(np.prod(array.shape[1:], dtype=np.int64)))
     if np.dtype(array.dtype).hasobject:
         some = [
@@ -173,7 +174,7 @@ def row_bytes(array: Rows) -> int:
 def blocks(
     arrays: Mapping[str, Rows], count: int
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]]]]:
-    """(first row, {name: rows}) of each run of rows."""
+    """Yield (first row, {name: rows}) of each block of rows."""
     size = max(1, _BLOCK // sum(map(row_bytes, arrays.values())))
     for first in range(0, count, size):
         yield (
@@ -186,7 +187,7 @@ def blocks(
 
 
 class _Scalar:
-    """A label among the arrays, and what was seen of its values."""
+    """A scalar array that is a label. It checks each value and collects the classes."""
 
     def __init__(
         self,
@@ -201,12 +202,13 @@ class _Scalar:
         )
         if self.name not in fields:
             raise UsageError(
-                f"the label '{self.name}' is none of the fields {', '.join(fields)}. Name one of them."
+                f"the label '{self.name}' is not a field. The fields are: {', '.join(fields)}."
             )
         array = arrays[self.name]
         if len(array.shape) != 1 or np.dtype(array.dtype).kind not in "biuf":
             raise UsageError(
-                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}, and one number a row is needed."
+                f"the label '{self.name}' is an array of {array.dtype} {list(array.shape)}. A label "
+                f"must be one number per row."
             )
         self._field = fields[self.name]
         self.kind = self.kind or ("number" if np.dtype(array.dtype).kind == "f" else "class")
@@ -220,11 +222,11 @@ class _Scalar:
             number = int(value)
             if number < 0 or number != value:
                 raise SampleError(
-                    f"its {self.name} is {value}, and a class is a whole number from 0"
+                    f"its {self.name} is {value}, but a class must be a whole number >= 0"
                 )
             if self._classes and number >= len(self._classes):
                 raise SampleError(
-                    f"its {self.name} is {number}, and there are {len(self._classes)} classes"
+                    f"its {self.name} is {number}, but there are {len(self._classes)} classes"
                 )
             if not self._classes:
                 self._numbers.see(number)
@@ -247,7 +249,8 @@ def _value(value: Any, field: str) -> Any:
     if isinstance(value, (bytes, np.bytes_)):  # texts of HDF5 and of S arrays
         if field.rpartition(".")[2] == "npy" and not value.startswith(b"\x93NUMPY"):
             raise SampleError(
-                f"its {field} is text, and a .npy holds an array; name it {field.removesuffix('.npy')}.txt"
+                f"its {field} is text, but a .npy holds an array; name the field "
+                f"{field.removesuffix('.npy')}.txt"
             )
         return bytes(value)
     if (
@@ -280,11 +283,9 @@ def _open(name: str, array: Any) -> Rows:
         found = np.load(path, mmap_mode=None if path.endswith(".npz") else "r", allow_pickle=False)
     except UsageError:
         raise
-    except (
-        Exception
-    ) as error:  # numpy lets through what the parsers of damaged headers and archives raise
+    except Exception as error:  # numpy's parsers raise many types for damaged files
         raise SourceError(
-            f"{name}={os.fspath(array)} is no array that can be read ({error})."
+            f"{name}={os.fspath(array)} cannot be read as an array: {error}. Check the file."
         ) from error
     if isinstance(found, np.lib.npyio.NpzFile):
         members = ", ".join(found.files)

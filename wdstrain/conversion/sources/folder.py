@@ -1,7 +1,8 @@
-"""Class folders to a listing: SRC/<class>/.../picture.jpg, or SRC/train/<class>/... and SRC/val/<class>/...
+"""Images of a folder as a listing: SRC/<class>/.../image.jpg, or SRC/train/<class>/... beside SRC/val.
 
-The class is the first folder level, its number the place among the sorted names, as torchvision's ImageFolder counts. File
-bytes are kept. Files that are no image by their extension are passed over and counted by extension.
+The class is the first folder level. Its number is its place among the sorted names, as in
+torchvision's ImageFolder. File bytes are kept. Files without the extension of an image are ignored
+and counted.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def list_folder(
 ) -> Listing:
     """Return the images of a folder.
 
-    flat: all files below it, without classes. masks: folder of their masks, see `_find_masks`; images
-    without a mask are left out and counted. fixed: names of the classes, in the order of their numbers;
-    default: the class folders, sorted. Raises SourceError for a folder that is missing, holds no
-    images or no class folders, UsageError for a class folder that is none of those.
+    flat: all images below it, without classes. masks: folder of their masks, see `_find_masks`;
+    images without a mask are left out and counted. fixed: names of the classes in the order of their
+    numbers (default: the sorted class folders). Raises SourceError for a folder that is missing or
+    holds no images or no class folders, UsageError for a class folder that is not in `fixed`.
     """
     check_there(source, kind="folder")
     if not os.path.isdir(source):
@@ -43,9 +44,8 @@ def list_folder(
     roots = {split: os.path.join(source, folder) for folder, split in splits.items()} or {
         "": source
     }
-    found: list[
-        tuple[str, str, str, str, str]
-    ] = []  # split, class, name below the split's folder, path, field
+    # split, class, name below the folder of the split, path, field
+    found: list[tuple[str, str, str, str, str]] = []
     outside = 0
     for split, root in roots.items():
         for below, folder, names in _files(root, ignored):
@@ -66,26 +66,27 @@ def list_folder(
     other = [kind for kind in classes if fixed and kind not in fixed]
     if other:
         raise UsageError(
-            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes ({', '.join(fixed[:8])}"
-            f"{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at the end of the classes."
+            f"{source}: the class folder {other[0]!r} is none of the {len(fixed)} given classes "
+            f"({', '.join(fixed[:8])}{', ...' if len(fixed) > 8 else ''}). Rename it, or add it at the "
+            f"end of the classes."
         )
     if not found and outside:
         raise SourceError(
-            f"{source} holds {outside} pictures and no class folders; one folder for each class is expected. "
-            f"Use flat=True for images without labels."
+            f"{source} holds {outside} images and no class folders. Make a folder for each class, or "
+            f"use flat=True for images without labels."
         )
     if not found:
         seen = (
             ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
         )
         raise SourceError(
-            f"{source} holds no pictures (found: {seen}). Known extensions are jpg, png, webp and the like."
+            f"{source} holds no images (found: {seen}). Known extensions are jpg, png, webp and the like."
         )
-    _count(ignored, "pictures outside a class folder", outside)
+    _count(ignored, "images outside a class folder", outside)
     if classes:
         _count(
             ignored,
-            "folders without pictures",
+            "folders without images",
             len({name for root in roots.values() for name in _folders(root)} - set(classes)),
         )
     decided = [
@@ -176,14 +177,15 @@ def _count(ignored: dict[str, int], reason: str, times: int = 1) -> None:
 
 
 def _splits(source: str, ignored: dict[str, int]) -> dict[str, str]:
-    """{folder: split} where `source` has folders named train and val or test, else nothing. Other folders are counted."""
+    """Return {folder: split} if `source` has folders named train and val or test; else {}."""
     folders = _folders(source)
     named = {folder: SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS}
     if "train" not in named.values() or len(named) < 2:
         return {}
     if len(set(named.values())) < len(named):
         raise SourceError(
-            f"{source} holds {', '.join(sorted(named))}, of which two mean one split. Keep one folder for each."
+            f"{source} holds {', '.join(sorted(named))}: two of these folders mean the same split. Keep "
+            f"one folder for each split."
         )
     _count(ignored, "folders beside the splits", len(folders) - len(named))
     with os.scandir(source) as entries:
@@ -200,21 +202,29 @@ def _folders(root: str) -> list[str]:
                 entry.name for entry in entries if entry.is_dir() and not is_litter(entry.name)
             )
     except OSError as error:
-        raise SourceError(f"{root} cannot be listed: {error.strerror}.") from error
+        raise SourceError(
+            f"{root} cannot be listed: {error.strerror}. Check its permissions."
+        ) from error
 
 
 def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[str]]]:
-    """(path below root with forward slashes, path, names of its files) of each folder, all sorted; links are followed."""
+    """Yield (path below root with forward slashes, path, file names) of each folder, sorted.
+
+    Links are followed.
+    """
 
     def failed(error: OSError) -> None:
-        raise SourceError(f"{error.filename} cannot be listed: {error.strerror}.") from error
+        raise SourceError(
+            f"{error.filename} cannot be listed: {error.strerror}. Check its permissions."
+        ) from error
 
     seen: set[str] = set()
     for folder, folders, files in os.walk(root, onerror=failed, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
             raise SourceError(
-                f"{folder} is linked to twice below {root}, so its pictures would come twice. Remove a link."
+                f"{folder} is found twice below {root} because of a link, so its images would come "
+                f"twice. Remove the link."
             )
         seen.add(real)
         names = sorted(name for name in files if not is_litter(name))
@@ -226,7 +236,7 @@ def _files(root: str, ignored: dict[str, int]) -> Iterator[tuple[str, str, list[
         for path in [folder, *names]:
             if not path.isprintable() and any(0xDC80 <= ord(letter) <= 0xDCFF for letter in path):
                 raise SourceError(
-                    f"{path!r}: this name is no UTF-8, so it cannot be written into an index. Rename it."
+                    f"{path!r}: this name is not UTF-8, which an index needs. Rename it."
                 )
         below = os.path.relpath(folder, root).replace(os.sep, "/")
         yield "" if below == "." else below, folder, names

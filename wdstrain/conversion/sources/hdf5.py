@@ -1,7 +1,8 @@
-"""HDF5 and PyTables files to a stream: data sets of one length, read forward in runs of whole chunks.
+"""Rows of HDF5 and PyTables data sets as a stream.
 
-A chunk is decompressed once. What h5py cannot decompress by itself (PyTables' blosc and others) it learns from hdf5plugin.
-A column of a compound data set (a PyTables table) is named below it: /events/table/energy.
+Data sets are read forward in whole chunks, so each chunk is decompressed once. hdf5plugin adds the
+compressions that h5py lacks, such as PyTables' blosc. A column of a compound data set (a PyTables
+table) has a path below it: /events/table/energy.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ def stream_hdf5(
     key: str | None = None,
     quality: int = 95,
 ) -> Stream:
-    """Rows of data sets. fields: {name: path in the file}; key: the path of a data set that names the samples.
+    """Return the rows of data sets as samples.
 
-    Raises SourceError for a file that is no HDF5 file, UsageError for paths that lead to no data set, naming those there are.
+    fields: {name: path in the file}. key: path of a data set with the keys of the samples. Raises
+    SourceError for a file that is not HDF5, UsageError for a path that is not a data set.
     """
     h5py = _h5py()
     check_there(file)
@@ -39,16 +41,19 @@ def stream_hdf5(
         opened = h5py.File(file, "r")
     except OSError as error:
         raise SourceError(
-            f"{file} is no HDF5 file that can be read ({str(error).partition('(')[2].rstrip(')') or error})."
+            f"{file} cannot be read as HDF5: {str(error).partition('(')[2].rstrip(')') or error}. "
+            f"Check the file."
         ) from error
     if "__key__" in fields:
         raise UsageError(
-            f'{file}: __key__ cannot be the name of a field. Name the data set that holds the keys with key="/path".'
+            f"{file}: __key__ cannot be the name of a field. Name the data set of the keys with "
+            f'key="/path".'
         )
     wanted = dict(fields) | ({"__key__": key} if key else {})
     if not fields:
         raise UsageError(
-            f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. There are: {_known(opened)}'
+            f'{file}: no data sets were named. Give for example fields={{"image": "/images"}}. '
+            f"Its data sets are: {_known(opened)}"
         )
     found = {name: _find(opened, file, path) for name, path in wanted.items()}
     source = {
@@ -67,7 +72,7 @@ def stream_hdf5(
         quality=quality,
         keys="__key__" if key else None,
     )
-    files = sorted({place for one in found.values() for place in one.files} - {file})
+    files = sorted({place for rows in found.values() for place in rows.files} - {file})
     return replace(
         stream,
         mark=f"{file_mark(file, *files)} {list(wanted.items())} {list(labels)} {list(classes)} {quality}",
@@ -75,14 +80,18 @@ def stream_hdf5(
 
 
 class _DataSet:
-    """A data set, or one column of a compound one, read in whole chunks: each is decompressed once, however rows are asked."""
+    """A data set, or one column of a compound data set, read in whole chunks.
+
+    files: the files that hold its values.
+    """
 
     def __init__(self, opened: Any, file: str, column: str | None) -> None:
         self._opened, self._file, self._column = opened, file, column
         self.files = _files(opened, file)
         if opened.shape is None:
             raise UsageError(
-                f"{file}{opened.name} holds nothing (its data space is null). Name a data set of rows."
+                f"{file}{opened.name} holds nothing (its data space is null). Name a data set with "
+                f"rows."
             )
         self.dtype = opened.dtype if column is None else opened.dtype[column].base
         inner = () if column is None else opened.dtype[column].shape
@@ -92,7 +101,7 @@ class _DataSet:
 
     def __getitem__(self, rows: slice) -> Any:
         if not self._first <= rows.start or rows.stop > self._first + len(self._held):
-            # what is held of the last chunk goes on; the rest is read in whole chunks
+            # Rows of the last chunk are kept, so that no chunk is decompressed twice.
             first = rows.start // self.chunk * self.chunk
             stop = -(-rows.stop // self.chunk) * self.chunk
             kept = (
@@ -110,8 +119,9 @@ class _DataSet:
             block = self._opened[rows]
         except OSError as error:
             raise SourceError(
-                f"{self._file}{self._opened.name} cannot be read at rows {rows.start} to {rows.stop}: {error}. If its "
-                f"compression is not known, install: pip install 'wdstrain[hdf5]'"
+                f"{self._file}{self._opened.name} cannot be read at rows {rows.start} to "
+                f"{rows.stop}: {error}. If its compression is unknown, install: "
+                f"pip install 'wdstrain[hdf5]'"
             ) from error
         return block if self._column is None else block[self._column]
 
@@ -122,42 +132,40 @@ def _find(opened: Any, file: str, path: str) -> _DataSet:
         node = opened.get(path)
     except (OSError, RuntimeError) as error:
         raise SourceError(
-            f"{file}: {path} cannot be opened ({error}). Look at the links in the file."
+            f"{file}: {path} cannot be opened ({error}). Check the links in the file."
         ) from error
     if isinstance(node, h5py.Dataset):
         if node.dtype.names:
             raise UsageError(
-                f"{file}{path} is a table; name one of its columns: {', '.join(f'{path}/{c}' for c in node.dtype.names)}"
+                f"{file}{path} is a table. Name one of its columns: "
+                f"{', '.join(f'{path}/{c}' for c in node.dtype.names)}"
             )
         return _DataSet(node, file, None)
     above, _, column = path.rstrip("/").rpartition("/")
     table = opened.get(above) if above else None
     if isinstance(table, h5py.Dataset) and column in (table.dtype.names or ()):
         return _DataSet(table, file, column)
-    what = "is a group" if node is not None else "is not there"
-    raise UsageError(f"{file}: {path} {what}. Data sets in it: {_known(opened)}")
+    reason = "is a group" if node is not None else "does not exist"
+    raise UsageError(f"{file}: {path} {reason}. Its data sets are: {_known(opened)}")
 
 
 def _files(node: Any, file: str) -> list[str]:
-    """The files that the values of a data set lie in.
+    """Return the files that hold the values of a data set.
 
-    Raises SourceError if one that a virtual data set is made of is gone: HDF5 would give fill values in its place.
+    Raises SourceError if a file of a virtual data set is missing: HDF5 would return fill values.
     """
     h5py, found = _h5py(), [file, node.file.filename]
     folder = os.path.dirname(os.path.abspath(node.file.filename))
     found += [os.path.join(folder, os.fsdecode(name)) for name, _, _ in node.external or ()]
-    for name, path in sorted(
-        {(one.file_name, one.dset_name) for one in node.virtual_sources()}
-        if node.is_virtual
-        else ()
-    ):
-        if "%" in f"{name}{path}":  # a series of files: as many rows as there are files
+    parts = node.virtual_sources() if node.is_virtual else ()
+    for name, path in sorted({(part.file_name, part.dset_name) for part in parts}):
+        if "%" in f"{name}{path}":  # a series of files: its rows are those of the existing files
             continue
-        # where HDF5 looks for it, in its order
+        # The places where HDF5 looks for the file, in its order.
         prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", folder)
         places = [name] if os.path.isabs(name) else []
         base = os.path.basename(name) if os.path.isabs(name) else name
-        places += [os.path.join(one, base) for one in (prefix, folder, "") if one or not prefix]
+        places += [os.path.join(at, base) for at in (prefix, folder, "") if at or not prefix]
         place = node.file.filename if name == "." else next(filter(os.path.isfile, places), None)
         try:
             if place is None:
@@ -169,8 +177,8 @@ def _files(node: Any, file: str) -> list[str]:
                 found += _files(inner, place)
         except OSError as error:
             raise SourceError(
-                f"{file}{node.name} is made of data sets in other files, and {name} cannot be read ({error}). Its rows would be "
-                f"fill values. Put that file where it belongs."
+                f"{file}{node.name} is made of data sets in other files, and {name} cannot be read "
+                f"({error}). Its rows would be fill values. Put that file where it belongs."
             ) from error
     return [name for name in dict.fromkeys(found) if os.path.isfile(name)]
 
@@ -180,9 +188,9 @@ def _known(opened: Any) -> str:
 
     def visit(name: str, node: Any) -> None:
         if isinstance(node, h5py.Dataset):
-            found.append(
-                f"/{name} {list(node.shape)} {node.dtype if not node.dtype.names else 'table of ' + ', '.join(node.dtype.names)}"
-            )
+            columns = node.dtype.names
+            kind = f"table of {', '.join(columns)}" if columns else node.dtype
+            found.append(f"/{name} {list(node.shape)} {kind}")
 
     opened.visititems(visit)
     return "; ".join(found[:20]) + ("; ..." if len(found) > 20 else "") or "none"

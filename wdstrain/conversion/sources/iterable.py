@@ -1,8 +1,9 @@
-"""Python samples to a stream: any iterable, or a torch data set, of dicts, tuples or single values.
+"""Samples of any Python iterable or torch data set as a stream.
 
-A dict names its fields itself ("__key__" is its key; other names with two underscores are passed over, as webdataset's own);
-a tuple is named by `fields`, or taken for (picture, class). A map-style data set is read by number from 0, so one item that
-raises can be skipped; an iterable that raises has ended.
+A sample is a dict of fields, a tuple or a single value. In a dict, "__key__" is the key, and other
+names that begin with two underscores are ignored. The values of a tuple are named by `fields`, by
+default ("png", "cls"). A map-style data set is read by number, so an item that raises can be skipped.
+An iterable that raises ends the conversion.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def stream_samples(
     name: str = "samples",
     source: dict[str, Any] | None = None,
 ) -> Stream:
-    """The samples of an iterable or map-style data set, or of several that are splits by name (`splits`, then `samples` is None)."""
+    """Return samples as a stream.
+
+    samples: an iterable or a map-style data set. splits: several of them by split, instead of
+    `samples`. group: returns the group of a sample. quality: of JPEGs that are made of pixels.
+    """
     if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
         raise UsageError(
             "a DataFrame is a table: use wt.convert_table(frame, out, image=..., label=...)."
@@ -40,18 +45,17 @@ def stream_samples(
         )
     parts = dict(splits) if splits is not None else {"": samples}
     numbers = Numbered("cls")
-    numbered = False  # whether a cls is a number
-    named_so = False  # whether a cls is a text that is no number, which only readers with names of classes understand
+    has_numbers = has_names = False  # whether a cls is a number, or a name
     names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
     places = {name: place for place, name in enumerate(names)}
     counted = not names and not any(
         label.field == "cls" or label.name == "label" for label in labels
     )
 
-    def entries(quarantine: BadSamples) -> Iterator[StreamSample]:
-        nonlocal numbered, named_so
+    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
+        nonlocal has_numbers, has_names
         for split, part in parts.items():
-            for number, sample in _numbered(part, name, quarantine):
+            for number, sample in _numbered(part, name, bad_samples):
                 try:
                     named = _named(sample, fields)
                     packed = [
@@ -60,35 +64,36 @@ def stream_samples(
                         if not field.startswith("__")
                     ]
                     if not packed:
-                        raise SampleError(
-                            f"it has no fields, but {', '.join(map(repr, named)) or 'nothing'}"
-                        )
+                        names_ = ", ".join(map(repr, named)) or "nothing"
+                        raise SampleError(f"it has no fields, only {names_}")
                     key, stratum = named.get("__key__"), _stratum(packed)
                     if key is not None and (not isinstance(key, str) or not key or "\0" in key):
                         raise SampleError(
-                            f"its __key__ is {key!r}, and a key is a text without NUL"
+                            f"its __key__ is {key!r}, but a key must be text without NUL"
                         )
                     if len({field for field, _ in packed}) < len(packed):
                         raise SampleError(
-                            f"two of its fields have one name: {', '.join(field for field, _ in packed)}"
+                            f"two of its fields have the same name: "
+                            f"{', '.join(field for field, _ in packed)}"
                         )
-                    if stratum and (named_so if stratum.isdecimal() else numbered):
-                        raise SampleError(
-                            f"its cls is {stratum!r}, and others are {'names' if named_so else 'numbers'}"
-                        )
+                    if stratum and (has_names if stratum.isdecimal() else has_numbers):
+                        others = "names" if has_names else "numbers"
+                        raise SampleError(f"its cls is {stratum!r}, but others are {others}")
                     if counted and stratum.isdecimal():
                         numbers.see(int(stratum))
                 except SampleError as error:
-                    quarantine.put(BadSample(name, number + 1, "", str(error)))
+                    bad_samples.put(BadSample(name, number + 1, "", str(error)))
                     continue
-                named_so = named_so or bool(stratum and not stratum.isdecimal())
-                numbered = numbered or stratum.isdecimal()
+                has_names = has_names or bool(stratum and not stratum.isdecimal())
+                has_numbers = has_numbers or stratum.isdecimal()
                 if stratum.isdecimal() and int(stratum) < len(names):
                     stratum = names[int(stratum)]
                 yield StreamSample(key, packed, split, str(group(sample)) if group else "", stratum)
 
     def found() -> tuple[Label, ...]:
-        if not numbered or any(label.field == "cls" or label.name == "label" for label in labels):
+        if not has_numbers or any(
+            label.field == "cls" or label.name == "label" for label in labels
+        ):
             return tuple(labels)
         return (*labels, Label("label", "class", "cls", classes=names or numbers.classes()))
 
@@ -111,20 +116,21 @@ def _length(part: Any) -> int | None:
         return None
 
 
-def _numbered(part: Any, name: str, quarantine: BadSamples) -> Iterator[tuple[int, Any]]:
+def _numbered(part: Any, name: str, bad_samples: BadSamples) -> Iterator[tuple[int, Any]]:
     if hasattr(part, "__iter__"):
         yield from enumerate(part)
         return
     length = _length(part)
     if not hasattr(part, "__getitem__") or length is None:
         raise UsageError(
-            f"{type(part).__name__} is neither an iterable nor a data set with a length. Give one of them."
+            f"{type(part).__name__} is neither an iterable nor a data set with a length. Give an "
+            f"iterable of samples, each a dict of fields."
         )
     for number in range(length):
         try:
             sample = part[number]
-        except Exception as error:  # whatever a data set of the user raises is the sample's fault
-            quarantine.put(
+        except Exception as error:  # the user's data set may raise anything
+            bad_samples.put(
                 BadSample(
                     name, number + 1, "", f"the data set raised {type(error).__name__}: {error}"
                 )
@@ -144,7 +150,8 @@ def _named(sample: Any, fields: Sequence[str] | None) -> dict[str, Any]:
     names = list(fields) if fields is not None else ["png", "cls"][: len(values)]
     if len(names) != len(values):
         raise UsageError(
-            f"a sample has {len(values)} values and {len(names)} names ({', '.join(names)}). Name each: fields=(...)"
+            f"a sample has {len(values)} values, but {len(names)} are named ({', '.join(names)}). "
+            f"Name each value: fields=(...)"
         )
     return dict(zip(names, values, strict=True))
 
@@ -156,7 +163,7 @@ def _stratum(packed: list[Part]) -> str:
 
 
 def _classes(part: Any) -> tuple[str, ...]:
-    """The class names of a torchvision data set, or nothing."""
+    """Return the class names of a torchvision data set, or ()."""
     found = getattr(part, "classes", None)
     if isinstance(found, (list, tuple)) and all(isinstance(one, str) for one in found):
         return tuple(found)

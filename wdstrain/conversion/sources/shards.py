@@ -1,7 +1,7 @@
-"""Existing tars to a stream: re-shard, shuffle, filter, merge, split, drop and rename fields. One forward pass.
+"""Samples of existing shards as a stream, in one forward pass: filtered, with fields dropped or renamed.
 
-What the index knows of the shards (splits, labels, checksums) goes along: bytes that are not those that were packed are bad
-samples. Sets that number their classes differently are not merged, since the same number would mean two things.
+Splits and labels of the index are kept. A sample whose bytes differ from the checksums of the index
+is bad. Sets that number their classes differently are not merged: a number would mean two classes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from wdstrain.conversion.catalog import SpanCatalog, sample_meta
+from wdstrain.conversion.catalog import SpanCatalog
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
@@ -26,8 +26,9 @@ from wdstrain.conversion.listing import (
     file_mark,
     split_of,
 )
-from wdstrain.conversion.options import TarsOptions
+from wdstrain.conversion.sample_meta import sample_meta
 from wdstrain.conversion.shard_plan import batches
+from wdstrain.conversion.source_options import TarsOptions
 from wdstrain.conversion.sources.archives import ArchiveFields, archives_in, stream_archives
 from wdstrain.errors import SampleError, SourceError, UsageError
 from wdstrain.shards.declare import with_label
@@ -76,8 +77,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     wanted = read_keys(keys) if keys is not None else None
     if wanted is not None and (missing := wanted.difference(index.keys(np.arange(len(index))))):
         raise SourceError(
-            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A key is a name up to its "
-            f"first dot; take out those that are not there."
+            f"{keys}: {len(missing)} of {len(wanted)} keys are in no shard, such as '{min(missing)}'. A "
+            f"key is the name of a member up to its first dot. Remove the keys that do not exist."
         )
     names = {
         field: (rename or {}).get(field, field)
@@ -90,7 +91,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
         raise UsageError(f"{error}. Choose another name.") from None
     if not names or len(set(names.values())) < len(names):
         raise UsageError(
-            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. Name each once."
+            f"these samples would have the fields {', '.join(names.values()) or '(none)'}. They need "
+            f"one or more fields with different names."
         )
     labels = _labels(index, names)
     if options.label is not None:
@@ -102,7 +104,8 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     )
     if unknown:
         raise UsageError(
-            f"{options.select!r} speaks of {unknown[0]!r}; there are key, shard, split, size.F, has.F and the fields {', '.join(index.fields)}."
+            f"select={options.select!r}: there is no {unknown[0]!r}. A condition can use key, shard, "
+            f"split, size.FIELD, has.FIELD and the fields {', '.join(index.fields)}."
         )
     renamed = tuple(
         replace(label, field=names[label.field]) for label in labels if label.field in names
@@ -118,7 +121,7 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
     if len(index) < everything:
         ignored["samples that do not meet the condition"] = everything - len(index)
 
-    def entries(quarantine: BadSamples) -> Iterator[StreamSample]:
+    def entries(bad_samples: BadSamples) -> Iterator[StreamSample]:
         for number, parts in _read(index):
             key, shard = index.key(number), index.shards[int(index.shard_of(np.array([number]))[0])]
             split = shard.split or split_of(shard.name)
@@ -137,14 +140,15 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
                     raise SampleError(f"it has none of the fields {', '.join(names)}")
                 kind = _class(parts, stratum, classes)
             except SampleError as error:
-                quarantine.put(BadSample(shard.shown, 0, key, str(error)))
+                bad_samples.put(BadSample(shard.shown, 0, key, str(error)))
                 continue
             yield StreamSample(key, kept, split, stratum=kind)
 
     source = stated(options)
     source |= {"fields": dict(names), "data": index.fingerprint, "origin": _origin(index)}
     total = None if condition or wanted is not None else len(index)
-    mark = f"{index.fingerprint} {file_mark(*(shard.path for shard in index.shards))} {sorted(wanted or ())} {labels}"
+    files = file_mark(*(shard.path for shard in index.shards))
+    mark = f"{index.fingerprint} {files} {sorted(wanted or ())} {labels}"
     mark += repr([shard.split for shard in index.shards])
     return Stream(
         str(title),
@@ -160,11 +164,15 @@ def stream_tars(options: TarsOptions, note: Callable[[str], None] | None = None)
 
 
 def _stream_archives(paths: list[str], options: TarsOptions) -> Stream:
-    """Return the samples of compressed tars and zip archives."""
+    """Return the samples of compressed tars and zip archives.
+
+    where is refused: the type of a column is known after the last sample only, so a condition could
+    not be evaluated in one forward pass.
+    """
     if options.where is not None or options.label is not None:
         raise UsageError(
-            "archives have no index, which where and label need. Use select for a condition on the "
-            "bytes, or convert the archives first."
+            "where and label need the columns of an index, and archives have none. Use select, a "
+            "condition on the fields of each sample, or convert the archives first."
         )
     if options.keep and options.drop:
         raise UsageError("keep names the fields that stay, drop those that go. Give one of them.")
@@ -185,7 +193,10 @@ def addresses_of(options: TarsOptions) -> list[str]:
 
 
 def stated(options: TarsOptions) -> dict[str, Any]:
-    """What a conversion of shards is asked for, without opening them. in_place: which of them lie in `out`; empty if none does."""
+    """Return the arguments of a conversion of shards, without opening the shards.
+
+    in_place: the addresses that lie in `out`; [] if none does.
+    """
     keys = None
     if options.keys is not None:
         keys = blake2b(
@@ -198,7 +209,7 @@ def stated(options: TarsOptions) -> dict[str, Any]:
         if inside
         else []
     )
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "keep": list(options.keep),
         "drop": list(options.drop),
         "rename": dict(options.rename or {}),
@@ -207,8 +218,8 @@ def stated(options: TarsOptions) -> dict[str, Any]:
     }
     for name in ("where", "label", "classes"):
         if (value := getattr(options, name)) is not None:
-            asked[name] = value if isinstance(value, str) else list(value)
-    return {"kind": "tars", **asked, "in_place": places}
+            arguments[name] = value if isinstance(value, str) else list(value)
+    return {"kind": "tars", **arguments, "in_place": places}
 
 
 def _origin(index: Index) -> list[dict[str, Any]]:
@@ -224,7 +235,7 @@ def _origin(index: Index) -> list[dict[str, Any]]:
 
 
 def _check_replaced(index: Index, out: str) -> None:
-    """Raise UsageError if shards of `out` would go that are no sources, where others of it are sources: the rest of the set."""
+    """Raise UsageError if only some shards of the set in `out` are sources: the others would be lost."""
     place = f"{out.rstrip('/')}/{INDEX_NAME}"
     mine = {_real(shard.path) for shard in index.shards}
     if not out or not mine & {
@@ -237,8 +248,9 @@ def _check_replaced(index: Index, out: str) -> None:
     left = [name for name in rows if _real(f"{out.rstrip('/')}/{name}") not in mine]
     if left:
         raise UsageError(
-            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, which would be lost: the result "
-            f"replaces all shards of that folder, and these are not among the sources. Name all of them, or another folder."
+            f"{out} also holds {left[0]}{f' and {len(left) - 1} more' if len(left) > 1 else ''}, which "
+            f"would be lost: the result replaces all shards of that folder. Name all of its shards as "
+            f"sources, or choose another folder."
         )
 
 
@@ -247,7 +259,7 @@ def _real(path: str) -> str:
 
 
 def _within(address: str, folder: str) -> bool:
-    """Whether an address means a folder, its index, or shards in it."""
+    """Return whether an address means a folder, its index, or shards in it."""
     if is_remote(address) or is_remote(folder):
         return folder.rstrip("/") in (address.rstrip("/"), address.rpartition("/")[0])
     real = os.path.realpath(folder)
@@ -272,13 +284,11 @@ def _check(index: Index, number: int, parts: list[Part]) -> None:
         for place, (field, data) in enumerate(parts):
             crc = int(index.offsets.member_crc[first + place])
             if crc and crc32(data) != crc:
-                raise SampleError(
-                    f"the bytes of its {field} are not those that were packed (crc32)"
-                )
+                raise SampleError(f"the bytes of its {field} differ from what was packed (crc32)")
 
 
 def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
-    """The labels of the sets, which must agree on those whose fields are kept."""
+    """Return the labels whose fields are kept. Raises UsageError if the sets have different ones."""
     found: dict[tuple[Label, ...], str] = {}
     for place in dict.fromkeys(beside(shard.path, INDEX_NAME) for shard in index.shards):
         labels: tuple[Label, ...] = ()
@@ -289,8 +299,9 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
         found.setdefault(labels, place)
     if len(found) > 1 and any(found):
         raise UsageError(
-            f"these sets differ in their labels, or some have none: a class number would mean two things. Convert each by "
-            f"itself, or drop the label's field. One that has labels: {folder_of(next(found[one] for one in found if one))}"
+            f"these sets have different labels, or some have none: a class number would mean two "
+            f"classes. Convert each set by itself, or drop the field of the label. A set with labels: "
+            f"{folder_of(next(place for labels, place in found.items() if labels))}"
         )
     return next(iter(found), ())
 
@@ -298,13 +309,17 @@ def _labels(index: Index, names: Mapping[str, str]) -> tuple[Label, ...]:
 def _with_declared(
     index: Index, labels: tuple[Label, ...], options: TarsOptions
 ) -> tuple[Label, ...]:
-    """Return the labels with the one that the options declare, in the place of one of its name."""
+    """Return the labels with the one that the options declare. It replaces a label of its name."""
     assert options.label is not None
     declared = with_label(index, options.label, options.classes).labels[-1]
     stays = declared.field in options.keep if options.keep else declared.field not in options.drop
     if not stays:
-        raise UsageError(f"the label {options.label!r} is in a field that would not stay. Keep it.")
-    others = [one for one in labels if declared.place != one.place and declared.name != one.name]
+        raise UsageError(
+            f"label={options.label!r}: its field would be left out. Keep the field {declared.field!r}."
+        )
+    others = [
+        label for label in labels if declared.place != label.place and declared.name != label.name
+    ]
     return (*others, declared)
 
 
@@ -313,7 +328,7 @@ def _count(ignored: dict[str, int], reason: str) -> None:
 
 
 def _class(parts: list[Part], label: Label | None, classes: frozenset[str]) -> str:
-    """The name of a sample's class, for stratified splits and for counting. classes: those of the label."""
+    """Return the name of a sample's class; "" if it has none. classes: the names in the label."""
     data = next((data for field, data in parts if label is not None and field == label.field), None)
     if label is None or data is None:
         return ""
@@ -336,9 +351,11 @@ def read_keys(path: str) -> set[str]:
         with open(path, encoding="utf-8") as file:
             found = {line.strip() for line in file if line.strip()}
     except OSError as error:
-        raise SourceError(f"{path}: the file of keys cannot be read: {error.strerror}.") from error
+        raise SourceError(
+            f"{path}: the file of keys cannot be read: {error.strerror}. Check the path."
+        ) from error
     except UnicodeDecodeError as error:
-        raise SourceError(f"{path} is not UTF-8 text with one key on each line.") from error
+        raise SourceError(f"{path} is not UTF-8. Write one key on each line, in UTF-8.") from error
     if not found:
-        raise SourceError(f"{path} holds no keys; one on each line is expected.")
+        raise SourceError(f"{path} holds no keys. Write one key on each line.")
     return found

@@ -1,4 +1,4 @@
-"""A table as a source: images, label columns, and every other column kept as JSON.
+"""A table as a source: images, label columns, and all other columns as JSON.
 
 Labels are decided from all rows before the first is packed (`label_kinds`). A single class column is
 stored as `cls`, as all readers expect; others are read from the JSON by their column. Images that
@@ -8,49 +8,43 @@ not grow with them.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from wdstrain.conversion.classes import check_classes, fixed_classes, look_alikes, stated_classes
-from wdstrain.conversion.images import field_of, looks_like_image
-from wdstrain.conversion.label_kinds import KINDS, decide
+from wdstrain.conversion.label_kinds import decide
 from wdstrain.conversion.listing import (
     BadSample,
     BadSamples,
     FileSample,
     Keys,
     Listing,
-    Part,
     Source,
     Stream,
     StreamSample,
-    field_name,
     file_mark,
-    tidy,
 )
-from wdstrain.conversion.options import TableOptions
-from wdstrain.conversion.sources.table_cells import Changes, Table, joined_column
+from wdstrain.conversion.source_options import TableOptions
+from wdstrain.conversion.sources.table_cells import Changes, Table
+from wdstrain.conversion.sources.table_columns import (
+    asked_labels,
+    check_column,
+    check_spellings,
+    chosen_rows,
+)
+from wdstrain.conversion.sources.table_fields import json_fields
 from wdstrain.conversion.sources.table_files import FrameTable, read_files
 from wdstrain.conversion.sources.table_images import Image, ImageColumn, PathRule, bytes_image
 from wdstrain.conversion.sources.table_paths import TableFiles, find_files
-from wdstrain.errors import SampleError, SourceError, UsageError
+from wdstrain.errors import SampleError, SourceError
 from wdstrain.runtime.machine import collector_paused
-from wdstrain.runtime.options import as_list
-from wdstrain.shards.columns import ColumnBuilder, as_label
-from wdstrain.shards.conditions import TableRows, matching
 from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote
-
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-
 
 # options that decide the bytes of samples
 _OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by", "split_by")
@@ -60,9 +54,9 @@ _OF_SAMPLES = ("image", "label", "root", "header", "where", "classes", "group_by
 def open_table(options: TableOptions) -> Source:
     """Return the rows of a table as a source.
 
-    options.table: a file, folder or glob, an address hf://datasets/OWNER/NAME, several of them, or a pandas
-    DataFrame. What was decided is in `source["decided"]`. Raises UsageError for columns that do not
-    exist or may mean two things, SourceError for a table or the first row that cannot be read.
+    options.table: a file, folder or glob, an address hf://datasets/OWNER/NAME, several of them, or a
+    pandas DataFrame. Decisions about labels and images are in `source["decided"]`. Raises UsageError
+    for columns that are missing or ambiguous, SourceError for a table that cannot be read.
     """
     table = options.table
     bad_samples = BadSamples(collect=options.on_error == "skip")
@@ -88,12 +82,12 @@ class _Rows:
     def __init__(self, table: Table, files: TableFiles | None, options: TableOptions) -> None:
         self._table, self._files, self._options = table, files, options
         self.images = ImageColumn(table, options.image)
-        asked = _asked_labels(table, options, [] if self.images.kept else self.images.columns)
+        asked = asked_labels(table, options, [] if self.images.kept else self.images.columns)
         stratify = options.stratify
         deciding = (*(name for name, _ in asked), options.group_by, options.split_by, stratify)
         for name in deciding:
             if name is not None:
-                _check_column(table, name)
+                check_column(table, name)
         self._read(asked, stratify)
         self.labels = self._decide(asked)
         classes = [label for label in self.labels if label.kind == "class"]
@@ -105,13 +99,15 @@ class _Rows:
             name: str(number).encode()
             for number, name in enumerate(classes[0].classes if classes else ())
         }
-        self._file_splits: dict[str, str] = {}
-        if not options.split_by and not options.split and files is not None:
-            self._file_splits = files.splits()
+        has_file_splits = files is not None and not options.split_by and not options.split
+        self._file_splits = files.splits() if files is not None and has_file_splits else {}
         self._decided += _split_lines(self._file_splits)
 
     def _read(self, asked: list[tuple[str, str | None]], stratify: str | None) -> None:
-        """Read the columns that decide something. Others are read to count what JSON cannot hold."""
+        """Read the columns of labels, splits, groups and conditions.
+
+        The others are read too, to count the values that JSON cannot hold.
+        """
         table, options, images = self._table, self._options, self.images
         paths = [] if images.holds_bytes else images.columns
         deciding = (*(name for name, _ in asked), options.group_by, options.split_by, stratify)
@@ -135,13 +131,14 @@ class _Rows:
                 images.path(dict(zip(paths, row, strict=True))) for row in zip(*cells, strict=True)
             ]
         if not count:
-            raise SourceError(f"{table.name} has no rows that could be read.")
+            raise SourceError(f"{table.name} has no rows that can be read. Check the file.")
         self._chosen = np.ones(count, np.bool_)
         if options.where is not None:
-            self._chosen = _matching(table, self._cells, options.where, count)
+            self._chosen = chosen_rows(table, self._cells, options.where, count)
             if not self._chosen.any():
                 raise SourceError(
-                    f"{table.name}: no row of {count} meets where={options.where!r}. Change the condition."
+                    f"{table.name}: none of {count} rows meets where={options.where!r}. Change the "
+                    f"condition."
                 )
             places = np.flatnonzero(self._chosen).tolist()
             self._cells = {c: [cells[i] for i in places] for c, cells in self._cells.items()}
@@ -153,7 +150,7 @@ class _Rows:
         fixed = fixed_classes(options.classes, options.like, asked)
         for name, kind in asked:
             if kind == "class":
-                _check_spellings(table, name, self._chosen)
+                check_spellings(table, name, self._chosen)
         decisions = [
             decide(
                 table.name,
@@ -172,7 +169,8 @@ class _Rows:
             self._bad = {**decision.bad, **self._bad}
         if len(self._bad) == int(self._chosen.sum()):
             raise SourceError(
-                f"{table.name}: no row has all its labels ({', '.join(self._values)})."
+                f"{table.name}: no row has values for all labels ({', '.join(self._values)}). Name other "
+                f"columns."
             )
         self._decided = [line for decision in decisions for line in decision.lines]
         return tuple(decision.label for decision in decisions)
@@ -193,18 +191,8 @@ class _Rows:
             key = keys.key(stem)
             name = image.name if key != stem else ""
             identity = firsts.setdefault(image.identity, key)
-            items.append(
-                FileSample(
-                    key,
-                    tuple(sample.parts),
-                    sample.split,
-                    sample.group,
-                    sample.stratum,
-                    row,
-                    name,
-                    identity,
-                )
-            )
+            parts, of = tuple(sample.parts), (sample.split, sample.group, sample.stratum)
+            items.append(FileSample(key, parts, *of, row, name, identity))
         twice = len(items) - len(firsts)
         again = [f"images: {twice} rows name an image that an earlier row names too"]
         decided = [rule.decision(), *self._lines(), *(again if twice else [])]
@@ -212,7 +200,7 @@ class _Rows:
             self._table.name,
             items,
             self.labels,
-            self._source(decided),
+            _source(self._options, self.labels, decided),
             self._ignored(),
             bad_samples.bad,
             stratum=self._stratum or "",
@@ -237,24 +225,16 @@ class _Rows:
             self._table.name,
             samples,
             lambda: self.labels,
-            self._source([f"images: bytes in the column '{column}'", *self._lines()]),
+            _source(
+                self._options,
+                self.labels,
+                [f"images: bytes in the column '{column}'", *self._lines()],
+            ),
             total=int(self._chosen.sum()),
             mark=f"{file_mark(*files.paths)} {asked} {self.labels}" if files and local else None,
             ignored=self._ignored(),
             stratum=self._stratum or "",
         )
-
-    def _source(self, decided: list[str]) -> dict[str, Any]:
-        options = self._options
-        asked = {"group_by": options.group_by, "split_by": options.split_by, "where": options.where}
-        return {
-            "kind": "table",
-            "image": options.image,
-            "labels": [label.name for label in self.labels],
-            **{name: value for name, value in asked.items() if value is not None},
-            **stated_classes(check_classes(options.classes)),
-            "decided": decided,
-        }
 
     def _ignored(self) -> dict[str, int]:
         left = len(self._chosen) - int(self._chosen.sum())
@@ -306,11 +286,8 @@ class _Rows:
                 try:
                     image = find(place, cell, batch.file, row)
                     parts = self._parts(image, cells, place)
-                except (
-                    SourceError,
-                    SampleError,
-                    ValueError,
-                ) as error:  # of a NUL, a lone surrogate
+                except (SourceError, SampleError, ValueError) as error:
+                    # ValueError: for a NUL or a lone surrogate in a path
                     shown = self._paths[place] if self._paths else _path_shown(cell)
                     bad_samples.put(BadSample(batch.file, row, shown, str(error)))
                     continue
@@ -324,7 +301,7 @@ class _Rows:
         parts: list[Any] = [(image.field, image.content)]
         if self._as_cls is not None:
             parts.append(("cls", self._numbers[str(cells.pop(self._as_cls))]))
-        parts += _other_fields(cells)
+        parts += json_fields(cells)
         fields = [name for name, _ in parts]
         if len(set(fields)) < len(fields):
             raise SampleError(
@@ -353,78 +330,24 @@ class _Rows:
 _Find = Callable[[int, Any, str, int], Image]  # (place, cell, file, row) -> the image of a row
 
 
+def _source(options: TableOptions, labels: Sequence[Label], decided: list[str]) -> dict[str, Any]:
+    """Return the provenance of a set that is made of a table."""
+    asked = {"group_by": options.group_by, "split_by": options.split_by, "where": options.where}
+    return {
+        "kind": "table",
+        "image": options.image,
+        "labels": [label.name for label in labels],
+        **{name: value for name, value in asked.items() if value is not None},
+        **stated_classes(check_classes(options.classes)),
+        "decided": decided,
+    }
+
+
 def _split_lines(splits: dict[str, str]) -> list[str]:
     if not splits:
         return []
     counts = ", ".join(f"{split} ({count})" for split, count in Counter(splits.values()).items())
     return [f"splits: those in the names of the files, {counts}"]
-
-
-# --- columns --------------------------------------------------------------------------------------
-
-
-def _asked_labels(
-    table: Table, options: TableOptions, image: list[str]
-) -> list[tuple[str, str | None]]:
-    """Return (column, kind or None) of each label."""
-    asked = [_name_and_kind(label, table.columns) for label in as_list(options.label)]
-    names = [*image, *(name for name, _ in asked)]
-    if len(set(names)) < len(names):
-        raise UsageError(
-            f"a column is named twice: {', '.join(names)}. The image and each label are columns of their own."
-        )
-    return asked
-
-
-def _name_and_kind(label: str, columns: list[str]) -> tuple[str, str | None]:
-    name, colon, kind = label.rpartition(":")
-    if not colon or label in columns or name not in columns:
-        return label, None
-    if kind not in KINDS:
-        raise UsageError(f"label={label!r}: the kind must be one of {', '.join(KINDS)}.")
-    return name, kind
-
-
-def _check_column(table: Table, name: str) -> None:
-    if name not in table.columns:
-        raise UsageError(
-            f"{table.name} has no column '{name}'. Its columns are: {', '.join(table.columns)}."
-            f"{joined_column(name, table.columns)}"
-        )
-
-
-def _check_spellings(table: Table, name: str, chosen: npt.NDArray[np.bool_]) -> None:
-    """Raise UsageError if two texts of a class column are one fraction, such as 1.1 and 1.10."""
-    first: dict[float, str] = {}
-    number = 0
-    for texts, values in zip(table.batches([name], raw=[name]), table.batches([name]), strict=True):
-        for cell, value in zip(texts.cells[name], values.cells[name], strict=True):
-            number += 1
-            if not isinstance(value, float) or not isinstance(cell, str) or value.is_integer():
-                continue
-            text = cell.strip()
-            if chosen[number - 1] and first.setdefault(value, text) != text:
-                raise UsageError(
-                    f"{table.name}: the column '{name}' holds {first[value]} and {text}, which are one number and two "
-                    f"names. Write both the same way if they are one class; put a letter before each if they are two, "
-                    f"such as v{text}."
-                )
-
-
-def _matching(
-    table: Table, cells: dict[str, list[Any]], where: str, count: int
-) -> npt.NDArray[np.bool_]:
-    """Return which rows meet a condition. bool[count]"""
-    builder = ColumnBuilder(("json", name) for name in cells)
-    for row in zip(*cells.values(), strict=True) if cells else ():
-        builder.add_values((("json", name), value) for name, value in zip(cells, row, strict=True))
-    columns = [
-        as_label(column, column.name, "class", table.classes[str(column.entry)])
-        if column.entry in table.classes and column.kind == "integer"
-        else column
-        for column in builder.finish()
-    ]
-    return matching(TableRows(tuple(columns), count, tuple(table.columns)), where)
 
 
 def _text(value: Any) -> str:
@@ -435,48 +358,3 @@ def _path_shown(cell: Any) -> str:
     """Return what a cell holds instead of an image, for an error."""
     cell = cell.get("path") if isinstance(cell, dict) else cell
     return str(cell)[:200] if isinstance(cell, (str, int, float)) else ""
-
-
-# --- other columns --------------------------------------------------------------------------------
-
-
-def _other_fields(cells: dict[str, Any]) -> list[Part]:
-    """Return the fields of the other columns: one json, and a field for bytes, which JSON lacks.
-
-    Bytes inside of lists and dicts leave the name of their field in their place.
-    """
-    fields: list[Part] = []
-    kept: dict[str, Any] = {}
-    for name, value in cells.items():
-        is_file = isinstance(value, dict) and set(value) == {"bytes", "path"}
-        data = value.get("bytes") if is_file else value
-        if isinstance(data, bytes):
-            _without_bytes(data, _part_of_name(name), fields)
-        else:
-            kept[name] = _without_bytes(value, _part_of_name(name), fields)
-    return [*fields, *([("json", _JSON.encode(kept).encode())] if kept else [])]
-
-
-def _without_bytes(value: Any, name: str, fields: list[Part]) -> Any:
-    """Return a value with the name of a field in the place of bytes, which are added to `fields`."""
-    if isinstance(value, bytes):
-        try:
-            kind = field_of(value) if looks_like_image(value) else "bin"
-        except SourceError:  # of a format that several extensions stand for
-            kind = "bin"
-        fields.append((field_name(f"{name}.{kind}"), value))
-        return fields[-1][0]
-    if isinstance(value, list):
-        return [_without_bytes(item, f"{name}.{i}", fields) for i, item in enumerate(value)]
-    if isinstance(value, dict):
-        return {
-            key: _without_bytes(item, f"{name}.{_part_of_name(key)}", fields)
-            for key, item in value.items()
-        }
-    return value
-
-
-@lru_cache(maxsize=1024)
-def _part_of_name(column: str) -> str:
-    """Return the name of a column as a part of a field's name."""
-    return tidy(column.replace("/", "_"))

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TextIO
 
-from wdstrain.conversion.label_kinds import NUMBER, WHOLE
+from wdstrain.conversion.label_values import NUMBER, WHOLE
 from wdstrain.conversion.listing import BadSample, BadSamples, image_field
 from wdstrain.conversion.sources.table_cells import (
     BATCH_ROWS,
@@ -254,7 +254,7 @@ class JsonTable:
             for _, row in self._rows(path, bad_samples):
                 columns.update(dict.fromkeys(row))
         if not columns:
-            raise SourceError(f"{name} has no rows that could be read.")
+            raise SourceError(f"{name} has no rows that can be read. Check the file.")
         self.columns = list(columns)
 
     def batches(

@@ -1,7 +1,7 @@
-"""A torchvision data set by the name of its class, as shards: its splits kept, its files' own bytes where it has files.
+"""A torchvision data set, by the name of its class, as a stream. Its splits are kept.
 
-Data sets that list their files (`samples` or `imgs`) are packed from these; the others are asked item by item, and their
-pictures stored as PNG, which loses nothing. Nothing is downloaded.
+If the data set lists its files (`samples`), their bytes are packed. Otherwise its items are read and
+their images stored as PNG, which is lossless. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ _NAMES = ("train", "val", "valid", "test", "extra", "unlabeled")
 
 
 def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> Stream:
-    """The splits of a data set. splits: which, by torchvision's names; default: all that the data set has.
+    """Return the samples of a data set. splits: names of its splits (default: all).
 
-    Raises UsageError for a name or split that torchvision has not, SourceError for a split that is not in `root` or damaged.
+    Raises UsageError for a name or split that torchvision does not know, SourceError for a split
+    that is missing in `root` or damaged.
     """
-    import torchvision.datasets  # half a second; only who asks for it waits
+    import torchvision.datasets  # takes half a second
 
     kind: Any = getattr(torchvision.datasets, name, None)
     if kind is None or name not in torchvision.datasets.__all__:
         near = [
-            one for one in torchvision.datasets.__all__ if one.lower().startswith(name[:3].lower())
+            known
+            for known in torchvision.datasets.__all__
+            if known.lower().startswith(name[:3].lower())
         ]
         raise UsageError(
-            f"torchvision has no data set '{name}'{'; perhaps ' + ', '.join(near) if near else ''}."
+            f"torchvision has no data set '{name}'{'. Similar: ' + ', '.join(near) if near else ''}."
         )
     parameters = inspect.signature(kind).parameters
     strange = sorted(set(splits) - {"train", "test"}) if "train" in parameters else []
     if strange:
-        raise UsageError(
-            f"{name} has the splits train and test, and no '{strange[0]}'. Leave out splits for both."
-        )
+        raise UsageError(f"{name} has no split '{strange[0]}'. Its splits are: train, test.")
     known = (
         ["train", "test"]
         if "train" in parameters
@@ -66,16 +67,14 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
         )
         try:
             found["val" if split == "valid" else split] = kind(root, **arguments)
-        except (
-            Exception
-        ) as error:  # data sets raise what they like for files and splits that are not there
+        except Exception as error:  # data sets raise any type for missing files and splits
             reasons.append(
                 f"{split or name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             failed.append(split)
             if splits:
                 raise SourceError(
-                    f"{name} in {root} has no split '{split}' ({reasons[-1]})."
+                    f"{name} in {root} has no split '{split}' ({reasons[-1]}). Check splits and root."
                 ) from error
     if not found:
         raise SourceError(
@@ -83,8 +82,9 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
         )
     if failed and known is not None:
         raise SourceError(
-            f"{name} in {root}: the split '{failed[0]}' is not there or cannot be read ({reasons[0]}). Fix it, or name the splits "
-            f"to convert: splits={[split for split in wanted if split not in failed]}"
+            f"{name} in {root}: the split '{failed[0]}' is missing or cannot be read ({reasons[0]}). "
+            f"Fix it, or name the splits to convert: "
+            f"splits={[split for split in wanted if split not in failed]}"
         )
     passed = [
         *reasons,
@@ -102,17 +102,17 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
 
 
 def _known(kind: Any, root: str) -> list[str] | None:
-    """The splits that a data set has, from what it says to a name that none has; None if it does not say."""
+    """Return the splits of a data set, from its error for an unknown split; None if not named."""
     try:
         kind(root, split=" ")
-    except Exception as error:  # data sets raise what they like
+    except Exception as error:  # data sets raise any type
         _, says, names = str(error).partition("Valid values are ")
         return re.findall(r"'([^']*)'", names) if says else None
     return None
 
 
 class _Files:
-    """The files of a data set that lists them, with their own bytes and names."""
+    """The files of a data set that lists them, as samples with their bytes."""
 
     def __init__(self, data: Any) -> None:
         self._rows = data.samples

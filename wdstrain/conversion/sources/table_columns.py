@@ -1,0 +1,82 @@
+"""Columns of a table: which are labels, and which rows meet a condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wdstrain.conversion.label_kinds import KINDS
+from wdstrain.conversion.source_options import TableOptions
+from wdstrain.conversion.sources.table_cells import Table, joined_column
+from wdstrain.errors import UsageError
+from wdstrain.runtime.options import as_list
+from wdstrain.shards.columns import ColumnBuilder, as_label
+from wdstrain.shards.conditions import TableRows, matching
+
+
+def asked_labels(
+    table: Table, options: TableOptions, image: list[str]
+) -> list[tuple[str, str | None]]:
+    """Return (column, kind or None) of each label."""
+    asked = [_name_and_kind(label, table.columns) for label in as_list(options.label)]
+    names = [*image, *(name for name, _ in asked)]
+    if len(set(names)) < len(names):
+        raise UsageError(
+            f"a column is named twice: {', '.join(names)}. The image and each label must be different "
+            f"columns."
+        )
+    return asked
+
+
+def _name_and_kind(label: str, columns: list[str]) -> tuple[str, str | None]:
+    name, colon, kind = label.rpartition(":")
+    if not colon or label in columns or name not in columns:
+        return label, None
+    if kind not in KINDS:
+        raise UsageError(f"label={label!r}: the kind must be one of {', '.join(KINDS)}.")
+    return name, kind
+
+
+def check_column(table: Table, name: str) -> None:
+    """Raise UsageError if a table lacks a column."""
+    if name not in table.columns:
+        raise UsageError(
+            f"{table.name} has no column '{name}'. Its columns are: {', '.join(table.columns)}."
+            f"{joined_column(name, table.columns)}"
+        )
+
+
+def check_spellings(table: Table, name: str, chosen: npt.NDArray[np.bool_]) -> None:
+    """Raise UsageError if two texts of a class column are the same fraction, such as 1.1 and 1.10."""
+    first: dict[float, str] = {}
+    number = 0
+    for texts, values in zip(table.batches([name], raw=[name]), table.batches([name]), strict=True):
+        for cell, value in zip(texts.cells[name], values.cells[name], strict=True):
+            number += 1
+            if not isinstance(value, float) or not isinstance(cell, str) or value.is_integer():
+                continue
+            text = cell.strip()
+            if chosen[number - 1] and first.setdefault(value, text) != text:
+                raise UsageError(
+                    f"{table.name}: the column '{name}' holds {first[value]} and {text}, which are the "
+                    f"same number but different names. Write both the same way if they are one class, "
+                    f"or put a letter before each, such as v{text}."
+                )
+
+
+def chosen_rows(
+    table: Table, cells: dict[str, list[Any]], where: str, count: int
+) -> npt.NDArray[np.bool_]:
+    """Return which of `count` rows meet a condition: bool[count]. cells: by column."""
+    builder = ColumnBuilder(("json", name) for name in cells)
+    for row in zip(*cells.values(), strict=True) if cells else ():
+        builder.add_values((("json", name), value) for name, value in zip(cells, row, strict=True))
+    columns = [
+        as_label(column, column.name, "class", table.classes[str(column.entry)])
+        if column.entry in table.classes and column.kind == "integer"
+        else column
+        for column in builder.finish()
+    ]
+    return matching(TableRows(tuple(columns), count, tuple(table.columns)), where)
