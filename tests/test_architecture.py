@@ -233,3 +233,29 @@ def test_the_wheel_installs_a_typed_package_with_its_command_and_guides(tmp_path
             check=True,
         )
         assert done.stdout == f"wdstrain {wdstrain.__version__}\n"
+
+
+PRIVATE = re.compile(r"_[a-z]")
+# Private names of the standard library and of named tuples that have no public way.
+ALLOWED = {"_repr_html_", "_repr_mimebundle_", "_replace", "_asdict", "_fields", "_make", "_exit"}
+ALLOWED |= {"_shutdown", "_run_exitfuncs", "_sleep", "_words", "_current_frames"}
+# Each replaces one function of ours to reach a moment or a size that no option reaches.
+REPLACING = {"inspection/test_epoch_preview.py", "fuzz/targets.py", "fuzz/test_fuzzing.py"}
+
+
+def test_tests_read_no_private_names() -> None:
+    """Tests state promises: through the public API, the shell, files, or a module's public names."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        name = path.relative_to(ROOT / "tests").as_posix()
+        if name in REPLACING:
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ""
+                assert owner in ("self", "cls", "os") or node.attr in ALLOWED, (
+                    f"{name}:{node.lineno} reads {node.attr}"
+                )
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+                replaced = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                private = [str(one) for one in replaced if re.search(r"(^|\.)_[a-z]", str(one))]
+                assert not private, f"{name}:{node.lineno} replaces {private[0]}"

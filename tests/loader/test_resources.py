@@ -58,8 +58,11 @@ def test_what_is_read_ahead_is_bounded_in_bytes_also_for_large_samples(tmp_path:
 
 
 MEMORY = """
-import json, os, sys
+import json, os, sys, time
 import wdstrain as wt
+
+def bytes_read():
+    return int(open("/proc/self/io").read().split()[1])
 
 def tree():
     # proportional set size: what is shared is counted once over the processes of the tree; without the pages of files
@@ -74,14 +77,14 @@ def tree():
 
 fields = {"label": wt.label()}
 loader = wt.Loader(sys.argv[1], fields, batch_size=32, num_workers=int(sys.argv[2]), shuffle_buffer=1000)
-extents = int((loader.index.offsets.stop - loader.index.offsets.start).sum())
 sizes = []
 for epoch in range(10):
-    for batch in loader:
-        # all that may be read ahead, this epoch and the next, is read once: how far a reader comes by itself is chance
-        reader = loader._session.pipeline.reader
-        while epoch == 0 and not reader.is_paused and reader.stats.bytes < 2 * extents:
-            os.sched_yield()
+    for step, batch in enumerate(loader):
+        # in the first epoch all that may be read ahead is read: how far a reader comes by itself is chance
+        before = -4096
+        while epoch == 0 and step % 8 == 0 and (now := bytes_read()) - before >= 4096:
+            before = now
+            time.sleep(0.05)
     sizes.append(tree())
 print(json.dumps(sizes))
 """

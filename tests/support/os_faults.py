@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,11 @@ def watched_calls(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, watched)
         yield
+
+
+def bytes_read() -> int:
+    """Return the bytes that this process has read from files, in compiled code too."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -420,7 +421,7 @@ def test_a_short_epoch_has_no_bottleneck_unless_it_mostly_waited() -> None:
 
 
 def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     # 1 000 samples in 10 s; one decoder takes 10 ms for each, the model alone could do 500 a second
     meter = EpochStats(
         batches=10,
@@ -434,7 +435,7 @@ def test_the_verdict_says_what_more_workers_would_give(monkeypatch: pytest.Monke
     assert meter.verdict_of("GPU", 2.0) == (
         "input bound: decode 100%; the GPU waited for data 80.0% of the time. 4 more workers would give about 500 samples/s"
     )
-    monkeypatch.setattr("wdstrain.loader.stats.cores", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(2)))
     assert meter.verdict_of("GPU", 2.0).endswith("1 more worker would give about 200 samples/s")
     meter.decoders, meter.decode_seconds = 2, 20.0
     assert "All 2 cores are taken" in meter.verdict_of("GPU", 2.0)

@@ -64,11 +64,6 @@ class Pipeline:
         """Number of decoding threads or processes."""
         return self._parts.workers.count
 
-    @property
-    def reads_into_slots(self) -> bool:
-        """Whether some arrays are read straight into batches."""
-        return self._parts.direct.bytes > 0
-
     def totals(self) -> StageTotals:
         """Return what the stages took since the pipeline was made."""
         read = self.reader.stats
