@@ -351,7 +351,7 @@ def test_a_failed_checkpoint_is_a_warning_and_a_failed_last_one_an_error(
     seen = At("", 0, lambda: None)
     with watched_calls("replace", r"step-\d+\.pt", sometimes):
         train(str(pets), tmp_path / "run", progress=seen, **{**OPTIONS, "epochs": 1})
-    warning = "cannot be written (No space left on device). Those before it are whole."
+    warning = "cannot be written (No space left on device). Earlier checkpoints are intact."
     assert sum(warning in line for line in seen.lines) == 2
     with (
         watched_calls("replace", r"\.pt", always),
@@ -386,7 +386,7 @@ def test_checkpoints_are_written_by_the_clock_too(
 def test_a_checkpoint_of_another_format_is_refused(undisturbed: Path, tmp_path: Path) -> None:
     state = read_checkpoint(str(undisturbed / "checkpoints" / "last.pt"))
     torch.save({**state, "format": 0}, tmp_path / "old.pt")
-    with pytest.raises(UsageError, match="its format is 0, this one reads 2"):
+    with pytest.raises(UsageError, match="has the checkpoint format 0: must be 2"):
         read_checkpoint(str(tmp_path / "old.pt"))
     with pytest.raises(UsageError, match="Give one of them"):
         train("nowhere", tmp_path / "run", resume=True, overwrite=True)

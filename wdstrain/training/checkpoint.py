@@ -42,8 +42,7 @@ class Checkpoints:
         path, temporary = os.path.join(self._folder, name), self._temporary()
         try:
             torch.save(dict(state), temporary)
-            # a run goes on from last.pt, or from the last step where a kill came before there was one: what is behind these is not
-            # done again
+            # best.pt first: a run resumed from this step does not write it again
             if best:
                 self._name(temporary, BEST)
             publish(temporary, path)
@@ -52,7 +51,7 @@ class Checkpoints:
                 if old != name:
                     os.unlink(os.path.join(self._folder, old))
             return path
-        except (OSError, RuntimeError) as error:  # torch.save has its own words for a full disk
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             if isinstance(error, RuntimeError) and (death := worker_death_error(error)) is not None:
                 raise death from error
             free = shutil.disk_usage(self._folder).free / 1e6
@@ -62,14 +61,14 @@ class Checkpoints:
                 else f"{free:.0f} MB are free; {str(error).splitlines()[0]}"
             )
             raise StorageError(
-                f"the checkpoint {path} cannot be written ({why}). Those before it are whole."
+                f"the checkpoint {path} cannot be written ({why}). Earlier checkpoints are intact."
             ) from error
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
 
     def _name(self, path: str, other: str) -> None:
-        """Give a file another name, in place of whatever had it."""
+        """Give a file a second name, which replaces an earlier file of that name."""
         temporary = self._temporary()
         try:
             try:
@@ -86,14 +85,17 @@ class Checkpoints:
 
 
 def names(folder: str) -> list[str]:
-    """Checkpoints of a folder by step, the oldest first."""
+    """Return the names of a folder's checkpoints by step, the oldest first."""
     return sorted(
         name for name in os.listdir(folder) if name.startswith("step-") and name.endswith(".pt")
     )
 
 
 def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """(the last checkpoint of a folder that can be read, None if there is none; why later ones could not be)."""
+    """Return (last readable checkpoint of a folder or None, why later ones cannot be read).
+
+    Raises UsageError if there are checkpoints, and none can be read.
+    """
     refused: list[str] = []
     if not os.path.isdir(folder):
         return None, refused
@@ -111,12 +113,13 @@ def read_last(folder: str) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint as it was saved. Raises UsageError for a file that is missing or is none of ours."""
+    """Return a checkpoint as it was saved. Raises UsageError for another or a missing file."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as RUN/checkpoints/best.pt"
+            f"{path} cannot be read: {error.strerror or error}. Name a checkpoint such as "
+            f"RUN/checkpoints/best.pt"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise UsageError(
@@ -124,10 +127,11 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or not {"model", "config", "task"} <= set(state):
         raise UsageError(
-            f"{path} is a checkpoint of something else: it lacks model, config or task."
+            f"{path} is a checkpoint of another program: it lacks model, config or task."
         )
     if state.get("format") != FORMAT:
         raise UsageError(
-            f"{path} is a checkpoint of another version of this program: its format is {state.get('format')}, this one reads {FORMAT}."
+            f"{path} has the checkpoint format {state.get('format')}: must be {FORMAT}. Read it with "
+            f"the version of wdstrain that wrote it."
         )
     return state

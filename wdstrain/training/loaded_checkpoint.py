@@ -2,7 +2,7 @@
 
 A checkpoint is data, never code. It may name a function that makes its model, but the function is
 imported and called only if the caller names it too. Otherwise `evaluate stranger.pt` would run
-whatever the stranger names.
+functions that its author chose.
 """
 
 from __future__ import annotations

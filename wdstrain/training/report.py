@@ -1,6 +1,6 @@
 """report.html: curves, mistakes, predictions, time and data of a run, in one file.
 
-It is written anew after every epoch, and loads nothing from elsewhere.
+It is rewritten after every epoch, and loads nothing from elsewhere.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Task:
                 )
 
     def equals(self, other: Task) -> bool:
-        """Return whether the same is learned, whatever the scale of numbers."""
+        """Return whether the same is learned; the scale of numbers may differ."""
         return [(head.target, head.kind) for head in self.heads] == [
             (head.target, head.kind) for head in other.heads
         ]

@@ -2,7 +2,7 @@
 
 The state of a run is its weights, the optimizer's state and a position: epoch and step. Order,
 images, learning rate and the random numbers of the model (dropout) are functions of the position:
-torch is seeded anew at every step. So a resumed run computes what the first run would have, bit
+torch is seeded at every step. So a resumed run computes what the first run would have, bit
 for bit where the arithmetic is deterministic. Checkpoints are written between two optimizer steps.
 """
 

@@ -1,7 +1,7 @@
 """Weights to start from, and parameters that are frozen.
 
 `load` takes torchvision's weights by name, timm's, or a file: a state dict, a checkpoint of a run,
-or one of another trainer. A classifier of another shape starts anew, and is named.
+or one of another trainer. A classifier of another shape is initialized at random, and is named.
 """
 
 from __future__ import annotations
