@@ -20,6 +20,7 @@ def main() -> None:
         "--labels", required=True, help="class numbers: FILE.npy or FILE.npz:member"
     )
     parser.add_argument("--as-arrays", action="store_true", help="store raw arrays, not PNG")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
     start = time.monotonic()
@@ -28,7 +29,7 @@ def main() -> None:
         {images: arguments.images, "cls": arguments.labels},
         arguments.out,
         split={"train": 0.9, "val": 0.1},
-        overwrite=True,
+        overwrite=arguments.overwrite,
     )
     seconds = time.monotonic() - start
     size = sum(shard.bytes for shard in index.shards)

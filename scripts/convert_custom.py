@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Convert an iterable into shards.")
     parser.add_argument("out", help="folder for the shards")
     parser.add_argument("--count", type=int, default=1000, help="samples to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
     start = time.monotonic()
@@ -47,7 +48,7 @@ def main() -> None:
         arguments.out,
         classes=CLASSES,
         split={"train": 0.9, "val": 0.1},
-        overwrite=True,
+        overwrite=arguments.overwrite,
     )
     seconds = time.monotonic() - start
     print(f"{len(index)} samples in {len(index.shards)} shards: {arguments.out}")

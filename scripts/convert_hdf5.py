@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--image", required=True, help="data set of images, /path/in/file")
     parser.add_argument("--label", required=True, help="data set of class numbers")
     parser.add_argument("--classes", default="", help="names of the classes: cat,dog")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
     start = time.monotonic()
@@ -28,7 +29,7 @@ def main() -> None:
         {"png": arguments.image, "cls": arguments.label},
         classes=[name for name in arguments.classes.split(",") if name],
         split={"train": 0.9, "val": 0.1},
-        overwrite=True,
+        overwrite=arguments.overwrite,
     )
     seconds = time.monotonic() - start
     size = sum(shard.bytes for shard in index.shards)

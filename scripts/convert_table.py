@@ -20,9 +20,13 @@ def main() -> None:
     parser.add_argument("--label", default="", help="columns to learn, with commas between")
     parser.add_argument("--where", help="rows to pack, such as \"kind != 'other'\"")
     parser.add_argument("--group-by", help="column whose equal values stay in one split")
-    parser.add_argument("--val", type=float, default=0.1, help="share of the split val")
+    parser.add_argument(
+        "--val", type=float, default=0.1, help="share of the split val; 0: no split"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
+    split = {"train": 1 - arguments.val, "val": arguments.val} if arguments.val else None
     start = time.monotonic()
     index = wt.convert_table(
         arguments.table,
@@ -31,9 +35,9 @@ def main() -> None:
         label=[name for name in arguments.label.split(",") if name],
         where=arguments.where,
         group_by=arguments.group_by,
-        split={"train": 1 - arguments.val, "val": arguments.val},
+        split=split,
         on_error="skip",  # bad rows are listed in skipped.jsonl
-        overwrite=True,
+        overwrite=arguments.overwrite,
     )
     seconds = time.monotonic() - start
     for line in index.info["source"]["decided"]:

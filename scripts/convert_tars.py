@@ -18,17 +18,19 @@ def main() -> None:
     parser.add_argument("out", help="folder for the new shards")
     parser.add_argument("--select", help="condition on the fields, such as 'cls < 3'")
     parser.add_argument("--rename", action="append", default=[], help="OLD=NEW")
-    parser.add_argument("--val", type=float, default=0.1, help="share of the split val")
+    parser.add_argument("--val", type=float, help="share of the split val (default: old splits)")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
+    split = {"train": 1 - arguments.val, "val": arguments.val} if arguments.val else None
     start = time.monotonic()
     index = wt.convert_tars(
         arguments.urls,
         arguments.out,
         select=arguments.select,
         rename=dict(pair.split("=", 1) for pair in arguments.rename),
-        split={"train": 1 - arguments.val, "val": arguments.val},
-        overwrite=True,
+        split=split,
+        overwrite=arguments.overwrite,
     )
     seconds = time.monotonic() - start
     size = sum(shard.bytes for shard in index.shards)

@@ -17,10 +17,13 @@ def main() -> None:
     parser.add_argument("name", help="class in torchvision.datasets")
     parser.add_argument("out", help="folder for the shards")
     parser.add_argument("--root", required=True, help="folder of its files")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards in the folder")
     arguments = parser.parse_args()
 
     start = time.monotonic()
-    index = wt.convert_torchvision(arguments.name, arguments.out, arguments.root, overwrite=True)
+    index = wt.convert_torchvision(
+        arguments.name, arguments.out, arguments.root, overwrite=arguments.overwrite
+    )
     seconds = time.monotonic() - start
     print(f"{len(index)} samples in {len(index.shards)} shards in {seconds:.1f} s: {arguments.out}")
     for split, classes in index.info["samples"].items():
