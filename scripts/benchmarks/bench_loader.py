@@ -63,6 +63,7 @@ import wdstrain as wt
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 OURS = ["ours, threads", "ours, workers"]
 PATIENCE = 180  # seconds until a contender that does not answer is given up
+TURN_PATIENCE = 60  # the same for a turn, which takes a few seconds on an idle machine
 
 
 @dataclass
@@ -372,7 +373,13 @@ def r8(bench: Bench) -> None:
                 found[name] = [[], []]
                 for _ in range(1 if bench.quick else 7):
                     for rates, one in zip(found[name], both, strict=True):
-                        rates.append(_turn(one, {"do": "turn", "seconds": 0.6})[0]["rate"])
+                        rates.append(
+                            _turn(
+                                one,
+                                {"do": "turn", "seconds": 0.6},
+                                time.monotonic() + 60 * bench.minutes,
+                            )[0]["rate"]
+                        )
         bench.found.setdefault("R8", {})[what] = found
         for name, (without, with_it) in found.items():
             ratio = statistics.median(with_it) / statistics.median(without)
@@ -491,8 +498,9 @@ def throughput(
                 break
             bench.progress(case, f"round {number + 1} of {rounds}: {len(running)} contenders")
             for name, one in drawn.sample(list(running.items()), len(running)):
+                bench.progress(case, f"  {name}")
                 words = {"do": "turn", "seconds": seconds / 2 if bench.quick else seconds}
-                answer, share = _turn(one, words)
+                answer, share = _turn(one, words, deadline)
                 shares.append(share)
                 if "rate" in answer:
                     rates.turns[name].append(answer["rate"])
@@ -515,11 +523,15 @@ def throughput(
     return rates
 
 
-def _turn(one: Process, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """What it answers, and the share of our processors' time that other machines had meanwhile."""
+def _turn(one: Process, words: dict[str, Any], deadline: float) -> tuple[dict[str, Any], float]:
+    """Return the answer, and the share of our processors' time that other machines had meanwhile.
+
+    After the deadline a disturbed turn is not repeated, and a turn may take TURN_PATIENCE seconds.
+    """
     one.wake()
     answer, share = undisturbed(
-        lambda: one.ask(**words), failed=lambda answer: "rate" not in answer
+        lambda: one.ask(time.monotonic() + TURN_PATIENCE, **words),
+        failed=lambda answer: "rate" not in answer or time.monotonic() > deadline,
     )
     one.rest()
     return answer, share
