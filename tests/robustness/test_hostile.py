@@ -613,4 +613,4 @@ def test_a_folder_that_may_be_listed_and_not_entered_is_not_served(tmp_path: Pat
     finally:
         (tmp_path / "set").chmod(0o755)
     assert done.returncode == 1
-    assert "set cannot be read: Permission denied. Check the permissions" in done.stderr
+    assert "set cannot be read: Permission denied.\nhint: Check the permissions" in done.stderr
