@@ -10,6 +10,7 @@ import os
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -85,6 +86,7 @@ class Packer:
         self._source, self._staging, self._options = source, transaction, options
         self._former, self._uploads = former, uploads
         self._write, self._progress = write, progress or (lambda step: None)
+        self._title = "packing" if write else "comparing"
         self._bad = BadSamples(collect=options.on_error == "skip")
 
     @property
@@ -157,10 +159,9 @@ class Packer:
         plan = self._plan(catalog, options)
         self._transaction.check_names(list(dict.fromkeys(shard.split for shard in plan)))
         folder = self._transaction.folder("shards")
-        title = "packing" if self._write else "comparing"
         packed = []
         job = ShardJob(catalog, recipe, folder, write=self._write)
-        with closing(self._shards(job, plan, title)) as shards:
+        with closing(self._shards(job, plan, self._title)) as shards:
             for part in shards:
                 if self._uploads is not None and len(part.numbers):
                     shard = part.index.shards[0]
@@ -173,11 +174,7 @@ class Packer:
                 tally.add(split, catalog.meta, part.numbers, at[part.numbers])
         limited = len(source.sizes) - len(numbers)
         written = sum(len(part.numbers) for part in packed)
-        if listed != written + limited + len(self._bad.bad):
-            raise SourceError(
-                f"{listed} samples were listed; {written} were packed, {len(self._bad.bad)} "
-                f"skipped, {limited} left out."
-            )
+        _check_sum(listed, written, len(self._bad.bad), limited)
         if not written:
             raise self._all_skipped(listed)
         return self._finish(packed, tally, labels, folder, listed, limited)
@@ -188,8 +185,7 @@ class Packer:
         writer = StreamWriter(
             folder, self._options, self._bad, write=self._write, uploads=self._uploads
         )
-        title = "packing" if self._write else "comparing"
-        writer.run(stream, lambda done, size: self._report(title, done, stream.total, size))
+        writer.run(stream, lambda done, size: self._report(self._title, done, stream.total, size))
         if not writer.listed:
             self._transaction.clear()
             raise _no_samples(stream)
@@ -238,10 +234,7 @@ class Packer:
     def _shards(
         self, job: ShardJob, plan: list[PlannedShard], title: str
     ) -> Generator[Packed, None, None]:
-        def report(done: int, total: int, size: int) -> None:
-            self._report(title, done, total, size)
-
-        return job.run(plan, self._options, self._bad, report)
+        return job.run(plan, self._options, self._bad, partial(self._report, title))
 
     def _finish(
         self,
@@ -319,6 +312,15 @@ class Packer:
 
     def _report(self, title: str, done: int, total: int | None, size: int) -> None:
         self._progress(Step(title, done, total, size, len(self._bad.bad)))
+
+
+def _check_sum(listed: int, packed: int, skipped: int, limited: int) -> None:
+    """Raise SourceError if a sample was lost."""
+    if listed != packed + skipped + limited:
+        raise SourceError(
+            f"{listed} samples were listed, but {packed} were packed, {skipped} skipped and {limited} "
+            f"left out by limit. Please report this."
+        )
 
 
 def _planned_index(shard: PlannedShard, catalog: Catalog, out: str) -> Index:
