@@ -26,7 +26,7 @@ from wdstrain.runtime.cached import cached_property
 from wdstrain.shards.columns import NOT_A_COLUMN, Column, as_label, join_columns
 from wdstrain.shards.conditions import matching
 from wdstrain.shards.index_table import to_table
-from wdstrain.shards.label import Label, disagreement, joined_labels
+from wdstrain.shards.label import Label, disagreement, joined_labels, place_named
 from wdstrain.shards.offsets import Ints, Offsets, check_field_count, firsts
 from wdstrain.shards.selection import fold_ids, number_of, sample_ids, split_ids
 from wdstrain.storage.local import ShardFile, open_source
@@ -170,11 +170,8 @@ class Index:
 
         name: of a label, or where it is stored (`cls`, `json.kind`).
         """
-        for label in dict.fromkeys(label for labels in self.shard_labels for label in labels):
-            stored = label.field if label.column is None else f"{label.field}.{label.column}"
-            if name in (label.name, stored):
-                return self.disagreement(*label.place)
-        return ""
+        place = place_named(self.shard_labels, name)
+        return "" if place is None else self.disagreement(*place)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -186,17 +183,7 @@ class Index:
 
         A shard without sha256 is represented by the keys, offsets and sizes of its samples.
         """
-        rows = [
-            (
-                shard.name,
-                shard.samples,
-                shard.bytes,
-                (not self.is_selection and shard.sha256)
-                or self.offsets.digest(int(self.first[number]), int(self.first[number + 1])),
-            )
-            for number, shard in enumerate(self.shards)
-        ]
-        return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+        return _fingerprint(self)
 
     def key(self, number: int) -> str:
         """Return the key of sample `number`."""
@@ -415,3 +402,18 @@ def _read_sample(index: Index, number: int) -> dict[str, Any]:
                 )
             sample[name] = bytes(data)
     return sample
+
+
+def _fingerprint(index: Index) -> str:
+    """Return a short hash of shards: by sha256, or by the keys, offsets and sizes of samples."""
+    rows = [
+        (
+            shard.name,
+            shard.samples,
+            shard.bytes,
+            (not index.is_selection and shard.sha256)
+            or index.offsets.digest(int(index.first[number]), int(index.first[number + 1])),
+        )
+        for number, shard in enumerate(index.shards)
+    ]
+    return blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()

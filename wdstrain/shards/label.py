@@ -91,3 +91,12 @@ def disagreement(
     field, column = place
     shown = field if column is None else f"{field}, column {column!r},"
     return f"the label in {shown} differs between these sets: {parts}"
+
+
+def place_named(shard_labels: Sequence[tuple[Label, ...]], name: str) -> Place | None:
+    """Return the place of the first label with a name, or stored there (`cls`, `json.kind`)."""
+    for label in dict.fromkeys(label for labels in shard_labels for label in labels):
+        stored = label.field if label.column is None else f"{label.field}.{label.column}"
+        if name in (label.name, stored):
+            return label.place
+    return None

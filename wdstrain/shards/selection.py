@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 from wdstrain.errors import UsageError
 from wdstrain.order.plan import integer, is_number
 from wdstrain.order.rng import bits
-from wdstrain.shards.conditions import Samples, column_values
+from wdstrain.shards.conditions import column_values
+from wdstrain.shards.evaluation import Samples
 from wdstrain.shards.index_table import key_array
 
 Ints = npt.NDArray[np.int64]

@@ -13,7 +13,8 @@ from wdstrain.conversion.sources.table_cells import Table, joined_column
 from wdstrain.errors import UsageError
 from wdstrain.runtime.options import as_list
 from wdstrain.shards.columns import ColumnBuilder, as_label
-from wdstrain.shards.conditions import TableRows, matching
+from wdstrain.shards.conditions import matching
+from wdstrain.shards.evaluation import TableRows
 
 
 def asked_labels(
