@@ -233,3 +233,16 @@ def test_masks_without_images_and_jpeg_masks_are_named(folders: Path, tmp_path: 
         wt.convert_folder(folders / "images", tmp_path / "more", **options)
     with pytest.raises(wt.UsageError, match="masks would be packed as images"):
         wt.convert_folder(folders, tmp_path / "more", flat=True, masks=folders / "masks")
+
+
+def test_masks_beside_class_folders_are_evaluated(folders: Path, tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        for number in range(16):
+            path = tmp_path / name / f"kind{number % 2}" / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.open(next((folders / name).glob(f"{number:03d}.*"))).save(path)
+    wt.convert_folder(tmp_path / "images", tmp_path / "out", masks=tmp_path / "masks")
+    wt.train(tmp_path / "out", tmp_path / "run", **{**QUICK, "epochs": 1})
+    _, metrics = wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", tmp_path / "out")
+    assert metrics["samples"] == 16
+    assert 0 <= metrics["mIoU"] <= 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import wdstrain as wt
-from tests.conftest import picture, write_class_folder
+from tests.conftest import picture, write_class_folder, write_tar
 from tests.support.servers import serving
 from wdstrain.cli import main
 
@@ -436,6 +436,21 @@ def test_a_model_can_import_modules_beside_it_at_any_time(shards: Path, tmp_path
     ]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("label", ["cls", "json.x", "json.tags"])
+def test_labels_that_no_index_declares_are_scored(label: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        samples = []
+        for i in range(16):
+            fields = {"png": picture(i, size=(16, 16)), "cls": str(i % 3).encode()}
+            document = {"x": i / 2, "tags": ["u", "v"][: 1 + i % 2]}
+            samples.append((f"{name}{i}", {**fields, "json": json.dumps(document).encode()}))
+        write_tar(tmp_path / f"{name}.tar", samples)
+    val = tmp_path / "b.tar"
+    done = wt.train(tmp_path / "a.tar", tmp_path / "run", val=val, label=label, **QUICK)
+    _, metrics = wt.evaluate(tmp_path / "run" / "checkpoints" / "last.pt", val)
+    assert metrics["loss"] == pytest.approx(done.val["loss"])
 
 
 # --- going on --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from wdstrain.decode.fields import Field, Image, NumpyArray
 from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import UsageError, WdstrainError
 from wdstrain.loader.loader import Loader
-from wdstrain.shards.columns import column_name
 from wdstrain.shards.declare import read_classes, with_label, with_mask
 from wdstrain.shards.index import Index
 from wdstrain.shards.label_values import (
@@ -140,14 +139,16 @@ def _mask_field(index: Index, name: str) -> str | None:
 
 
 def with_task_labels(index: Index, task: Task) -> Index:
-    """Return an index that declares no labels with those of a task."""
-    if index.labels or index.shard_labels:
-        return index
+    """Return the index with masks that a task learns, and with its labels if it declares none."""
+    declares = bool(index.labels or index.shard_labels)
     for target in (head.target for head in task.heads):
-        if target.field in index.fields and target.kind == "mask":
+        if target.field not in index.fields:
+            continue
+        if target.kind == "mask":
             index = with_mask(index, target.field, target.classes)
-        elif target.field in index.fields:
-            name = f"{column_name(target.place)}:{target.kind}"
+        elif not declares:
+            entry = "" if target.column is None else f".{target.column}"
+            name = f"{target.field}{entry}:{target.kind}"
             index = with_label(index, name, target.classes or None)
     return index
 
