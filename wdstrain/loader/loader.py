@@ -201,17 +201,7 @@ class Loader:
         as for a validation. By default the next epoch is read ahead, unless the same epoch was
         requested twice in a row.
         """
-        number, start = integer("epoch", number, 0), integer("start", start, 0)
-        until = None if until is None else integer("until", until, 0)
-        if until is not None and until <= number:
-            raise UsageError(
-                f"until={until}: must be above epoch={number}. Use for example until={number + 1}."
-            )
-        if start and start >= len(self):
-            raise UsageError(
-                f"start={start}: must be below {len(self)}; an epoch has {len(self)} steps, which "
-                f"count from 0."
-            )
+        number, start, until = _checked_steps(number, start, until, len(self))
         return self._pass(Position(number, start), until)
 
     def _pass(self, start: Position, until: int | None = None) -> EpochBatches:
@@ -322,3 +312,20 @@ def _copied(
     loader = kind(source, **options)
     loader._session.restore(position)
     return loader
+
+
+def _checked_steps(
+    number: int, start: int, until: int | None, steps: int
+) -> tuple[int, int, int | None]:
+    """Return the arguments of `Loader.epoch` as integers of Python. Raises UsageError."""
+    number, start = integer("epoch", number, 0), integer("start", start, 0)
+    until = None if until is None else integer("until", until, 0)
+    if until is not None and until <= number:
+        raise UsageError(
+            f"until={until}: must be above epoch={number}. Use for example until={number + 1}."
+        )
+    if start and start >= steps:
+        raise UsageError(
+            f"start={start}: must be below {steps}; an epoch has {steps} steps, which count from 0."
+        )
+    return number, start, until

@@ -200,16 +200,10 @@ class Index:
 
     def members(self, number: int) -> list[tuple[str, int, int]]:
         """Return (field, offset in the shard, size) of each member of sample `number`."""
-        rows = range(*self.offsets.member_first[number : number + 2])
-        table = self.offsets
-        return [
-            (
-                self.fields[table.member_field[m]],
-                int(table.member_offset[m]),
-                int(table.member_size[m]),
-            )
-            for m in rows
-        ]
+        table, part = self.offsets, slice(*self.offsets.member_first[number : number + 2])
+        names = [self.fields[i] for i in table.member_field[part].tolist()]
+        extents = table.member_offset[part].tolist(), table.member_size[part].tolist()
+        return list(zip(names, *extents, strict=True))
 
     def pick(self, numbers: Iterable[int]) -> Index:
         """Return the index of only these shards, in this order."""
