@@ -73,7 +73,7 @@ class CheckedOptions:
         hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is None:
+            if value is None and field.default is None:
                 continue
             if "least" in field.metadata:
                 object.__setattr__(self, name, integer(name, value, field.metadata["least"]))

@@ -220,7 +220,8 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
     source = loaded.image_source(arguments.image)
-    index = with_task_labels(open_set(arguments.urls), loaded.task)
+    undeclared = loaded.config.label is not None
+    index = with_task_labels(open_set(arguments.urls), loaded.task, undeclared=undeclared)
     check_cache(given_options(arguments), index)
     loaded.task.check(index)
     config, task = loaded.config, loaded.task

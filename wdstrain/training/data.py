@@ -138,9 +138,13 @@ def _mask_field(index: Index, name: str) -> str | None:
     return field if is_image and field in index.fields else None
 
 
-def with_task_labels(index: Index, task: Task) -> Index:
-    """Return the index with masks that a task learns, and with its labels if it declares none."""
-    declares = bool(index.labels or index.shard_labels)
+def with_task_labels(index: Index, task: Task, *, undeclared: bool) -> Index:
+    """Return the index with masks that a task learns, and with its labels if it declares none.
+
+    undeclared: the task was trained on shards without declared labels, so it counts classes as they
+    do. Otherwise class 1 of shards without class names may be another class than the model's.
+    """
+    declares = not undeclared or bool(index.labels or index.shard_labels)
     for target in (head.target for head in task.heads):
         if target.field not in index.fields:
             continue
