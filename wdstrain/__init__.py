@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from wdstrain.order.plan import Plan
     from wdstrain.shards.index import Index, Shard
     from wdstrain.shards.label import Label
-    from wdstrain.shards.make_index import make_index as index
+    from wdstrain.shards.make_index import index
     from wdstrain.shards.resolve import open_index as open
     from wdstrain.storage.file_object import gopen
     from wdstrain.training.api import evaluate, train
@@ -160,7 +160,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
     "index": "shards.make_index",
     "open": "shards.resolve",
 }
-_OWN_NAMES = {"index": "make_index", "open": "open_index"}
+_OWN_NAMES = {"open": "open_index"}
 
 
 def __getattr__(name: str) -> Any:

@@ -356,6 +356,33 @@ def test_shards_of_changed_input_are_written_again(photos: Path, tmp_path: Path)
     assert files(out) == files(tmp_path / "whole")
 
 
+def test_a_changed_mask_that_is_older_than_its_image_is_packed_again(
+    photos: Path, tmp_path: Path
+) -> None:
+    """The new mask has as many bytes as the old one, and both are older than the image."""
+    old, new = alike()
+    out, masks = tmp_path / "out", tmp_path / "masks"
+    for image in photos.glob("*/*.jpg"):
+        mask = masks / image.parent.name / f"{image.stem}.png"
+        mask.parent.mkdir(parents=True, exist_ok=True)
+        mask.write_bytes(old)
+        os.utime(mask, (1, 1))
+    (photos / "eel" / "039.jpg").write_text("no picture")
+
+    def pack(**options: Any) -> wt.Index:
+        return wt.convert_folder(
+            photos, out, masks=masks, max_shard_samples=4, shuffle=False, **options
+        )
+
+    with pytest.raises(SourceError, match="039.jpg"):
+        pack()
+    (photos / "eel" / "039.jpg").write_bytes(picture(999, kind="JPEG"))
+    changed = masks / "cat" / "000.png"
+    changed.write_bytes(new)
+    os.utime(changed, (2, 2))
+    assert pack(resume=True)["cat/000"]["mask.png"] == new
+
+
 def test_spilled_samples_of_another_stream_are_not_used(tmp_path: Path) -> None:
     """The stream was read to its end, the shards were not written; then the input changed."""
     out = tmp_path / "out"

@@ -204,6 +204,7 @@ def test_where_chooses_the_rows_that_index_where_would(
     [
         ("n > 99", SourceError, "none of 2 rows meets where='n > 99'"),
         ("m > 1", UsageError, "there is no column 'm'.*file, n"),
+        ("flie == ''", UsageError, "there is no column 'flie'. Did you mean file?"),
         ("size > 1", UsageError, "there is no column 'size'"),
         ("n >", UsageError, "is no condition"),
     ],

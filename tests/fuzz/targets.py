@@ -53,11 +53,11 @@ from wdstrain.inspection.repair.recover import recover
 from wdstrain.inspection.verify.damaged_tar import Damage, FoundSample, walk_damaged
 from wdstrain.inspection.verify.forward_reader import ForwardReader
 from wdstrain.order.rng import uniform
+from wdstrain.shards import make_index
 from wdstrain.shards.header_scans import recall
 from wdstrain.shards.index import Index
 from wdstrain.shards.index_io import pack_part, save_index, scan, unpack_part
 from wdstrain.shards.label import Label
-from wdstrain.shards.make_index import make_index
 from wdstrain.shards.resolve import open_index
 from wdstrain.shards.tar import (
     BLOCK,
@@ -432,7 +432,7 @@ def run_index(data: bytes) -> None:
     with suppress(WdstrainError):
         _check_index(recall([shard]), folder)
     with suppress(WdstrainError):
-        made = make_index([shard])
+        made = make_index.index([shard])
         _check_index(made, folder)
         _must(
             made.keys(np.arange(len(made))) == [key for key, _ in _SAMPLES],

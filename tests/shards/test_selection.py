@@ -111,6 +111,7 @@ def test_a_condition_chooses_what_python_would(
     ("condition", "message"),
     [
         ("colour == 1", "there is no column 'colour'. Columns: "),
+        ("lable == 1", "there is no column 'lable'. Did you mean label? Columns: "),
         ("json.colour == 1", "wdstrain index --columns json.colour"),
         ("year < 'x'", "a number with a text cannot be compared"),
         ("code < 3", "a text with a number cannot be compared"),
@@ -264,7 +265,7 @@ def test_names_and_letters_that_are_treated_as_python_does(tmp_path: Path) -> No
         ({}, {}, "shares by name"),
         (0.9, {}, "shares by name"),
         ({"a": 0.999, "b": 0.001}, {}, "'b' gets none of 60"),
-        ({"a": 0.5, "b": 0.5}, {"by": "colour"}, "there is no column 'colour'"),
+        ({"a": 0.5, "b": 0.5}, {"by": "colour"}, "^there is no column 'colour'"),
         ({"a": 0.5, "b": 0.5}, {"by": "tags"}, "holds lists"),
         ({"a": math.nan, "b": 0.5}, {}, "above 0"),
     ],

@@ -235,8 +235,8 @@ def test_a_run_says_what_it_trains_on_and_which_checkpoint_is_the_best(
     ]
     accuracy = f"{done.val['accuracy']:.2%}"
     assert told.lines[-2:] == [
-        "training ended: all 1 epochs are done",
-        f"best.pt is of epoch 1: accuracy {accuracy}, the highest of 1 epochs",
+        "training ended: the 1 epoch is done",
+        f"best.pt is of epoch 1, the only epoch: accuracy {accuracy}",
     ]
 
 

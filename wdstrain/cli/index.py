@@ -24,8 +24,8 @@ def add_index(verbs: Any) -> None:
 
 def _index(arguments: argparse.Namespace) -> int:
     from wdstrain.shards.declare import column_rows
-    from wdstrain.shards.make_index import make_index
+    from wdstrain.shards.make_index import index
 
-    index = make_index(**given(arguments, IndexOptions))
-    result(arguments, facts(index), [*summary(index), *column_rows(index)])
+    made = index(**given(arguments, IndexOptions))
+    result(arguments, facts(made), [*summary(made), *column_rows(made)])
     return 0

@@ -57,20 +57,20 @@ class FileCatalog:
     def __init__(self, listing: Listing, seed: int, bad_samples: BadSamples) -> None:
         self._name = listing.name
         self._items: list[FileSample] = []
-        # bytes of the files of all items; an item's begin at _first
-        self._lengths, self._first = array("q"), array("q", [0])
-        times, sizes = array("q"), array("q")
+        # Bytes and modification times (ns) of the files of all items; an item's begin at _first.
+        self._lengths, self._times, self._first = array("q"), array("q"), array("q", [0])
+        sizes = array("q")
         for item in listing.items:
             try:
-                lengths, time, size = _sizes(item)
+                lengths, times, size = _sizes(item)
                 self._lengths.extend(lengths)
+                self._times.extend(times)
                 self._first.append(len(self._lengths))
-                times.append(time)
                 sizes.append(size)
                 self._items.append(item)
             except SampleError as error:
                 bad_samples.put(BadSample(listing.name, item.row, _path(item), str(error)))
-        self.sizes, self._times = np.array(sizes, np.int64), np.array(times, np.int64)
+        self.sizes = np.array(sizes, np.int64)
         self.names = {number: item.name for number, item in enumerate(self._items) if item.name}
         columns = ((i.key, i.split, i.group, i.stratum, i.identity) for i in self._items)
         self.meta = sample_meta(columns, seed)
@@ -79,12 +79,14 @@ class FileCatalog:
         return self._items[number].key
 
     def identity(self, numbers: Ints) -> bytes:
-        """Return a hash of the samples: keys, fields, sizes and modification times, but no bytes."""
-        hashed = blake2b(
-            self.sizes[numbers].tobytes() + self._times[numbers].tobytes(), digest_size=16
-        )
+        """Return a hash of the samples: keys, fields, size and time of each file, but no bytes."""
+        hashed = blake2b(self.sizes[numbers].tobytes(), digest_size=16)
         hashed.update(self.meta.rank[numbers].tobytes())  # a rank is the hash of a key
-        parts = [part for number in numbers.tolist() for part in self._items[number].parts]
+        parts: list[tuple[str, bytes | str]] = []
+        for number in numbers.tolist():
+            files = slice(self._first[number], self._first[number + 1])
+            hashed.update(self._lengths[files].tobytes() + self._times[files].tobytes())
+            parts += self._items[number].parts
         # Lengths first: without them, two different lists could give the same bytes.
         hashed.update(array("q", [len(content) for _, content in parts]).tobytes())
         hashed.update(b"\0".join([content for _, content in parts if isinstance(content, bytes)]))
@@ -243,23 +245,24 @@ class SpanCatalog:
         return parts
 
 
-def _sizes(item: FileSample) -> tuple[list[int], int, int]:
-    """Return (bytes of each file, last modification time in ns, bytes in a shard) of a sample."""
+def _sizes(item: FileSample) -> tuple[list[int], list[int], int]:
+    """Return (bytes of each file, modification times in ns, bytes in a shard) of a sample."""
     lengths: list[int] = []
-    total = time = 0
+    times: list[int] = []
+    total = 0
     key, plain = item.key, item.key.isascii()
     for field, part in item.parts:
         if isinstance(part, bytes):
             size = len(part)
         else:
             size, changed = _file_size(part)
-            time = max(time, changed)
+            times.append(changed)
             lengths.append(size)
         if plain and len(key) + len(field) < 99:
             total += BLOCK + size + -size % BLOCK  # as `member_size` does for a short name
         else:
             total += member_size(f"{key}.{field}", size)
-    return lengths, time, total
+    return lengths, times, total
 
 
 def _path(item: FileSample) -> str:

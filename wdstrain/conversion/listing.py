@@ -78,7 +78,7 @@ class BadSample(NamedTuple):
     def sentence(self) -> str:
         row = f", row {self.row}" if self.row else ""
         path = f": {self.path}" if self.path else ""
-        return f"{self.source}{row}{path}: {self.reason}."
+        return f"{self.source}{row}{path}: {self.reason.rstrip('.')}."
 
     def portable(self) -> dict[str, Any]:
         """Return the sample as JSON without the folders above the source: equal on every machine."""

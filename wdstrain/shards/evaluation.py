@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import reduce
 from typing import Any, Protocol
 
@@ -332,7 +333,9 @@ class Evaluation:
     # --- errors -----------------------------------------------------------------------------------
 
     def _error(self, reason: str) -> UsageError:
-        return UsageError(f"{self._text!r}: {reason}.")
+        text = repr(self._text)
+        # A condition may be only the name that the reason quotes.
+        return UsageError(f"{reason}." if text in reason else f"{text}: {reason}.")
 
     def _unknown(self, name: str) -> UsageError:
         index = self._index
@@ -343,7 +346,9 @@ class Evaluation:
                     f"or its name is taken. Of the latter, write json.{name}"
                 )
             columns = _listed(list(index.names))
-            return self._error(f"there is no column {name!r}. Columns: {columns}")
+            return self._error(
+                f"there is no column {name!r}.{_near(name, index.names)} Columns: {columns}"
+            )
         if reason := index.unjoined(name):
             return self._error(
                 f"there is no column {name!r}: {reason}. Name the "
@@ -356,8 +361,9 @@ class Evaluation:
             hint = (
                 f" The field {field} has no such column: wdstrain index --columns {name} makes it."
             )
+        near = _near(name, [*names, "key", "shard", "split", "size"])
         return self._error(
-            f"there is no column {name!r}. Columns: {columns}; also key, shard, split, size, "
+            f"there is no column {name!r}.{near} Columns: {columns}; also key, shard, split, size, "
             f"size.FIELD and has.FIELD.{hint}".rstrip(".")
         )
 
@@ -365,6 +371,12 @@ class Evaluation:
 def _spelled_place(column: Column) -> str:
     field, entry = column.place
     return field if entry is None else f"{field}.{entry}"
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the known name most like this one; "" if none is."""
+    near = get_close_matches(name, known, 1)
+    return f" Did you mean {printable(near[0])}?" if near else ""
 
 
 def _listed(names: list[str]) -> str:

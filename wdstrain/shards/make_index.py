@@ -42,7 +42,7 @@ _log = logging.getLogger("wdstrain")
 
 
 @takes(IndexOptions)
-def make_index(options: IndexOptions) -> Index:
+def index(options: IndexOptions) -> Index:
     """Make the index of all shards in a folder, write it there, and return it.
 
     Only headers are read, the chosen columns, and the columns of shards that the existing index does

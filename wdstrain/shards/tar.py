@@ -404,7 +404,8 @@ def size_in(block: bytes, shard: str, offset: int) -> int:
         signed = total - 256 * sum(byte > 127 for byte in summed)
     if not stored or stored.strip(b"01234567") or int(stored, 8) not in (total, signed):
         raise ShardError(
-            f"{shard} has no valid tar header at offset {offset}: it is damaged or not a tar. Copy or pack it again."
+            f"{shard} has no valid tar header at offset {offset}: it is damaged or not a tar. Copy "
+            f"or pack it again."
         )
     raw = block[124:136]
     if raw[0] & 0x80:  # base 256, for sizes from 8 GiB on

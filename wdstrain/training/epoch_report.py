@@ -90,6 +90,8 @@ def best_sentence(
         return f"{title}: {monitor} was undefined"
     rank = "highest" if is_maximized(monitor) else "lowest"
     value = metric_text(monitor, best[monitor])
+    if len(history) == 1:
+        return f"{title}, the only epoch: {value}"
     return f"{title}: {value}, the {rank} of {len(history)} epochs"
 
 

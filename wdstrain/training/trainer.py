@@ -152,7 +152,11 @@ class Trainer:
                 f"Raise patience, or set it to 0, to go on."
             )
         if self.state.epoch >= config.epochs:
-            return f"all {config.epochs} epochs are done"
+            return (
+                "the 1 epoch is done"
+                if config.epochs == 1
+                else f"all {config.epochs} epochs are done"
+            )
         return None
 
     def _save_before_error(self) -> None:
