@@ -91,6 +91,7 @@ def test_damage_is_exit_status_one_with_its_place(
             "log.csv, row 2: gone.jpg: the image is not there",
         ),
         (["info", "photos"], 2, "photos: this folder holds no index.json and no .tar file"),
+        (["info", "log.csv"], 2, "log.csv is not a shard, but the source of a conversion"),
         (["info", "cut"], 1, "part-000.tar ends"),
         (["verify", "absent"], 2, "absent: there is no such file or folder"),
         (["train", "cut", "--out", "run"], 1, "part-000.tar ends"),

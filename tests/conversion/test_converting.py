@@ -975,7 +975,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         Options(quality=101)
     with pytest.raises(UsageError, match="needs a split"):
         Options(stratify="label")
-    assert stream_samples([{"txt": "x"}]).total == 1
+    assert stream_samples({"": [{"txt": "x"}]}).total == 1
 
 
 # --- what a review found ---------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_rows_that_cannot_be_used_are_quarantined_with_their_numbers(pictures: P
     ]
     assert {row["row"]: row["reason"].split(";")[0] for row in rows} == {
         3: "the image is not there",
-        4: "it has 1 cells where 2 are columns",
+        4: "it has 1 cells, but the table has 2 columns",
         5: "there is no path of an image",
         6: "the label column 'n' is empty",
         7: "the path has no extension of an image",

@@ -617,6 +617,21 @@ def test_a_csv_that_is_not_utf_8_is_refused_with_the_place(
         wt.convert_table(folder / "t.csv", folder / "out", image="file", label="y")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "told"),
+    [("latin-1", "line 2 has the byte 0xe9"), ("utf-16", "line 1 has the byte 0xff")],
+)
+def test_json_lines_that_are_not_utf_8_are_refused_with_the_place(
+    folder: Path, encoding: str, told: str
+) -> None:
+    rows = '{"file": "IMG/0.png", "y": "a"}\n{"file": "IMG/1.png", "y": "\u00e9"}\n'
+    (folder / "t.jsonl").write_text(rows, encoding)
+    with pytest.raises(SourceError, match=f"t.jsonl is not UTF-8: {told}. A table must be UTF-8."):
+        wt.convert_table(folder / "t.jsonl", folder / "out", image="file", on_error="skip")
+    (folder / "t.jsonl").write_text(rows, "utf-8-sig")
+    assert len(wt.convert_table(folder / "t.jsonl", folder / "out", image="file")) == 2
+
+
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize(
     ("text", "told"),

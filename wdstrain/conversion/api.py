@@ -121,7 +121,7 @@ def _ignore(text: str) -> None:
 
 def _pack(options: PackOptions, note: Note) -> Source:
     return stream_samples(
-        options.samples,
+        {"": options.samples},
         fields=options.fields,
         classes=_given_classes(options),
         labels=options.labels,

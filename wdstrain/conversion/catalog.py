@@ -136,8 +136,8 @@ class FileCatalog:
 class SpanCatalog:
     """Samples that lie in tars, or in files like tars without an end marker.
 
-    file: int32[n], place in `paths` of each sample's file. renamed: keys that replace the samples' own,
-    by number. names: as in Catalog.
+    file: int32[n], place in `paths` of each sample's file. renamed: keys that replace the samples'
+    own, by number. names: as in Catalog, of the renamed samples; callers add others.
     """
 
     fetch_bytes = 1 << 62  # as much as memory allows: fewer passes over each file
@@ -151,17 +151,10 @@ class SpanCatalog:
         fields: Sequence[str],
         meta: SampleMeta,
         renamed: dict[int, str] | None = None,
-        names: dict[int, str] | None = None,
     ) -> None:
-        self.paths, self.file, self.offsets, self.fields, self.meta = (
-            paths,
-            file,
-            table,
-            fields,
-            meta,
-        )
-        self.renamed, self._name = renamed or {}, name
-        self.names = {number: self.own_key(number) for number in self.renamed} | (names or {})
+        self.paths, self.file, self.offsets, self.fields = paths, file, table, fields
+        self.meta, self.renamed, self._name = meta, renamed or {}, name
+        self.names = {number: self.own_key(number) for number in self.renamed}
         self.sizes = np.asarray(table.stop - table.start, np.int64)
 
     def key(self, number: int) -> str:

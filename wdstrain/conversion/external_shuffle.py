@@ -99,8 +99,9 @@ def restore_shuffle(
         for name in ("renamed", "original")
     )
     catalog = SpanCatalog(
-        stream.name, paths, file_, Offsets.of_arrays(arrays), about["fields"], meta, renamed, names
+        stream.name, paths, file_, Offsets.of_arrays(arrays), about["fields"], meta, renamed
     )
+    catalog.names.update(names)
     for row in about["bad"]:
         bad_samples.put(BadSample(*row))
     stream.ignored.update(about["ignored"])
@@ -191,9 +192,8 @@ class _BucketWriter:
             self._rows.offsets(),
             list(self._rows.fields),
             self._meta.finish(),
-            {},
-            self._names,
         )
+        self._made.names.update(self._names)
         self._rename_duplicates(self._made)
         return self._made
 

@@ -38,10 +38,13 @@ def parse_shares(text: str) -> dict[str, float]:
     shares: dict[str, float] = {}
     for part in text.split(","):
         name, equals, share = part.partition("=")
+        name = name.strip()
+        if name in shares:
+            raise ValueError(f"{name} is named twice; name each split once")
         try:
-            if not equals or not name.strip() or name.strip() in shares:
+            if not equals or not name:
                 raise ValueError
-            shares[name.strip()] = float(share)
+            shares[name] = float(share)
         except ValueError:
             raise ValueError(
                 f"{part!r} is not a share of a split; write for example train=0.9,val=0.1"

@@ -28,6 +28,11 @@ UNFINISHED = ".unfinished"  # staging directory of a conversion, in its output f
 SWAPPING = ".swapping"  # its name while the shards are put in place
 
 _COMPRESSED = re.compile(r"\.(tar\.(gz|zst|bz2|xz|lz4)|tgz|tbz2?|txz)$")
+_SOURCES = {
+    **dict.fromkeys((".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".pq"), "table"),
+    **dict.fromkeys((".h5", ".hdf5"), "hdf5"),
+    **dict.fromkeys((".npy", ".npz"), "arrays"),
+}  # kind of conversion that packs a file, by its extension
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")  # at least two letters: C:\ is a path
 
 
@@ -120,6 +125,11 @@ def _expand_local(address: str) -> list[str]:
         if path.is_dir():
             return _expand_folder(path)
         if path.exists():
+            if kind := _SOURCES.get(path.suffix.lower()):
+                raise UsageError(
+                    f"{address} is not a shard, but the source of a conversion. Make shards of it: "
+                    f"wdstrain convert {kind} --help"
+                )
             return [address]
         if "{" in address:
             return [path for part in _braces(address) for path in _expand(part)]

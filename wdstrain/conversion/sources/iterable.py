@@ -19,31 +19,23 @@ from wdstrain.shards.label import Label
 
 
 def stream_samples(
-    samples: Any,
+    parts: Mapping[str, Any],
     *,
     fields: Sequence[str] | None = None,
     classes: Sequence[str] = (),
     labels: Sequence[Label] = (),
     group: Callable[[Any], str] | None = None,
-    splits: Mapping[str, Any] | None = None,
     quality: int = 95,
     name: str = "samples",
     source: dict[str, Any] | None = None,
 ) -> Stream:
     """Return samples as a stream.
 
-    samples: an iterable or a map-style data set. splits: several of them by split, instead of
-    `samples`. group: returns the group of a sample. quality: of JPEGs that are made of pixels.
+    parts: iterables or map-style data sets, by split; "": the split is drawn. group: returns the
+    group of a sample. quality: of JPEGs that are made of pixels.
     """
-    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
-        raise UsageError(
-            "a DataFrame is a table: use wt.convert_table(frame, out, image=..., label=...)."
-        )
-    if isinstance(samples, (str, bytes, Mapping)):
-        raise UsageError(
-            f"samples is {type(samples).__name__}; give an iterable of samples, each a dict of fields."
-        )
-    parts = dict(splits) if splits is not None else {"": samples}
+    for samples in parts.values():
+        _check_iterable(samples)
     numbers = Numbered("cls")
     has_numbers = has_names = False  # whether a cls is a number, or a name
     names = check_classes(classes) or check_classes(_classes(next(iter(parts.values()), None)))
@@ -107,6 +99,19 @@ def stream_samples(
         total,
         stratum="label",
     )
+
+
+def _check_iterable(samples: Any) -> None:
+    """Raise UsageError for tables and single values, which are iterable too."""
+    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
+        raise UsageError(
+            "a DataFrame is a table: use wt.convert_table(frame, out, image=..., label=...)."
+        )
+    if isinstance(samples, (str, bytes, Mapping)):
+        raise UsageError(
+            f"samples is {type(samples).__name__}: must be an iterable of samples, each a dict of "
+            f"fields."
+        )
 
 
 def _length(part: Any) -> int | None:

@@ -38,7 +38,7 @@ _NAMED_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 class _Bytes:
-    """The bytes of text files. What can be read only once, a pipe or a server, is kept."""
+    """The bytes of text files. Those of pipes and servers are kept, for the second reading."""
 
     def __init__(self) -> None:
         self._kept: dict[str, bytes] = {}
@@ -102,7 +102,7 @@ class CsvTable:
                 whole += len(good)
                 for line, row in batch:
                     if len(row) != width:
-                        reason = f"it has {len(row)} cells where {width} are columns"
+                        reason = f"it has {len(row)} cells, but the table has {width} columns"
                         bad_samples.put(BadSample(reader.path, line, "", reason))
 
 
@@ -115,20 +115,22 @@ class _CsvFile:
             first = file.readline()
         if "\0" in first:
             raise SourceError(
-                f"{path} has NUL bytes in line 1, as UTF-16 has. A table must be UTF-8. Save it as UTF-8."
+                f"{path} has NUL bytes in line 1, as UTF-16 has. A table must be UTF-8. Save it as "
+                f"UTF-8."
             )
-        # a comma, a tab in .tsv files, or a semicolon where the first line has no comma
+        # A comma, a tab in .tsv files, or a semicolon if the first line has no comma.
         self._delimiter = ";" if ";" in first and "," not in first else ","
         if path.lower().endswith(".tsv"):
             self._delimiter = "\t"
         self._skip_blanks = False
-        if quoted := self._blanks_and_quotes():  # written with blanks before quotes, as in 1, "a"?
+        if quoted := self._blanks_and_quotes():  # may have blanks before quotes, as in 1, "a"
             self._skip_blanks = True
             self._skip_blanks = self._blanks_and_quotes() != quoted
         lines = len(list(islice(self._lines(), 2)))
         if lines < 1 + has_header:
             raise SourceError(
-                f"{path} has {lines} lines that are not blank; a header and at least one row are needed."
+                f"{path} has {lines} lines that are not blank: must have a header and at least one "
+                f"row. Check the file."
             )
         row = next(self._lines())[1]
         self.header = (
@@ -144,8 +146,9 @@ class _CsvFile:
         """Return the error of a file whose rows all have other numbers of cells than its header."""
         return SourceError(
             f"{self.path}: no row has as many cells as the header: it has {len(self.header)} "
-            f"({', '.join(self.header)[:80]}), line {line} has {len(row)}. Remove lines before the header, and separate "
-            f"all cells by {_NAMED_DELIMITERS[self._delimiter]}, the header's too."
+            f"({', '.join(self.header)[:80]}), line {line} has {len(row)}. Remove lines before the "
+            f"header, and separate all cells by {_NAMED_DELIMITERS[self._delimiter]}, also in the "
+            f"header."
         )
 
     def _lines(self) -> Iterator[tuple[int, list[str]]]:
@@ -161,7 +164,7 @@ class _CsvFile:
                 yield from ((reader.line_num, row) for row in reader if row)
         except csv.Error as error:
             raise SourceError(
-                f"{self.path} is no CSV table ({error}). Look for a quote that is not closed."
+                f"{self.path} is not a CSV table ({error}). Look for a quote that is not closed."
             ) from error
         except UnicodeDecodeError:
             raise self._not_utf8() from None
@@ -185,10 +188,7 @@ class _CsvFile:
                 data.read().decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 line = len(error.object[: error.start + 1].splitlines())
-                return SourceError(
-                    f"{self.path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x}. "
-                    f"A table must be UTF-8. Save it as UTF-8."
-                )
+                return _not_utf8(self.path, line, error.object[error.start])
         return SourceError(f"{self.path} changed while it was read. Convert it again.")
 
     def _blanks_and_quotes(self) -> int:
@@ -206,8 +206,8 @@ class _CsvFile:
         odd = [cell for cell in self.header if NUMBER.fullmatch(cell) or image_field(cell)]
         if self._has_header and odd:
             raise SourceError(
-                f"{self.path}: its first line looks like data ({self.header[0][:40]!r} ...). Add a line that names the "
-                f"columns, or use header=False and name them by number: 0, 1, ..."
+                f"{self.path}: its first line looks like data ({self.header[0][:40]!r} ...). Add a "
+                f"line that names the columns, or use header=False, which names them 0, 1, ..."
             )
         check_names(self.path, self.header)
 
@@ -242,7 +242,7 @@ def _number(text: str) -> int | float:
 
 
 class JsonTable:
-    """Files with a JSON object on each line. Objects may lack columns."""
+    """Files with a JSON object on each line. An object may lack columns."""
 
     binary: frozenset[str] = frozenset()
 
@@ -261,9 +261,8 @@ class JsonTable:
         self, columns: Sequence[str], *, raw: Collection[str] = (), changes: Changes | None = None
     ) -> Iterator[Batch]:
         for path in self._files:
-            rows = self._rows(
-                path, BadSamples(collect=True)
-            )  # they were reported when it was opened
+            # Bad rows were reported when the table was opened.
+            rows = self._rows(path, BadSamples(collect=True))
             while batch := list(islice(rows, BATCH_ROWS)):
                 cells = {
                     c: plain_list((row.get(c) for _, row in batch), c, changes) for c in columns
@@ -276,13 +275,24 @@ class JsonTable:
                 if not text.strip():
                     continue
                 try:
-                    row = json.loads(text, object_pairs_hook=_each_once)
+                    # Decoded here: `json.loads` would take UTF-16 for some of the lines.
+                    decoded = text.decode("utf-8-sig" if line == 1 else "utf-8")
+                    row = json.loads(decoded, object_pairs_hook=_each_once)
                     if not isinstance(row, dict):
                         raise ValueError(f"{type(row).__name__} where an object is expected")
+                except UnicodeDecodeError as error:
+                    raise _not_utf8(path, line, error.object[error.start]) from None
                 except (ValueError, RecursionError) as error:
-                    bad_samples.put(BadSample(path, line, "", f"it is no JSON object ({error})"))
+                    bad_samples.put(BadSample(path, line, "", f"it is not a JSON object ({error})"))
                     continue
                 yield line, row
+
+
+def _not_utf8(path: str, line: int, byte: int) -> SourceError:
+    return SourceError(
+        f"{path} is not UTF-8: line {line} has the byte 0x{byte:02x}. A table must be UTF-8. Save it "
+        f"as UTF-8."
+    )
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

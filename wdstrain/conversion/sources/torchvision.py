@@ -95,9 +95,7 @@ def stream_torchvision(name: str, root: str, *, splits: Sequence[str] = ()) -> S
     classes = getattr(next(iter(found.values())), "classes", ())
     source = {"kind": "torchvision", "name": name, "splits": list(found)}
     fields = None if parts is files else ("png", "cls")
-    stream = stream_samples(
-        None, splits=parts, fields=fields, classes=_texts(classes), name=name, source=source
-    )
+    stream = stream_samples(parts, fields=fields, classes=_texts(classes), name=name, source=source)
     return replace(stream, resplit=True, ignored=dict.fromkeys(passed, 1))
 
 
