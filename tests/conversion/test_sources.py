@@ -266,7 +266,7 @@ def test_a_table_without_a_header_is_named_by_numbers(
             lambda p: (
                 p.with_suffix(".parquet").write_bytes(b"PAR1 no") and p.with_suffix(".parquet")
             ),
-            "is no Parquet file",
+            "cannot be read as Parquet",
         ),
         (
             lambda p: p.with_suffix(".jsonl").touch() or p.with_suffix(".jsonl"),

@@ -132,7 +132,7 @@ def test_a_template_makes_the_paths_of_columns_and_keeps_them(folder: Path) -> N
         (folder / "IMG" / f"a-{number:03d}.png").write_bytes(picture(number))
     (folder / "t.csv").write_text("id,part\n007,a\n010,a\n")
     index = wt.convert_table(folder / "t.csv", folder / "out", image="IMG/{part}-{id}.png")
-    assert "2 of 2 paths lead to a file" in index.info["source"]["decided"][0]
+    assert "2 of 2 paths exist" in index.info["source"]["decided"][0]
     assert {key: fields["png"] for key, fields in samples(folder / "out").items()} == {
         "IMG/a-007": picture(7),
         "IMG/a-010": picture(10),

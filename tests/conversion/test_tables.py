@@ -109,7 +109,7 @@ def test_an_absolute_path_that_exists_is_never_replaced_and_a_missing_one_is_mis
     assert [fields["png"] for fields in read(tmp_path / "out").values()] == [picture(1)]
     assert "the image is not there" in bad_rows(tmp_path / "out")[3]
     assert index.info["skipped"] == 1
-    assert "1 of 2 paths lead to a file" in index.info["source"]["decided"][0]
+    assert "1 of 2 paths exist" in index.info["source"]["decided"][0]
 
 
 def test_absolute_paths_of_another_machine_need_a_root(folder: Path) -> None:
@@ -136,7 +136,7 @@ def test_paths_of_another_machine_are_found_by_their_longest_end_below_the_root(
     assert {key: fields["png"] for key, fields in read(folder / "out").items()} == {
         f"IMG/{n}": picture(n) for n in (0, 1)
     }
-    assert "2 of 2 paths lead to a file" in index.info["source"]["decided"][0]
+    assert "2 of 2 paths exist" in index.info["source"]["decided"][0]
 
 
 def test_one_beginning_is_left_out_of_all_paths(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_one_beginning_is_left_out_of_all_paths(folder: Path) -> None:
     assert set(read(folder / "out")) == {"IMG/0", "IMG/1"}
     assert list(bad_rows(folder / "out")) == [4]
     assert index.info["source"]["decided"][0].startswith(
-        "images: 2 of 3 paths lead to a file; they are taken below the root"
+        "images: 2 of 3 paths exist; paths are read below the root"
     )
 
 
@@ -174,7 +174,7 @@ def test_the_rule_and_the_kinds_are_printed(
     assert main(words) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == (
-        "images: 5 of 5 paths lead to a file; they are taken as they are written, relative ones from the root, "
+        "images: 5 of 5 paths exist; paths are read unchanged, relative paths from the root, "
         "backslashes as slashes"
     )
     assert lines[1] == "label y: 4 classes (Cat, cat, dog, n), 5 of 6 values fit"
@@ -669,7 +669,7 @@ def test_a_column_that_lies_in_another_because_of_the_delimiter_is_told(
     (folder / "t.csv").write_text(f"file{delimiter}y,z\nIMG/0.png,a\n")
     with pytest.raises(
         UsageError,
-        match=rf"no column 'file'.*a header with {re.escape(repr(delimiter))} between its columns",
+        match=rf"no column 'file'.*The header has {re.escape(repr(delimiter))} between its columns",
     ):
         wt.convert_table(folder / "t.csv", folder / "out", image="file")
 

@@ -29,7 +29,7 @@ from wdstrain.runtime.cached import cached_property
 
 _QUALITY = 90
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\0", b"MM\0*")
-_PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PPM and its relatives
+_PORTABLE = re.compile(rb"P[1-6]\s[\s\d#]")  # PBM, PGM and PPM
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
     @classmethod
     def of(cls, options: Options) -> Recipe:
         if options.resize is not None:
-            import torch  # noqa: F401  once, before processes are made that each would import it
+            import torch  # noqa: F401  once, so that forked workers need not import it
         return cls(options.resize, options.quality, options.check)
 
     @property
@@ -55,7 +55,7 @@ class Recipe:
         return not self.changes and self.check != "decode"
 
     def looked_at(self) -> Recipe:
-        """Return the recipe for images that this one was applied to."""
+        """Return the recipe for images that were re-encoded by this one."""
         return Recipe(None, None, "magic")
 
     def apply(self, parts: list[Part]) -> list[Part]:
@@ -70,7 +70,8 @@ class Recipe:
         for field, data in parts:
             if is_picture(field):
                 name, data = self._image(field, data)
-                # two images of one sample keep different names; a JPEG in a field named png is decoded as a JPEG
+                # Two images of one sample keep different names. Readers find the format of an
+                # image in its bytes, so a field named png may hold a JPEG.
                 field = field if name in names else name
                 names.add(field)
             made.append((field, data))
@@ -85,7 +86,7 @@ class Recipe:
             )
         if self.only_looks:
             return field, data
-        with warnings.catch_warnings():  # Pillow warns of odd metadata; what matters raises
+        with warnings.catch_warnings():  # Pillow warns of odd metadata, and raises for damage
             warnings.simplefilter("ignore")
             if self.changes and "." not in field:  # seg.png is data, not the image
                 return self._encoded(field, data)
@@ -96,15 +97,14 @@ class Recipe:
         try:
             with open_picture(data) as image:
                 size, kind, upright = image.size, image.format, not _is_turned(image)
-        except Exception as error:  # Pillow's plugins raise whatever their parsers meet
-            decode_image(data)  # says what is wrong in words that are the same each time
-            raise SampleError(f"its {field} is no image of a known format") from error
-        kind = (
-            "JPEG" if data[:3] == b"\xff\xd8\xff" else kind
-        )  # also where Pillow calls a phone's picture an MPO
+        except Exception as error:  # Pillow's plugins raise errors of any type
+            decode_image(data)  # raises an error with the same words for the same damage
+            raise SampleError(f"its {field} is not an image of a known format") from error
+        if data[:3] == b"\xff\xd8\xff":
+            kind = "JPEG"  # Pillow calls some photos of phones MPO
         small = self.resize is None or min(size) <= self.resize
         if small and self.quality is None:
-            decode_image(data)  # what is kept as it is can be decoded, like what is not
+            decode_image(data)  # kept images are checked as re-encoded ones are
             return field, data
         if size[0] * size[1] > MAX_PIXELS:
             raise SampleError(
@@ -141,7 +141,7 @@ class Recipe:
             return None
 
     def _png(self, data: bytes) -> bytes:
-        decode_image(data)  # refuses what is not whole
+        decode_image(data)  # raises for a truncated image
         with open_picture(data) as image:
             found = ImageOps.exif_transpose(image)
             if found.mode.startswith("I"):
@@ -202,7 +202,7 @@ def looks_like_image(data: bytes) -> bool:
 
 
 def _is_avif(data: bytes) -> bool:
-    """Return whether a file of boxes names an AVIF brand; MP4 and HEIC begin with such a box, too."""
+    """Return whether the first box names an AVIF brand; MP4 and HEIC begin with such a box too."""
     brands = data[8 : min(int.from_bytes(data[:4], "big"), 256)]
     return data[4:8] == b"ftyp" and not {
         brands[i : i + 4] for i in range(0, len(brands), 4)
@@ -210,13 +210,12 @@ def _is_avif(data: bytes) -> bool:
 
 
 def _is_turned(image: Image.Image) -> bool:
-    return image.getexif().get(0x0112) in range(
-        2, 9
-    )  # other types, such as text, mean upright, as for exif_transpose
+    # Other values, such as text, mean upright, as in `exif_transpose`.
+    return image.getexif().get(0x0112) in range(2, 9)
 
 
 def field_of(data: bytes) -> str:
-    """Return the field for the bytes of an image, by their beginning. Raises SourceError for others."""
+    """Return the field for an image, by its first bytes. Raises SourceError for other bytes."""
     kinds = {
         b"\xff\xd8\xff": "jpg",
         b"\x89PNG": "png",

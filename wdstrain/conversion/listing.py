@@ -19,13 +19,13 @@ from wdstrain.errors import SampleError, SourceError
 from wdstrain.shards.label import Label
 from wdstrain.storage.remote import is_remote
 
-# files that operating systems leave in folders
+# Files that operating systems leave in folders.
 _LITTER = {".ds_store", "thumbs.db", "desktop.ini", "__macosx"}
 
 _EXTENSIONS = frozenset(EXTENSIONS)
 _ODD = re.compile(r"[.:]|//|^/|/$")  # in a path that may not be a key as it is
 
-# folders and shards named so are splits
+# Folders and shards of these names are splits.
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -37,12 +37,12 @@ Part = tuple[str, bytes]  # field and its bytes
 
 
 class FileSample(NamedTuple):
-    """A sample of a listing. parts: (field, bytes), or (field, path of a file that is copied as it is).
+    """A sample of a listing. parts: (field, bytes), or (field, path of a file to copy).
 
     group: samples of one group go to the same split. stratum: the class, for stratified splits and
     for counting. row: its number in a table, from 1; 0: none. name: its name in the source, if the
-    key differs.
-    identity: equal for samples with equal images, which go to the same split unless they have a group.
+    key differs. identity: equal for samples with equal images. Without a group, these go to the
+    same split.
     """
 
     key: str
@@ -81,7 +81,7 @@ class BadSample(NamedTuple):
         return f"{self.source}{row}{path}: {self.reason.rstrip('.')}."
 
     def portable(self) -> dict[str, Any]:
-        """Return the sample as JSON without the folders above the source: equal on every machine."""
+        """Return the sample as JSON, without the folders above the source."""
         source, path = self.source.rstrip("/"), self.path
         for place in (
             source,
@@ -116,7 +116,7 @@ class BadSamples:
 
 @dataclass(frozen=True)
 class Listing:
-    """The samples of a source in its order, their labels, and what was ignored, by reason."""
+    """The samples of a source in its order, and their labels. ignored: counts, by reason."""
 
     name: str
     items: list[FileSample]
@@ -133,8 +133,8 @@ class Stream:
     """A source that is read once.
 
     entries: yields the good samples and adds the bad ones. labels: is called after the last sample.
-    total: number of samples; None: unknown. mark: identifies the input (files with sizes and times),
-    so that a resumed conversion uses what it has read; None: unknown, the input is read again.
+    total: number of samples; None: unknown. mark: identifies the input (sizes and times of files),
+    so that a resumed conversion uses the samples that it has read; None: it reads all again.
     """
 
     name: str
@@ -153,10 +153,10 @@ Source = Listing | Stream
 
 
 class Keys:
-    """Gives each sample a key of its own. webdataset ends a key at the first dot of its base name."""
+    """Unique keys of samples. webdataset ends a key at the first dot of its base name."""
 
     def __init__(self) -> None:
-        self._given: dict[str, int] = {}  # key in lower case -> how many more wanted it
+        self._given: dict[str, int] = {}  # key in lower case -> last number appended to it
 
     def key(self, path: str) -> str:
         """Return the key for a path without its extension.
@@ -179,10 +179,10 @@ class Keys:
 
 
 def tidy(path: str) -> str:
-    """Return a key that leads out of no folder and has no dot in its base name."""
+    """Return a key without "..", a root, a drive, or a dot in its base name."""
     if path and not _ODD.search(path):
         return path
-    # no part that climbs, starts at the root or names a drive
+    # Such parts would write outside of the folder that a shard is unpacked into.
     parts = [
         part for part in path.split("/") if part not in ("", ".", "..") and not part.endswith(":")
     ]
@@ -234,7 +234,8 @@ def check_there(path: str, shown: str = "", *, kind: str = "file") -> None:
         raise SourceError(f"{shown or path}: there is no such {kind}. Check the path.") from None
     except OSError as error:
         raise SourceError(
-            f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its folders."
+            f"{shown or path} cannot be read: {error.strerror}. Check the permissions of its "
+            f"folders."
         ) from error
 
 

@@ -65,14 +65,13 @@ class StreamWriter:
                     count += 1
                     if sample.group:
                         raise UsageError(
-                            "a group says how a split is drawn, and none is asked for. Give "
-                            "split={'train': 0.9, 'val': 0.1}."
+                            "group requires split. Give split={'train': 0.9, 'val': 0.1}."
                         )
                     try:
                         parts = self._recipe.apply(sample.parts)
                     except SampleError as error:
                         self._bad.put(BadSample(stream.name, 0, name, str(error)))
-                        unfit += 1  # it was listed as an entry of the stream too
+                        unfit += 1  # counted below, as an entry of the stream and as a bad sample
                         continue
                     split = sample.split or "train"
                     key = self._key(split, name)
@@ -102,7 +101,7 @@ class StreamWriter:
         return self._keys[split].key(name)
 
     def _shard(self, split: str, size: int, stack: ExitStack) -> ShardFile:
-        """Return the shard that takes the next sample of a split; the one before it if it fits."""
+        """Return the open shard of a split, or a new one if the next sample does not fit."""
         shard, most = self._open.get(split), self._options.max_shard_samples
         if shard is not None and (shard.bytes + size > self._room or len(shard) == most):
             self._finish(shard)

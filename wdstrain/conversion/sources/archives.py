@@ -1,7 +1,7 @@
 """Compressed tars and zip archives as a stream of samples, read forward once.
 
 Members are grouped into samples by webdataset's rule: the key is the name up to the first dot of
-its last part. Archives are not trusted: what they unpack to is limited.
+its last part. Archives are not trusted: their unpacked size is limited.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ class ArchiveFields:
     keys: set[str] | None
 
     def packed(self, parts: list[Part]) -> list[Part]:
-        """Return the parts that stay, under their new names. Raises SampleError if none does."""
-        stays = [
+        """Return the kept parts under their new names. Raises SampleError if there are none."""
+        kept = [
             (field_name(self.rename.get(field, field)), data)
             for field, data in parts
             if (field in self.keep if self.keep else field not in self.drop)
         ]
-        if not stays or len({field for field, _ in stays}) < len(stays):
-            names = ", ".join(field for field, _ in stays) or "(none)"
+        if not kept or len({field for field, _ in kept}) < len(kept):
+            names = ", ".join(field for field, _ in kept) or "(none)"
             raise SampleError(f"it would have the fields {names}, but needs one or more, each once")
-        return stays
+        return kept
 
 
 def archives_in(urls: Urls) -> list[str]:
-    """Return the paths that addresses mean if any of them is a compressed tar or a zip; else []."""
+    """Return the paths of addresses if any is a compressed tar or a zip; else []."""
     addresses = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     paths: list[str] = []
     for address in [os.fspath(address) for address in addresses]:
@@ -136,7 +136,7 @@ def stream_archives(paths: list[str], fields: ArchiveFields, source: dict[str, A
 
 
 def _grouped(path: str, skipped: SkippedMembers) -> Iterator[tuple[str, list[Part]]]:
-    """Yield (key, parts) of the samples of an archive. Raises ShardError for a key in two places."""
+    """Yield (key, parts) of each sample. Raises ShardError for a key in two places."""
     seen: set[str] = set()
     key, parts = "", list[Part]()
     for name, data in _zip_members(path, skipped) if _is_zip(path) else _tar_members(path, skipped):
@@ -199,8 +199,8 @@ class _Limited:
 
 def _too_large(archive: str) -> ShardError:
     return ShardError(
-        f"{archive} unpacks to more than {_MOST_RATIO} times its size, as an archive does that is "
-        f"made to fill a disk. Unpack it yourself if you trust it."
+        f"{archive} unpacks to more than {_MOST_RATIO} times its size: it may be made to fill a "
+        f"disk. If you trust it, unpack it and convert the result."
     )
 
 

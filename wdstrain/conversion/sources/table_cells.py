@@ -66,13 +66,13 @@ def check_names(name: str, columns: Sequence[str]) -> None:
 
 
 def joined_column(name: str, columns: Iterable[str]) -> str:
-    """Return a hint if a column was not separated from others, as the table has another delimiter."""
+    """Return a hint if the table has another delimiter, so that its columns are not separated."""
     for column in columns:
         for delimiter in "\t;|,: ":
             if delimiter in column and name in [part.strip() for part in column.split(delimiter)]:
                 return (
-                    f" That is a header with {delimiter!r} between its columns. Cells are separated by commas, by semicolons "
-                    f"where the header has no comma, or by tabs in a .tsv file. Save the table so."
+                    f" The header has {delimiter!r} between its columns. Separate cells by commas, by "
+                    f"semicolons if the header has no comma, or by tabs in a .tsv file."
                 )
     return ""
 
@@ -84,7 +84,7 @@ def check_same_columns(first: Sequence[str], file: str, columns: Sequence[str], 
         differing = f"has no column '{missing[0]}'" if missing else f"has a column '{more[0]}' more"
         raise SourceError(
             f"{other} {differing}, unlike {file}. Files of one table must have the same columns. "
-            f"Convert each by itself, or write them anew."
+            f"Convert each by itself, or write them again."
         )
 
 
@@ -125,5 +125,6 @@ def _plain(value: Any, changed: Counter[str]) -> Any:
     if isinstance(value, _WRITTEN) or hasattr(value, "isoformat") or is_pandas:
         return str(value)
     raise UsageError(
-        f"a cell of the table is {type(value).__name__}, which would be lost as text. Give text, numbers, bytes, lists or dicts."
+        f"a cell of the table is {type(value).__name__}, which cannot be stored. Give text, numbers, "
+        f"bytes, lists or dicts."
     )

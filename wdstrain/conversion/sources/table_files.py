@@ -81,8 +81,8 @@ class _ParquetTable:
         for path, schema in zip(files, schemas, strict=True):
             if _class_names(schema.metadata or {}) != self.classes:
                 raise SourceError(
-                    f"{shown_path(path)} and {shown_path(files[0])} name the classes of their numbers differently. "
-                    f"Convert each by itself."
+                    f"{shown_path(path)} and {shown_path(files[0])} name the classes of their "
+                    f"numbers differently. Convert each by itself."
                 )
         self.binary = frozenset(
             field.name for field in self._schema if _may_hold_images(field.type)
@@ -129,12 +129,14 @@ class _ParquetTable:
             yield
         except pa.ArrowException as error:
             raise SourceError(
-                f"{shown_path(path)} is no Parquet file that can be read ({str(error).splitlines()[0]})."
+                f"{shown_path(path)} cannot be read as Parquet ({str(error).splitlines()[0]}). "
+                f"Copy or write it again."
             ) from error
         except OSError as error:
             reason = error.strerror or str(error).splitlines()[0]
             raise SourceError(
-                f"{shown_path(path)} is no Parquet file that can be read ({reason})."
+                f"{shown_path(path)} cannot be read as Parquet ({reason}). Check the file and its "
+                f"permissions."
             ) from error
 
 
@@ -148,8 +150,9 @@ def _one_schema(files: Sequence[str], schemas: Sequence[pa.Schema]) -> pa.Schema
             merged = _merged_type(*types)
             if merged is None:
                 raise SourceError(
-                    f"{shown_path(path)} and {shown_path(files[0])} differ: the column '{name}' is {types[0]} and {types[1]}. "
-                    f"Files of one table must have one schema. Convert each by itself, or write them anew."
+                    f"{shown_path(path)} and {shown_path(files[0])} differ: the column '{name}' is "
+                    f"{types[0]} and {types[1]}. Files of one table must have one schema. Convert "
+                    f"each by itself, or write them again."
                 )
             made = made.set(place, pa.field(name, merged))
     return made

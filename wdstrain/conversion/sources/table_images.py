@@ -1,10 +1,9 @@
 """Where the images of a table are: one rule for all rows, chosen before the first image is read.
 
 A column holds the bytes of images, or paths; or a template such as `images/{id}.jpg` makes paths of
-columns. Paths are taken as they are written; relative ones begin at the root. If no path with
-backslashes exists so, backslashes become slashes. If a root is given and no absolute path exists,
-the paths are of another machine: the beginning that all share is left out, as much of it as is
-necessary for any file to exist below the root, and the same from each.
+columns. Relative paths begin at the root. If no path with backslashes exists, backslashes become slashes. If
+a root is given and no absolute path exists, the paths are of another machine. Then the same beginning
+is removed from all: the shortest common one without which a file exists below the root.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _COLUMN = re.compile(r"\{([^{}]+)\}")  # in a template
 
 
 class Image(NamedTuple):
-    """The image of a row. name: with an extension, for the key; identity: equal for equal images."""
+    """The image of a row. name: with an extension, for the key. identity: equal for equal images."""
 
     name: str
     field: str
@@ -33,7 +32,7 @@ class Image(NamedTuple):
 
 
 class ImageColumn:
-    """The columns that say where images are. holds_bytes: the images themselves are in the table."""
+    """The columns of paths or images. holds_bytes: the images themselves are in the table."""
 
     def __init__(self, table: Table, image: str) -> None:
         """image: a column, or a template with the names of columns in braces."""
@@ -81,7 +80,7 @@ def bytes_image(cell: Any, name: str) -> Image:
 
 
 class PathRule:
-    """The files that the paths of a table mean."""
+    """Rule that gives the file of each path of a table."""
 
     def __init__(self, base: str, paths: Sequence[str], *, has_root: bool, is_file: bool) -> None:
         """base: the root of relative paths. has_root: the user named it. is_file: the table is."""
@@ -113,7 +112,8 @@ class PathRule:
         if not os.path.isfile(file):
             if _is_hidden(file):
                 raise SourceError(
-                    "the image cannot be read: Permission denied. Check the permissions of its folders"
+                    "the image cannot be read: Permission denied. Check the permissions of its "
+                    "folders"
                 )
             where = "root says where relative paths begin"
             if _is_absolute(path):
@@ -124,11 +124,11 @@ class PathRule:
 
     def decision(self) -> str:
         """Return the rule and how many files it found, for people."""
-        how = "as they are written, relative ones from the root"
+        how = "unchanged, relative paths from the root"
         if self._left_out is not None:
-            how = f"below the root, without {self._left_out!r} at their beginning"
+            how = f"below the root, without {self._left_out!r} at the beginning"
         turned = ", backslashes as slashes" if self._turned else ""
-        return f"images: {self.found} of {self.asked} paths lead to a file; they are taken {how}{turned}"
+        return f"images: {self.found} of {self.asked} paths exist; paths are read {how}{turned}"
 
     def _below(self, path: str) -> str:
         return os.path.join(self._base, path)

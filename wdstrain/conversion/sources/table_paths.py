@@ -1,4 +1,4 @@
-"""The files of a table: a file, a folder, a glob, an address on the Hugging Face Hub, or several of them."""
+"""The files of a table: of a path, folder, glob or address on the Hub, or of several of these."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TableFiles:
     base: str
 
     def key_prefix(self, file: str) -> str:
-        """Return what the keys of a file's rows begin with; "" if it is the only one."""
+        """Return the beginning of the keys of a file's rows; "" if it is the only file."""
         return "" if len(self.paths) < 2 else f"{self._below(file)}/"
 
     def splits(self) -> dict[str, str]:
-        """Return the split of each file, if there are several and the names of all say one."""
+        """Return the split of each file; {} unless there are several and all names contain one."""
         splits = {file: split_of(os.path.basename(file)) for file in self.paths}
         return splits if len(splits) > 1 and all(splits.values()) else {}
 
@@ -41,14 +41,14 @@ class TableFiles:
 
 
 def find_files(table: Any) -> TableFiles:
-    """Return the files that the address of a table means, or several addresses.
+    """Return the files of one or several addresses of a table.
 
     Raises SourceError if there are none, or if they are of several formats.
     """
     if not isinstance(table, (str, os.PathLike, list, tuple)) or not table:
         raise UsageError(
-            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, several of them, or a "
-            f"pandas DataFrame."
+            f"table is {type(table).__name__}: must be the path of a file or folder, a glob, several "
+            f"of them, or a pandas DataFrame."
         )
     named = [table] if isinstance(table, (str, os.PathLike)) else list(table)
     addresses = [str(os.fspath(address)) for address in named]
@@ -59,7 +59,8 @@ def find_files(table: Any) -> TableFiles:
     if len(formats) > 1:
         one, other = list(formats.values())[:2]
         raise SourceError(
-            f"{name} holds tables of several formats, such as {one} and {other}. Name the files of one format."
+            f"{name} holds tables of several formats, such as {one} and {other}. Name the files of "
+            f"one format."
         )
     bases = [base for _, base in found]
     base = bases[0] if len(set(bases)) == 1 else os.path.commonpath([*map(os.path.abspath, bases)])
@@ -104,7 +105,8 @@ def _find_on_hub(address: str) -> tuple[list[str], str]:
 def _files_below(folder: str) -> list[str]:
     def failed(error: OSError) -> None:
         raise SourceError(
-            f"{error.filename} cannot be read: {error.strerror}. Check the permissions of the folder."
+            f"{error.filename} cannot be read: {error.strerror}. Check the permissions of the "
+            f"folder."
         ) from error
 
     paths = []
