@@ -51,7 +51,7 @@ _KINDS: tuple[tuple[str, type[Any], str, str], ...] = (
         "hdf5",
         Hdf5Options,
         "pack an HDF5 or PyTables file",
-        "hdf5 data.h5 shards/data --field image=/images --field cls=/labels",
+        "hdf5 data.h5 shards/data --field png=/images --field cls=/labels",
     ),
     (
         "arrays",

@@ -50,12 +50,12 @@ class PackOptions(Options):
         None, "names of the fields of samples that are tuples (default: png and cls)"
     )
     classes: Sequence[str] = option(
-        (), "names of the classes that `cls` counts, in the order of their numbers"
+        (), "names of the classes of `cls`, in the order of their numbers"
     )
     like: Urls | None = _like()
     labels: Sequence[Label] = option((), "labels to declare beside `cls`")
     group: Callable[[Any], str] | None = option(
-        None, "function of a sample; samples of equal groups come to the same split"
+        None, "function of a sample; samples of equal groups go to the same split"
     )
 
 
@@ -149,7 +149,7 @@ def _array_label() -> Any:
 def _array_classes() -> Any:
     return option(
         (),
-        "names of the classes that `cls` counts, in the order of their numbers",
+        "names of the classes of `cls`, in the order of their numbers",
         metavar="A,B,...",
         parse=parse_list,
     )
@@ -215,7 +215,10 @@ class TorchvisionOptions(Options):
     name: str = option(REQUIRED, "class in torchvision.datasets")
     out: Path = _out()
     root: str = option(
-        REQUIRED, "folder of its files; nothing is downloaded", metavar="DIR", flag="--root"
+        REQUIRED,
+        "folder of the data set's files; nothing is downloaded",
+        metavar="DIR",
+        flag="--root",
     )
     _: KW_ONLY
     splits: Sequence[str] = option(
