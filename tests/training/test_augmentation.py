@@ -129,16 +129,20 @@ class Plain(Noisy):
 
 
 def test_a_field_that_augments_is_refused_for_validation(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(wt.UsageError, match="gives other images in each epoch"):
-        images_of(shards, tmp_path / "run", image=Noisy())
-    with pytest.raises(wt.UsageError, match="val_image= augments"):
-        images_of(shards, tmp_path / "run", val_image=wt.image(size=8, augment="flip"))
-    with pytest.raises(wt.UsageError, match="augment has no effect with image="):
-        images_of(shards, tmp_path / "run", image=Plain(), augment="flip")
+    with pytest.raises(wt.UsageError, match="gives other inputs in each epoch"):
+        images_of(shards, tmp_path / "run", fields={"image": Noisy()})
+    with pytest.raises(wt.UsageError, match="val_fields= augments"):
+        images_of(shards, tmp_path / "run", val_fields={"image": wt.image(size=8, augment="flip")})
+    with pytest.raises(wt.UsageError, match="augment has no effect with fields="):
+        images_of(shards, tmp_path / "run", fields={"image": Plain()}, augment="flip")
     assert not (tmp_path / "run").exists()
-    _, val, _ = images_of(shards, tmp_path / "run", image=Noisy(), val_image=Plain())
+    _, val, _ = images_of(
+        shards, tmp_path / "run", fields={"image": Noisy()}, val_fields={"image": Plain()}
+    )
     assert torch.equal(*val.chunk(2))
-    _, val, _ = images_of(shards, tmp_path / "own", image=wt.image(size=8, augment="rrc+flip"))
+    _, val, _ = images_of(
+        shards, tmp_path / "own", fields={"image": wt.image(size=8, augment="rrc+flip")}
+    )
     assert torch.equal(*val.chunk(2))
 
 
@@ -173,3 +177,62 @@ def test_lists_of_numbers_are_flags_and_lines_of_a_file(shards: Path, tmp_path: 
     assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
     wrong = ["train", str(shards), "--out", str(tmp_path / "other"), "--scale", "a,b"]
     assert main(wrong) == 2
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+class StopAfterEpoch(wt.Callback):
+    def on_epoch_end(self, trainer: Any, metrics: Any) -> None:
+        trainer.stop("an epoch is done")
+
+
+def test_fields_of_a_loader_train_as_options_do(shards: Path, tmp_path: Path) -> None:
+    fields = {"pixels": wt.image(size=8, augment="rrc+flip"), "label": wt.label()}
+    train, val, done = images_of(shards, tmp_path / "fields", fields=fields)
+    same, same_val, other = images_of(shards, tmp_path / "options", augment="rrc+flip")
+    assert torch.equal(train, same)
+    assert torch.equal(val, same_val)
+    assert done.val == pytest.approx({**other.val})
+    images_of(shards, tmp_path / "resumed", fields=fields, callbacks=[StopAfterEpoch()])
+    rest, _, again = images_of(shards, tmp_path / "resumed", fields=fields, resume=True)
+    assert torch.equal(rest, train.chunk(2)[1])
+    assert all(
+        torch.equal(value, again.model.state_dict()[name])
+        for name, value in done.model.state_dict().items()
+    )
+    checkpoint, data = tmp_path / "fields" / "checkpoints" / "last.pt", f"{shards}/val-*.tar"
+    plain = {"pixels": wt.image(size=8), "label": wt.label()}
+    for given in (None, plain):
+        _, metrics = wt.evaluate(checkpoint, data, model=Recorder, fields=given)
+        assert metrics["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, r"0 inputs \(none\)"),
+        ({"label": wt.label()}, r"0 inputs \(none\): must be 1. Labels are named"),
+        ({"a": wt.image(size=8), "b": wt.image(size=8)}, r"2 inputs \(a, b\)"),
+        ({"image": wt.image(size=8), "label": wt.label("txt")}, "reads another value"),
+        ({"image": wt.image(size=8), "label": wt.label(classes=["x", "y"])}, "reads another value"),
+        ({"image": wt.image(size=8), "label": Plain()}, "reads another value"),
+        ({"image": "png"}, "must be a dict of fields"),
+        (wt.image(size=8), "must be a dict of fields"),
+        ({"image": wt.image()}, "without a fixed size"),
+    ],
+)
+def test_fields_that_name_no_single_input_are_refused(
+    shards: Path, tmp_path: Path, fields: Any, words: str
+) -> None:
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", fields=fields, **QUICK)
+    with pytest.raises(wt.UsageError, match=words):
+        wt.train(shards, tmp_path / "run", val_fields=fields, **QUICK)
+    assert not (tmp_path / "run").exists()
+
+
+def test_validation_fields_without_validation_are_refused(shards: Path, tmp_path: Path) -> None:
+    fields = {"image": wt.image(size=8)}
+    with pytest.raises(wt.UsageError, match="val_fields has no effect"):
+        wt.train(f"{shards}/train-*.tar", tmp_path / "run", val_fields=fields, **QUICK)

@@ -222,6 +222,6 @@ def test_metrics_are_those_of_scikit_learn_and_empty_classes_are_left_out(
 def test_validation_sees_no_augmentation_of_a_given_field(shards: Path, tmp_path: Path) -> None:
     image = wt.image(size=16, augment="rrc+flip")
     options = {**QUICK, "label": "cls", "lr": 1e-30, "weight_decay": 0.0, "model": Fixed}
-    run = wt.train(shards, tmp_path / "run", image=image, **options)
+    run = wt.train(shards, tmp_path / "run", fields={"image": image}, **options)
     assert run.epochs[0]["val"]["loss"] == pytest.approx(run.epochs[1]["val"]["loss"], rel=1e-6)
     assert run.epochs[0]["loss"] != pytest.approx(run.epochs[1]["loss"], rel=1e-6)

@@ -388,7 +388,11 @@ class Slow:
 def test_a_slow_transform_is_named(bright: Path, tmp_path: Path) -> None:
     options = {**OPTIONS, "epochs": 1, "label": "kind"}
     done = train(
-        f"{bright}/out/train-*.tar", tmp_path / "run", image=Slow(), model=linear, **options
+        f"{bright}/out/train-*.tar",
+        tmp_path / "run",
+        fields={"image": Slow()},
+        model=linear,
+        **options,
     )
     assert re.match(
         r"input bound: decode \d+%; the model waited for data \d+\.\d% of the time\.",

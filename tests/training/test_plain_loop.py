@@ -120,7 +120,7 @@ def test_a_run_ends_in_the_weights_of_a_plain_loop(
         vectors,
         tmp_path / "run",
         model=net,
-        image=IMAGE,
+        fields={"image": IMAGE},
         lr=LR,
         weight_decay=DECAY,
         warmup=warmup,
@@ -136,7 +136,7 @@ def test_a_run_ends_in_the_weights_of_a_plain_loop(
 def test_rate_and_patience_may_change_when_a_run_is_resumed(vectors: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "model": net,
-        "image": IMAGE,
+        "fields": {"image": IMAGE},
         "fold": "1/3",
         "schedule": "constant",
         "batch_size": 16,

@@ -70,9 +70,11 @@ def scored(
     """Metrics of a model with these outputs."""
     width = outputs.shape[1]
     packed(tmp_path / "set", outputs, values, kind, classes)
-    wt.train(tmp_path / "set", tmp_path / "run", model=Same, image=image(width), **QUIET)
+    wt.train(
+        tmp_path / "set", tmp_path / "run", model=Same, fields={"image": image(width)}, **QUIET
+    )
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
-    return wt.evaluate(checkpoint, tmp_path / "set", model=Same, image=image(width))[1]
+    return wt.evaluate(checkpoint, tmp_path / "set", model=Same, fields={"image": image(width)})[1]
 
 
 @pytest.mark.parametrize("there", [("a", "b", "c", "d"), ("a", "c", "d"), ("a", "b"), ("c",)])
@@ -168,9 +170,9 @@ def test_balanced_weights_of_tags_let_few_samples_with_a_tag_count_as_many_witho
         "class_weights": weights,
         "model": Blind,
     }
-    wt.train(tmp_path / "set", tmp_path / "run", image=image(4), **options)
+    wt.train(tmp_path / "set", tmp_path / "run", fields={"image": image(4)}, **options)
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
-    options = {"model": Blind, "image": image(4), "probabilities": True}
+    options = {"model": Blind, "fields": {"image": image(4)}, "probabilities": True}
     wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", **options)
     row = next(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert low <= float(row["y=b"]) <= high
@@ -184,13 +186,18 @@ def test_sets_with_the_same_keys_are_validated_together(tmp_path: Path) -> None:
         )
     val = [tmp_path / "one", tmp_path / "other"]
     done = wt.train(
-        tmp_path / "train", tmp_path / "run", val=val, model=Same, image=image(4), **QUIET
+        tmp_path / "train",
+        tmp_path / "run",
+        val=val,
+        model=Same,
+        fields={"image": image(4)},
+        **QUIET,
     )
     assert done.val["samples"] == 60
     assert (
-        wt.evaluate(tmp_path / "run/checkpoints/last.pt", val, model=Same, image=image(4))[1][
-            "samples"
-        ]
+        wt.evaluate(
+            tmp_path / "run/checkpoints/last.pt", val, model=Same, fields={"image": image(4)}
+        )[1]["samples"]
         == 60
     )
 
@@ -206,7 +213,7 @@ def test_only_class_predictions_are_marked_wrong(
     ):
         outputs = np.eye(4)[np.zeros(40, int)] if kind == "class" else rng.normal(size=(40, 1))
         packed(tmp_path / name, outputs, values, kind)
-        options = {"model": Same, "image": image(outputs.shape[1]), **QUIET}
+        options = {"model": Same, "fields": {"image": image(outputs.shape[1])}, **QUIET}
         wt.train(tmp_path / name, tmp_path / f"run {name}", val=tmp_path / name, **options)
         page = (tmp_path / f"run {name}" / "report.html").read_text()
         assert bool(re.search("<span class=wrong>", page)) == (name == "other")
@@ -220,7 +227,9 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
     values = [mean + round(float(one), 2) for one in 3 * outputs[:, 0] + rng.normal(size=60)]
     found = scored(tmp_path, outputs, values, "number", ())
     checkpoint = tmp_path / "run" / "checkpoints" / "last.pt"
-    wt.predict(checkpoint, tmp_path / "set", tmp_path / "p.csv", model=Same, image=image(1))
+    wt.predict(
+        checkpoint, tmp_path / "set", tmp_path / "p.csv", model=Same, fields={"image": image(1)}
+    )
     with open(tmp_path / "p.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     said, true = (np.array([float(row[name]) for row in rows]) for name in ("y", "y true"))
@@ -233,7 +242,7 @@ def test_numbers_far_from_0_are_scored_by_their_differences(tmp_path: Path, mean
         tmp_path / "two",
         val=tmp_path / "set",
         model=Same,
-        image=image(1),
+        fields={"image": image(1)},
         **QUIET,
     )
     assert run.val["mse_of_mean"] == pytest.approx(
@@ -251,7 +260,7 @@ def test_a_table_of_predictions_ranks_as_the_metrics_do(tmp_path: Path) -> None:
     true = rng.integers(0, 3, 90)
     outputs = 8 * (rng.normal(size=(90, 3)) + np.eye(3)[true] - [0.0, 1.5, 3.0])
     found = scored(tmp_path, outputs, [CLASSES[i] for i in true], "class", CLASSES[:3])
-    options: dict[str, Any] = {"model": Same, "image": image(3), "probabilities": True}
+    options: dict[str, Any] = {"model": Same, "fields": {"image": image(3)}, "probabilities": True}
     wt.predict(
         tmp_path / "run" / "checkpoints" / "last.pt",
         tmp_path / "set",

@@ -206,7 +206,7 @@ def test_a_model_of_torchvision_learns_masks(shards: Path, tmp_path: Path) -> No
         ({"augment": "trivialaugment"}, "masks would not follow"),
         ({"mixup": 0.2}, "they mix the classes of one label"),
         ({"model": "resnet18"}, "no model for masks"),
-        ({"image": wt.image()}, "no fixed size"),
+        ({"fields": {"image": wt.image()}}, "without a fixed size"),
     ],
 )
 def test_what_does_not_go_with_masks_is_refused(

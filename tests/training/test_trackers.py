@@ -29,7 +29,7 @@ def run_with(callback: Any, folder: Path) -> Any:
         folder / "shards",
         folder / "run",
         model=lambda outputs: torch.nn.Linear(4, outputs),
-        image=wt.array("x.npy", shape=(4,), dtype="float32"),
+        fields={"image": wt.array("x.npy", shape=(4,), dtype="float32")},
         callbacks=[callback],
         epochs=2,
         batch_size=8,

@@ -99,7 +99,7 @@ class Inverted:
 def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
     shards: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    done = wt.train(shards, tmp_path / "run", image=wt.image(size=(8, 12)), **QUICK)
+    done = wt.train(shards, tmp_path / "run", fields={"image": wt.image(size=(8, 12))}, **QUICK)
     checkpoint, val = str(tmp_path / "run" / "checkpoints" / "last.pt"), f"{shards}/val-*.tar"
     assert wt.evaluate(checkpoint, val)[1]["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
     capsys.readouterr()
@@ -107,17 +107,17 @@ def test_a_checkpoint_is_scored_on_the_pictures_that_it_was_trained_on(
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(done.val["loss"], abs=1e-9)
     for other in (wt.image(size=16), wt.image()):
         with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
-            wt.evaluate(checkpoint, val, image=other)
+            wt.evaluate(checkpoint, val, fields={"image": other})
         with pytest.raises(wt.UsageError, match=r"was trained on uint8\[3, 8, 12\]"):
-            wt.predict(checkpoint, val, tmp_path / "p.csv", image=other)
+            wt.predict(checkpoint, val, tmp_path / "p.csv", fields={"image": other})
 
 
 def test_a_user_defined_field_must_be_given_again(shards: Path, tmp_path: Path) -> None:
-    done = wt.train(shards, tmp_path / "run", image=Inverted(), **QUICK)
+    done = wt.train(shards, tmp_path / "run", fields={"image": Inverted()}, **QUICK)
     checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{shards}/val-*.tar"
-    with pytest.raises(wt.UsageError, match="trained with image=Inverted"):
+    with pytest.raises(wt.UsageError, match="a field of your own, Inverted"):
         wt.evaluate(checkpoint, val)
-    assert wt.evaluate(checkpoint, val, image=Inverted())[1]["loss"] == pytest.approx(
+    assert wt.evaluate(checkpoint, val, fields={"image": Inverted()})[1]["loss"] == pytest.approx(
         done.val["loss"], abs=1e-9
     )
     with pytest.raises(wt.UsageError, match=r"image was Inverted\(.*, is image\("):
@@ -268,7 +268,9 @@ def test_arrays_of_every_kind_and_shape_are_learnt_scored_predicted_and_exported
     wt.pack(samples, tmp_path / "set", split={"train": 0.75, "val": 0.25}, shuffle=False)
     make = functools.partial(Linear, inputs=int(np.prod(shape)))
     image = wt.array("x.npy", shape=shape, dtype=dtype)
-    done = wt.train(tmp_path / "set", tmp_path / "run", model=make, image=image, **QUICK)
+    done = wt.train(
+        tmp_path / "set", tmp_path / "run", model=make, fields={"image": image}, **QUICK
+    )
     checkpoint, val = tmp_path / "run" / "checkpoints" / "last.pt", f"{tmp_path}/set/val-*.tar"
     assert wt.evaluate(checkpoint, val, model=make)[1]["loss"] == pytest.approx(done.val["loss"])
     wt.predict(checkpoint, val, tmp_path / "p.csv", model=make, probabilities=True)
@@ -298,7 +300,14 @@ def test_pictures_that_do_not_go_with_an_option_are_refused_before_anything_is_w
     make = functools.partial(Linear, inputs=int(np.prod(shape)))
     image = wt.array("x.npy", shape=shape, dtype=dtype)
     with pytest.raises(wt.UsageError, match=words):
-        wt.train(tmp_path / "set", tmp_path / "run", model=make, image=image, **QUICK, **options)
+        wt.train(
+            tmp_path / "set",
+            tmp_path / "run",
+            model=make,
+            fields={"image": image},
+            **QUICK,
+            **options,
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -340,7 +349,10 @@ def test_options_are_given_as_numbers_of_numpy_paths_and_devices(
 ) -> None:
     options = {**QUICK, "cache_dir": tmp_path / "cache"} if name == "cache_limit" else QUICK
     wt.train(
-        shards, tmp_path / "run", image=wt.image(size=np.int64(16)), **{**options, name: value}
+        shards,
+        tmp_path / "run",
+        fields={"image": wt.image(size=np.int64(16))},
+        **{**options, name: value},
     )
     assert line in (tmp_path / "run" / "config.toml").read_text().splitlines()
 
@@ -503,7 +515,7 @@ def test_a_float16_overflow_skips_the_step_and_many_end_the_run(
     image = wt.array("x.npy", shape=(2,), dtype="float32")
     options: dict[str, Any] = {
         "model": Loud,
-        "image": image,
+        "fields": {"image": image},
         "amp": "fp16",
         "batch_size": 2,
         "device": "cpu",

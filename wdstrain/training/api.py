@@ -49,6 +49,7 @@ from wdstrain.training.images import (
     check_image_field,
     check_no_image_options,
     image_field,
+    input_field,
     shape_of,
 )
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
@@ -117,10 +118,13 @@ def train(arguments: TrainArguments) -> TrainResult:
     task = data.task(checkpoint)
     device = device_of(config.device, distributed)
     torch.manual_seed(config.seed)
-    if arguments.image is not None:
+    if arguments.fields is not None:
         check_no_image_options(config)
-    train_field = arguments.image or image_field(config)
-    val_field = validation_field(train_field, arguments.val_image)
+    if arguments.val_fields is not None and data.val is None:
+        raise UsageError("val_fields has no effect without validation data. Give val=.")
+    train_field = input_field(arguments.fields, task, "fields") or image_field(config)
+    given = input_field(arguments.val_fields, task, "val_fields")
+    val_field = validation_field(train_field, given)
     example = check_image_field(
         train_field,
         channels_last=config.channels_last,
@@ -131,7 +135,7 @@ def train(arguments: TrainArguments) -> TrainResult:
     image_input = ImageInput.of(
         val_field, check_image_field(val_field, channels_last=False, augments=False), normalization
     )
-    if data.val is not None and arguments.val_image is None:
+    if data.val is not None and given is None:
         check_no_randomness(data.val, val_field, config)
     frozen = model_weights.freeze(net, config.freeze) if config.freeze else []
     # lanes of the run that is resumed, so that it may have another number of processes
@@ -219,7 +223,7 @@ def evaluate(arguments: EvaluateArguments) -> tuple[Task, dict[str, float]]:
     loaded = LoadedCheckpoint.of(
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )
-    source = loaded.image_source(arguments.image)
+    source = loaded.image_source(input_field(arguments.fields, loaded.task, "fields"))
     undeclared = loaded.config.label is not None
     index = with_task_labels(open_set(arguments.urls), loaded.task, undeclared=undeclared)
     check_cache(given_options(arguments), index)

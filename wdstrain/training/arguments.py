@@ -27,6 +27,7 @@ from wdstrain.training.progress import Reporter
 from wdstrain.training.tasks import Criterion
 
 Path = str | os.PathLike[str]
+Fields = Mapping[str, Field] | None
 Criteria = Criterion | Mapping[str, Criterion] | None
 
 _PROGRESS = (
@@ -55,14 +56,16 @@ class TrainArguments(RunOptions):
         "small, a torchvision model by name, timm:NAME, module:function, a function of the number "
         "of outputs that returns a model, or a torch.nn.Module, of which a copy is trained",
     )
-    image: Field | None = option(
+    fields: Fields = option(
         None,
-        "field of the images, instead of wt.image(size=image_size, augment=augment). "
-        "uint8[3, h, w] is normalized as the weights expect it (by default as ImageNet), other "
-        "uint8 is divided by 255, other numbers become float32",
+        "fields by name, as for wt.Loader: the input of the model, and labels under their names "
+        "(a single one also as label), which may be left out. Default: an input of "
+        "wt.image(size=image_size, augment=augment). uint8[3, h, w] is normalized as the weights "
+        "expect it (by default as ImageNet), other uint8 is divided by 255, other numbers become "
+        "float32",
     )
-    val_image: Field | None = option(
-        None, "the same for validation (default: image without augmentation)"
+    val_fields: Fields = option(
+        None, "the same for validation (default: fields without augmentation)"
     )
     criterion: Criteria = option(
         None,
@@ -102,7 +105,9 @@ class EvaluateArguments(EvaluateOptions):
     urls: Urls | Index = option(REQUIRED, "shards of one split")
     _: KW_ONLY
     model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
-    image: Field | None = option(None, "as it was given to train, if it is a field of your own")
+    fields: Fields = option(
+        None, "as for train (for validation), if the input is a field of your own"
+    )
     criterion: Criteria = option(None, "as it was given to train")
     metrics: Mapping[str, Any] | None = option(None, "as for train")
     progress: Reporter | None = option(None, _PROGRESS)
@@ -119,7 +124,9 @@ class PredictArguments(PredictOptions):
     out: Path = option(REQUIRED, "file to write, .csv or .parquet")
     _: KW_ONLY
     model: ModelFactory | nn.Module | str | None = option(None, _MODEL)
-    image: Field | None = option(None, "as it was given to train, if it is a field of your own")
+    fields: Fields = option(
+        None, "as for train (for validation), if the input is a field of your own"
+    )
     probabilities: bool = option(False, "one more column for each class")
     embeddings: bool = option(
         False, "a column with the input of the last layer: lists, or JSON in a CSV file"

@@ -222,7 +222,9 @@ def validation_field(train: Field, given: Field | None) -> Field:
     Raises UsageError for a given field that augments.
     """
     if type(given) is Image and given.augment.is_random:
-        raise UsageError("val_image= augments images. Validation needs the same images every time.")
+        raise UsageError(
+            "val_fields= augments images. Validation needs the same images every time."
+        )
     if given is None and type(train) is Image:
         return replace(train, augment=train.augment.without_randomness())
     return given or train
@@ -256,8 +258,8 @@ def check_no_randomness(index: Index, field: Field, config: Config) -> None:
             epochs.append(next(iter(loader.epoch(epoch)))["image"])
     if any(not torch.equal(images, epochs[0]) for images in epochs[1:]):
         raise UsageError(
-            "image= gives other images in each epoch, and validation needs the same ones. Give a "
-            "field without augmentation: val_image=."
+            "fields= gives other inputs in each epoch, and validation needs the same ones. Give "
+            "fields without augmentation: val_fields=."
         )
 
 

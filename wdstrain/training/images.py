@@ -123,11 +123,57 @@ def image_field(config: Config) -> Field:
     )
 
 
+def input_field(fields: Mapping[str, Field] | None, task: Task, argument: str) -> Field | None:
+    """Return the field of the model's input: the only entry that is not named as a label.
+
+    fields: as the user gave them; None: nothing was given. argument: its name, for errors. With a
+    single label, "label" names it too. Raises UsageError for another number of inputs, and for
+    label fields that read something else than the task learns.
+    """
+    if fields is None:
+        return None
+    if not isinstance(fields, Mapping) or not all(isinstance(f, Field) for f in fields.values()):
+        raise UsageError(
+            f'{argument}= must be a dict of fields by name, such as {{"image": wt.image(size=32)}}.'
+        )
+    heads = {head.name: head for head in task.heads}
+    if not task.has_several:
+        heads.setdefault("label", task.heads[0])
+    inputs = {name: field for name, field in fields.items() if name not in heads}
+    if len(inputs) != 1:
+        raise UsageError(
+            f"{argument}= has {len(inputs)} inputs ({', '.join(inputs) or 'none'}): must be 1. "
+            f"Labels are named {' or '.join(heads)}."
+        )
+    (source,) = inputs.values()
+    for name, head in heads.items():
+        if name in fields:
+            _check_label_field(f"{argument}[{name!r}]", fields[name], head.field(source))
+    return source
+
+
+def _check_label_field(title: str, given: Field, learned: Field) -> None:
+    """Raise UsageError if a given field of a label is not the one that the task learns."""
+    names = ("names", "column", "size", "augment")
+    is_same = type(given) is type(learned) and all(
+        getattr(given, name, None) == getattr(learned, name, None) for name in names
+    )
+    if not is_same or getattr(given, "classes", None) not in (
+        None,
+        (),
+        getattr(learned, "classes", None),
+    ):
+        raise UsageError(
+            f"{title} reads another value than the label that is learned: {learned}. Leave the "
+            f"entry out: the label is read as the shards declare it."
+        )
+
+
 def check_no_image_options(config: Config) -> None:
     """Raise UsageError for options of the image field of a run that has a field of its own."""
     for name in ("augment", "scale", "ratio", "crop_pct"):
         if getattr(config, name) != OPTIONS[name].default:
-            raise UsageError(f"{name} has no effect with image=. Give it to wt.image.")
+            raise UsageError(f"{name} has no effect with fields=. Give it to wt.image.")
 
 
 def shape_of(example: Example) -> tuple[int, ...]:
@@ -143,9 +189,11 @@ def check_image_field(source: Field, *, channels_last: bool, augments: bool) -> 
     """
     example = source.example
     if example is None:
-        raise UsageError("image= has no fixed size, so its images form no batch. Give it a size.")
+        raise UsageError(
+            "fields= has an input without a fixed size, which forms no batch. Give it a size."
+        )
     shape = shape_of(example)
-    given = f"image= gives {example.dtype}{list(shape)}"
+    given = f"fields= gives {example.dtype}{list(shape)}"
     if np.dtype(example.dtype).kind not in "buif":
         raise UsageError(f"{given}: must be real numbers. Give two channels for complex numbers.")
     if channels_last and len(shape) != 3:

@@ -44,6 +44,7 @@ from wdstrain.training.arguments import (
 )
 from wdstrain.training.distributed import DistributedContext, device_of
 from wdstrain.training.heads import Head, NumberHead, number_text
+from wdstrain.training.images import input_field
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.mask_head import mask_png
 from wdstrain.training.models import last_layer
@@ -91,7 +92,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
     ):
         raise UsageError("probabilities has no effect: no label has classes. Leave it out.")
     device = device_of(loaded.config.device, distributed)
-    source = loaded.image_source(arguments.image)
+    source = loaded.image_source(input_field(arguments.fields, loaded.task, "fields"))
     predictor = _Predictor(loaded, source, device, arguments.embeddings)
     with reporting(arguments.progress, True) as reporter:
         images = _image_paths(urls, source)

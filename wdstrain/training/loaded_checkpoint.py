@@ -84,8 +84,8 @@ class LoadedCheckpoint:
         source = given or self.image.to_field()
         if source is None:
             raise UsageError(
-                f"{self.path} was trained with image={self.image.field}(...), a field of your own. "
-                f"Give it again: image=."
+                f"{self.path} was trained on a field of your own, {self.image.field}(...). "
+                f"Give it again: fields=."
             )
         example = source.example
         wanted = f"{self.image.dtype}{list(self.image.shape)}"
@@ -99,7 +99,7 @@ class LoadedCheckpoint:
                 else f"{example.dtype}{list(shape_of(example))}"
             )
             raise UsageError(
-                f"image= gives {shape}, and {self.path} was trained on {wanted}. Give the field that "
+                f"fields= gives {shape}, and {self.path} was trained on {wanted}. Give the field that "
                 f"was given to train, or none."
             )
         return source
