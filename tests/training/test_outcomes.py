@@ -593,6 +593,8 @@ def test_options_come_from_a_file_and_flags_win_over_it(
     assert len(json.loads(capsys.readouterr().out)["epochs"]) == 1
     assert main(["train", "--out", str(tmp_path / "other"), "--label", "kind"]) == 2
     assert "no shards to train on" in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path / "other"), "--resume"]) == 2
+    assert "other holds no run to continue" in capsys.readouterr().err
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(

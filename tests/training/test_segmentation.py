@@ -81,6 +81,13 @@ def test_masks_are_learned_and_the_best_mean_iou_is_kept(run: Path, shards: Path
         assert text in report
 
 
+def test_images_without_class_folders_ask_for_flat_also_with_masks(
+    folders: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(wt.SourceError, match="flat=True"):
+        wt.convert_folder(folders / "images", tmp_path / "out", masks=str(folders / "masks"))
+
+
 def test_masks_are_predicted_as_files_for_shards_and_folders(
     run: Path, shards: Path, folders: Path, tmp_path: Path
 ) -> None:

@@ -137,6 +137,10 @@ def _train(arguments: argparse.Namespace) -> int:
             )
     options |= flags
     addresses = arguments.urls or data.get("train")
+    if not addresses and arguments.resume and not os.path.exists(saved):
+        raise UsageError(
+            f"{arguments.out} holds no run to continue. Check the folder, or name shards to start one."
+        )
     if not addresses:
         raise UsageError(
             "no shards to train on. Give their address, or a --config file whose table [data] has "

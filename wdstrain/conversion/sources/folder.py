@@ -59,7 +59,7 @@ def list_folder(
                     outside += 1
                 else:
                     found.append((split, kind, prefix + name, f"{folder}{os.sep}{name}", field))
-    mask_files = None if masks is None else _find_masks(source, masks, found, ignored)
+    mask_files = _find_masks(source, masks, found, ignored) if masks and found else None
     classes = [] if flat else sorted({kind for _, kind, _, _, _ in found})
     if fixed and flat:
         raise UsageError("classes and like name classes, and flat=True packs none. Choose one.")

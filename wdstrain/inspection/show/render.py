@@ -173,8 +173,13 @@ def _fitted(pixels: Pixels, side: int) -> Image.Image:
 
 def _wrapped(text: str, width: int, size: int, *, most: int | None = None) -> list[str]:
     """Return at most `most` lines of text for a width in pixels. size: of the font."""
-    characters = max(8, int((width - 2 * _PADDING) / (0.55 * size)))
-    return textwrap.wrap(printable(text), characters, max_lines=most, placeholder="…")
+    room, font = width - 2 * _PADDING, _font(size)
+    characters = max(8, int(room / (0.55 * size)))
+    while True:  # widths of characters differ: digits are wider than the mean of letters
+        lines = textwrap.wrap(printable(text), characters, max_lines=most, placeholder="…")
+        if characters == 8 or all(font.getlength(line) <= room for line in lines):
+            return lines
+        characters -= 1
 
 
 @lru_cache(maxsize=2)
