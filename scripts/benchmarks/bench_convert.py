@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from record import Record, turns
 
 import wdstrain as wt
 from wdstrain.conversion.images import Recipe
@@ -53,29 +54,31 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
 
 
-MINUTES = 5.0  # of each comparison, after which no further turn begins
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tenth of the data, two repeats")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout at the end, text on stderr"
+    )
     parser.add_argument("--photos", help="folder of photographs (default: they are drawn)")
     arguments = parser.parse_args()
     repeats = 2 if arguments.quick else 7
+    record = Record("Conversion", arguments.json, arguments.quick)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder)
-        small(place, 2_000 if arguments.quick else 20_000, repeats)
+        small(record, place, 2_000 if arguments.quick else 20_000, repeats)
         photos = (
             Path(arguments.photos)
             if arguments.photos
             else drawn(place / "photos", 60 if arguments.quick else 600)
         )
-        jobs(photos, repeats)
-        resize(photos, repeats)
-        memory(place, 2_000 if arguments.quick else 20_000)
+        jobs(record, photos, repeats)
+        resize(record, photos, repeats)
+        memory(record, place, 2_000 if arguments.quick else 20_000)
+    record.end("torch", "webdataset", "img2dataset", "opencv-python-headless")
 
 
-def small(place: Path, count: int, repeats: int) -> None:
+def small(record: Record, place: Path, count: int, repeats: int) -> None:
     source = place / "small"
     bits = random.Random(0)
     for number in range(count):
@@ -102,19 +105,19 @@ def small(place: Path, count: int, repeats: int) -> None:
     def tar(out: Path) -> None:
         subprocess.run(["tar", "cf", str(out / "a.tar"), "-C", str(place), "small"], check=True)
 
-    table("small", {"ours": ours, "ShardWriter": theirs, "tar cf": tar}, repeats)
+    table(record, "small", {"ours": ours, "ShardWriter": theirs, "tar cf": tar}, repeats)
 
 
-def jobs(photos: Path, repeats: int) -> None:
+def jobs(record: Record, photos: Path, repeats: int) -> None:
     def packed(number: int) -> Callable[[Path], object]:
         return lambda out: wt.convert_folder(
             str(photos), str(out), flat=True, resize=224, num_workers=number
         )
 
-    table("jobs", {"two": packed(2), "one": packed(1)}, repeats)
+    table(record, "jobs", {"two": packed(2), "one": packed(1)}, repeats)
 
 
-def resize(photos: Path, repeats: int) -> None:
+def resize(record: Record, photos: Path, repeats: int) -> None:
     data = [path.read_bytes() for path in sorted(photos.rglob("*.jpg"))[:600]]
     torch.set_num_threads(1)
     for side in (128, 224):
@@ -141,7 +144,9 @@ def resize(photos: Path, repeats: int) -> None:
 
             rivals["cv2"] = theirs
         except ImportError:
-            print("resize: cv2 is not installed (pip install opencv-python-headless)")
+            print(
+                "resize: cv2 is not installed (pip install opencv-python-headless)", file=sys.stderr
+            )
         try:
             from img2dataset.resizer import Resizer
 
@@ -158,16 +163,17 @@ def resize(photos: Path, repeats: int) -> None:
 
             rivals["img2dataset"] = whole
         except ImportError:
-            print("resize: img2dataset is not installed (pip install img2dataset)")
-        table("resize", rivals, repeats)
+            print("resize: img2dataset is not installed (pip install img2dataset)", file=sys.stderr)
+        table(record, "resize", rivals, repeats)
 
 
-def memory(place: Path, count: int) -> None:
+def memory(record: Record, place: Path, count: int) -> None:
     for number in (count, 5 * count):
         command = [sys.executable, "-c", _STREAM, str(number), str(place / f"stream{number}")]
         peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        print(
-            f"memory   {number} samples of 8 KB within 64 MB: {peak:.0f} MB at most, imports included"
+        record.say(
+            f"memory, {number} samples of 8 KB within 64 MB",
+            f"{peak:.0f} MB at most, imports included",
         )
 
 
@@ -189,17 +195,15 @@ def drawn(folder: Path, count: int) -> Path:
     return folder
 
 
-def table(name: str, rivals: Mapping[str, Callable[[Path], object]], repeats: int) -> None:
+def table(
+    record: Record, name: str, rivals: Mapping[str, Callable[[Path], object]], repeats: int
+) -> None:
     """Time the rivals alternately, so that other load of the machine affects all alike.
 
-    Each gets an empty folder. No turn begins after MINUTES.
+    Each gets an empty folder. `turns` bounds the time.
     """
     seconds: dict[str, list[float]] = {rival: [] for rival in rivals}
-    deadline = time.monotonic() + 60 * MINUTES
-    for turn in range(repeats):
-        if turn and time.monotonic() > deadline:
-            break
-        print(f"{name}: turn {turn + 1} of {repeats}", file=sys.stderr, flush=True)
+    for _ in turns(name, repeats):
         for rival, run in rivals.items():
             with tempfile.TemporaryDirectory(dir=".") as out:
                 os.sync()
@@ -209,8 +213,9 @@ def table(name: str, rivals: Mapping[str, Callable[[Path], object]], repeats: in
     first = statistics.median(next(iter(seconds.values())))
     for rival, found in seconds.items():
         middle = statistics.median(found)
-        print(
-            f"{name:8} {rival:12} {middle:.2f} s ({min(found):.2f} to {max(found):.2f}), {middle / first:.2f} of the first"
+        spread = f"({min(found):.2f} to {max(found):.2f})"
+        record.say(
+            f"{name}, {rival}", f"{middle:.2f} s {spread}, {middle / first:.2f} of the first"
         )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -28,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_loader import CORES, Bench
+from bench_loader import Bench
+from record import CORES, Record, turns
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torchvision.io import ImageReadMode, decode_jpeg
@@ -73,7 +73,7 @@ def copy(bench: Bench, asked: argparse.Namespace) -> None:
 
         bare(pinned, 20), ours()
         found: dict[str, list[float]] = {"bare": [], "ours": [], "pageable": []}
-        for _ in range(5):
+        for _ in turns("copy", 1 if asked.quick else 5, asked.minutes):
             found["bare"].append(size / bare(pinned, count) / 1e9)
             found["ours"].append(size / ours() / 1e9)
             found["pageable"].append(size / bare(pageable, 20) / 1e9)
@@ -102,6 +102,7 @@ def augment(bench: Bench, asked: argparse.Namespace) -> None:
     }
     rates = {}
     for name, varied in kinds.items():
+        bench.progress("augment", name)
         for _ in range(5):
             varied(batch, draws)
         each = [_timed(partial(_often, varied, batch, draws)) / 10 for _ in range(5)]
@@ -224,7 +225,7 @@ def resnet(bench: Bench, asked: argparse.Namespace) -> None:
     synthetic = itertools.repeat(ready)
     turn(synthetic, 15), turn(endless, 15)
     rates: dict[str, list[float]] = {"on the device": [], "through the loader": []}
-    for _ in range(5):
+    for _ in turns("resnet", 1 if asked.quick else 5, asked.minutes):
         rates["on the device"].append(turn(synthetic, asked.steps))
         rates["through the loader"].append(turn(endless, asked.steps))
     for name, found in rates.items():
@@ -312,6 +313,10 @@ def main() -> None:
         type=Path,
         help="folder of class folders of JPEG photographs (default: they are drawn)",
     )
+    parser.add_argument("--quick", action="store_true", help="less data, one turn each")
+    parser.add_argument(
+        "--minutes", type=float, default=5.0, help="after which no further turn of a case begins"
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=40, help="of a turn of ResNet-50")
     parser.add_argument(
@@ -322,21 +327,22 @@ def main() -> None:
         "--item", action="store_true", help="the loop looks at every loss, as many do"
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON line on stdout at the end, text on stderr"
+        "--json", action="store_true", help="one JSON object on stdout at the end, text on stderr"
     )
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "torch finds no CUDA device here; there is nothing to measure.\n")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bench = Bench(
-            Path(folder), False, asked.data, [], {}, sys.stderr if asked.json else sys.stdout
-        )
+        out = sys.stderr if asked.json else sys.stdout
+        bench = Bench(Path(folder), asked.quick, asked.data, [], {}, out)
         what = f"{torch.cuda.get_device_name()}, {CORES} cores, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
         bench.say("", what)
         for name in asked.case or CASES:
+            bench.progress(name, "begins")
             CASES[name](bench, asked)
-    if asked.json:
-        print(json.dumps(bench.found))
+    Record("On a GPU", asked.json, asked.quick, rows=bench.said).end(
+        "torch", "torchvision", device=torch.cuda.get_device_name()
+    )
 
 
 if __name__ == "__main__":

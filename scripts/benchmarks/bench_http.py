@@ -112,6 +112,7 @@ from pathlib import Path
 import numpy as np
 import urllib3
 from PIL import Image
+from record import Record, turns
 from steal_time import undisturbed
 
 import wdstrain as wt
@@ -133,26 +134,29 @@ _CHUNK = 16 << 10  # bytes that the far link takes at a time, at most
 Rates = dict[str, list[float]]
 
 
-MINUTES = 5.0  # of each comparison, after which no further turn begins
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less data, fewer repeats")
     parser.add_argument(
         "--case", choices=list(CASES), action="append", help="only this case; may be given again"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout at the end, text on stderr"
+    )
     arguments = parser.parse_args()
+    record = Record("From a server", arguments.json, arguments.quick)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended then as well
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.case or CASES:
-            CASES[name](Path(folder), arguments.quick)
+            CASES[name](Path(folder), record)
+    record.end("torch", "urllib3", "webdataset")
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 
-def raw(place: Path, quick: bool) -> None:
+def raw(place: Path, record: Record) -> None:
+    quick = record.quick
     made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
     with serving(place) as url:
         index = wt.Loader(f"{url}/{made.name}").index
@@ -166,13 +170,14 @@ def raw(place: Path, quick: bool) -> None:
             },
             repeats=3 if quick else 7,
         )
-    table("raw", "MB/s", rates)
-    ratio("raw", rates, "Forward", "urllib3", goal=None if quick else 0.70)
-    ratio("raw", rates, "Forward", "webdataset", goal=None if quick else 2.0)
-    ratio("raw", rates, "Loader", "webdataset")
+    table(record, "raw", "MB/s", rates)
+    ratio(record, "raw", rates, "Forward", "urllib3", goal=None if quick else 0.70)
+    ratio(record, "raw", rates, "Forward", "webdataset", goal=None if quick else 2.0)
+    ratio(record, "raw", rates, "Loader", "webdataset")
 
 
-def far(place: Path, quick: bool) -> None:
+def far(place: Path, record: Record) -> None:
+    quick = record.quick
     total, repeats = (40_000_000, 1) if quick else (150_000_000, 3)
     opening: list[float] = []
 
@@ -192,22 +197,21 @@ def far(place: Path, quick: bool) -> None:
         for shard in (4_000_000, 32_000_000):
             made = packed(place, total=total, shard=shard)
             if shard == 4_000_000:
-                validate(f"{next(doors)}/{made.name}", made)
+                validate(record, f"{next(doors)}/{made.name}", made)
             name = f"{shard // 1_000_000} MB shards"
             rates = measured({f"Loader, {name}": partial(ours, doors, made)}, repeats)
             rates |= measured({f"webdataset, {name}": partial(theirs, doors, made)}, 1)
             shares = {who: [rate * 1e6 / RATE for rate in found] for who, found in rates.items()}
-            table("far", "of the link", shares)
+            table(record, "far", "of the link", shares)
             if not quick:
-                print(
-                    f"far      Loader, {name}{verdict(statistics.median(shares[f'Loader, {name}']), 0.90)}"
-                )
-    print(
-        f"far      opening the index: {statistics.median(opening):.2f} s ({min(opening):.2f} to {max(opening):.2f})"
-    )
+                share = statistics.median(shares[f"Loader, {name}"])
+                record.say("far", f"Loader, {name}{verdict(share, 0.90)}")
+    spread = f"({min(opening):.2f} to {max(opening):.2f})"
+    record.say("far", f"opening the index: {statistics.median(opening):.2f} s {spread}")
 
 
-def check(place: Path, quick: bool) -> None:
+def check(place: Path, record: Record) -> None:
+    quick = record.quick
     total = 64_000_000 if quick else 256_000_000
     sets = {
         f"{size // 1000} KB": packed(place, total=total, shard=64_000_000, size=size)
@@ -230,12 +234,13 @@ def check(place: Path, quick: bool) -> None:
                 again: partial(reader, blind, epochs=4),
             }
             rates = measured(rivals, repeats=3 if quick else 15 if what == "pictures" else 30)
-        table("check", "MB/s" if reader is read else "pictures/s", rates)
-        ratio("check", rates, with_crc, without)
-        ratio("check", rates, again, without)
+        table(record, "check", "MB/s" if reader is read else "pictures/s", rates)
+        ratio(record, "check", rates, with_crc, without)
+        ratio(record, "check", rates, again, without)
 
 
-def cache(place: Path, quick: bool) -> None:
+def cache(place: Path, record: Record) -> None:
+    quick = record.quick
     made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
     with serving(place) as url:
         index = wt.Loader(f"{url}/{made.name}").index
@@ -254,12 +259,13 @@ def cache(place: Path, quick: bool) -> None:
             },
             repeats=2 if quick else 5,
         )
-    table("cache", "MB/s", rates)
-    ratio("cache", rates, "filling", "no cache")
-    ratio("cache", rates, "from the cache", "local")
+    table(record, "cache", "MB/s", rates)
+    ratio(record, "cache", rates, "filling", "no cache")
+    ratio(record, "cache", rates, "from the cache", "local")
 
 
-def serve_(place: Path, quick: bool) -> None:
+def serve_(place: Path, record: Record) -> None:
+    quick = record.quick
     made = packed(place, total=128_000_000 if quick else 512_000_000, shard=64_000_000)
     with serving(place) as nginx, process(serve, str(place)) as ports:
         doors = {"nginx": nginx, "serve": f"http://127.0.0.1:{ports[0]}"}
@@ -273,11 +279,17 @@ def serve_(place: Path, quick: bool) -> None:
                 },
                 repeats=3 if quick else 7,
             )
-            table("serve", "MB/s", rates)
-            ratio("serve", rates, f"serve, {connections} at once", f"nginx, {connections} at once")
+            table(record, "serve", "MB/s", rates)
+            ratio(
+                record,
+                "serve",
+                rates,
+                f"serve, {connections} at once",
+                f"nginx, {connections} at once",
+            )
 
 
-CASES: dict[str, Callable[[Path, bool], None]] = {
+CASES: dict[str, Callable[[Path, Record], None]] = {
     "raw": raw,
     "far": far,
     "check": check,
@@ -402,14 +414,10 @@ def looped(loader: wt.Loader, epochs: int = 1) -> float:
 
 def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
     """In turn, so that what the machine does besides hits all alike; each as often first, second and so on, after others that are drawn
-    anew, for what one leaves behind hits the next. What other machines disturbed is measured again. No turn begins after MINUTES."""
+    anew, for what one leaves behind hits the next. What other machines disturbed is measured again. `turns` bounds the time."""
     rates: Rates = {name: [] for name in rivals}
     names = list(rivals)
-    deadline = time.monotonic() + 60 * MINUTES
-    for turn in range(repeats):
-        if turn and time.monotonic() > deadline:
-            break
-        print(f"turn {turn + 1} of {repeats}: {', '.join(names)}", file=sys.stderr, flush=True)
+    for turn in turns(", ".join(names), repeats):
         first = turn % len(names)
         if first == 0:
             random.shuffle(names)
@@ -418,16 +426,16 @@ def measured(rivals: Mapping[str, Callable[[], float]], repeats: int) -> Rates:
     return rates
 
 
-def table(case: str, unit: str, rates: Rates) -> None:
+def table(record: Record, case: str, unit: str, rates: Rates) -> None:
     for name, found in rates.items():
         digits = 2 if unit.startswith("of") else 0
         spread = f"({min(found):.{digits}f} to {max(found):.{digits}f}, {len(found)} times)"
-        print(
-            f"{case:8} {name:24} {statistics.median(found):6.{digits}f} {unit} {spread}", flush=True
-        )
+        record.say(case, f"{name}: {statistics.median(found):.{digits}f} {unit} {spread}")
 
 
-def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = None) -> None:
+def ratio(
+    record: Record, case: str, rates: Rates, one: str, other: str, goal: float | None = None
+) -> None:
     """Of the medians, and of the ratios of each turn the spread, and their mean with its standard error."""
     found = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
     middle = statistics.median(rates[one]) / statistics.median(rates[other])
@@ -435,7 +443,7 @@ def ratio(case: str, rates: Rates, one: str, other: str, goal: float | None = No
     if len(found) > 2:
         spread += f", mean {statistics.mean(found):.3f} +- {statistics.stdev(found) / len(found) ** 0.5:.3f}"
     spread += ")"
-    print(f"{case:8} {one} / {other} = {middle:.2f} {spread}{verdict(middle, goal)}", flush=True)
+    record.say(case, f"{one} / {other} = {middle:.2f} {spread}{verdict(middle, goal)}")
 
 
 def verdict(value: float, goal: float | None) -> str:
@@ -487,7 +495,10 @@ def serving(root: Path) -> Iterator[str]:
     own = Path(__file__).resolve().parents[2] / ".venv" / "nginx" / "usr" / "sbin" / "nginx"
     program = str(own) if own.exists() else shutil.which("nginx")
     if program is None:
-        print("nginx is not here (scripts/test.sh unpacks it): wdstrain's own server is read")
+        print(
+            "nginx is not here (scripts/test.sh unpacks it): wdstrain's own server is read",
+            file=sys.stderr,
+        )
         with process(serve, str(root)) as ports:
             yield f"http://127.0.0.1:{ports[0]}"
         return
@@ -551,7 +562,7 @@ def distant(url: str, doors: int) -> Iterator[Iterator[str]]:
         yield iter([f"http://127.0.0.1:{port}" for port in ports])
 
 
-def validate(url: str, made: Path) -> None:
+def validate(record: Record, url: str, made: Path) -> None:
     """Say what six plain connections get out of the link once they are up to speed."""
     counts, end = [0] * 6, time.perf_counter() + 3.5
 
@@ -576,7 +587,7 @@ def validate(url: str, made: Path) -> None:
     for thread in threads:
         thread.join()
     word = "" if share >= 0.98 else ": TOO LITTLE, the link is not what it should be"
-    print(f"far      six plain connections get {share:.3f} of the link{word}", flush=True)
+    record.say("far", f"six plain connections get {share:.3f} of the link{word}")
 
 
 def link(pipe: Connection, port: int, doors: int) -> None:

@@ -31,7 +31,6 @@ import io
 import json
 import multiprocessing
 import os
-import platform
 import random
 import select
 import shutil
@@ -48,7 +47,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +54,12 @@ import bench_peers
 import numpy as np
 from bench_peers import CONTENDERS, Job
 from PIL import Image
+from record import CORES, conditions
 from steal_time import undisturbed
 
 import wdstrain as wt
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+VERSIONS = ("torch", "torchvision", "numpy", "pyarrow", "simplejpeg", "turbojpeg", "webdataset")
 OURS = ["ours, threads", "ours, workers"]
 PATIENCE = 180  # seconds until a contender that does not answer is given up
 TURN_PATIENCE = 60  # the same for a turn, which takes a few seconds on an idle machine
@@ -77,9 +76,11 @@ class Bench:
     pythons: dict[str, str]
     out: Any
     found: dict[str, Any] = field(default_factory=dict)
+    said: list[list[str]] = field(default_factory=list)  # rows of case and text
     minutes: float = 5.0  # of a case, after which no further round begins
 
     def say(self, case: str, text: str) -> None:
+        self.said.append([case, text])
         for line in textwrap.wrap(
             text, 76, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True
         ):
@@ -821,38 +822,8 @@ def main() -> None:
                 name, f"load {os.getloadavg()[0]:.1f}, {time.perf_counter() - begun:.0f} s so far"
             )
     if asked.json:
-        print(json.dumps({"conditions": conditions(asked.quick), "cases": bench.found}))
-
-
-def conditions(quick: bool) -> dict[str, Any]:
-    """Where and with which versions the numbers were measured."""
-    installed = {}
-    for name in (
-        "torch",
-        "torchvision",
-        "numpy",
-        "pyarrow",
-        "simplejpeg",
-        "turbojpeg",
-        "webdataset",
-    ):
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
-        "cores": CORES,
-        "python": platform.python_version(),
-        "installed": installed,
-        "quick": quick,
-    }
+        about = conditions(*VERSIONS, quick=asked.quick)
+        print(json.dumps({"conditions": about, "cases": bench.found}))
 
 
 def _peers() -> list[str]:

@@ -27,13 +27,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from record import Record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets
@@ -64,24 +65,31 @@ def main() -> int:
         "--work", type=Path, default=Path("bench-training"), help="folder for shards and runs"
     )
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout at the end, text on stderr"
+    )
+    parser.add_argument("--quick", action="store_true", help="one epoch")
     arguments = parser.parse_args()
+    columns = ("data", "options", "wdstrain", "plain loop", "speed, wdstrain / plain")
+    record = Record(
+        "Training beside a plain ImageFolder loop", arguments.json, arguments.quick, columns
+    )
     arguments.work.mkdir(parents=True, exist_ok=True)
     for name in arguments.case:
         case = CASES[name]
+        if arguments.quick:
+            case = replace(case, options={**case.options, "epochs": 1})
         print(f"{name}: converting, training", file=sys.stderr, flush=True)
         shards = arguments.work / f"{name}-shards"
         if not shards.exists():
             case.convert(arguments.data / name, arguments.work)
         ours = of_ours(case, shards, arguments.work / f"{name}-run")
         theirs = of_theirs(case, arguments.data / name, arguments.work)
-        print(
-            f"{name:14} ours   {ours[0]:8.4f}  {ours[1]:7.1f} s of training, {ours[2]:6.0f} samples/s",
-            flush=True,
-        )
-        print(
-            f"{'':14} plain  {theirs[0]:8.4f}  {theirs[1]:7.1f} s of training, {theirs[2]:6.0f} samples/s; ours is {theirs[1] / ours[1]:.2f} times as fast",
-            flush=True,
-        )
+        kind = "accuracy" if case.classes else "squared error"
+        results = [f"{kind} {score:.4f}, {rate:.0f} samples/s" for score, _, rate in (ours, theirs)]
+        words = ", ".join(f"{key}={value}" for key, value in case.options.items())
+        record.say(name, words, *results, f"{theirs[1] / ours[1]:.2f}")
+    record.end("torch", "torchvision")
     return 0
 
 

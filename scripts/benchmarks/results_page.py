@@ -3,8 +3,8 @@
     python scripts/benchmarks/bench_loader.py --json > scripts/benchmarks/results/loader.json
     python scripts/benchmarks/results_page.py
 
-`loader.json` is what `bench_loader.py --json` prints. The other files hold tables: a machine in words,
-and for each table a title, columns and rows. A new run overwrites its file.
+`loader.json` is what `bench_loader.py --json` prints. The other files are what `--json` of the other
+benchmarks prints: conditions, and for each table a title, columns and rows. A new run overwrites its file.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ def page() -> str:
 
 def _conditions(about: dict[str, Any]) -> str:
     installed = ", ".join(f"{name} {version}" for name, version in about["installed"].items())
-    machine = about.get("machine", f"{about['cores']} cores")
     quick = " Quick run." if about["quick"] else ""
     return (
-        f"{about['date']}, {machine}, Python {about['python']}, {installed}, "
+        f"{about['date']}, {about['machine']}, Python {about['python']}, {installed}, "
         f"commit {about['commit']}.{quick}"
     )
 
@@ -98,9 +97,8 @@ def _tables(run: dict[str, Any]) -> list[str]:
     parts = []
     for table in run["tables"]:
         lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-        notes = " ".join(
-            filter(None, [f"`{run['script']}`: {run['machine']}.", table.get("notes")])
-        )
+        about = f"`{run['script']}`: {_conditions(run['conditions'])}"
+        notes = " ".join(filter(None, [about, table.get("notes")]))
         grid = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
         parts += [f"# {table['title']}", notes, grid]
     return parts
