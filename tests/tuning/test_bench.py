@@ -35,7 +35,7 @@ class GilField:
     names, example = ("txt",), None
 
     def read(self, name: str, data: memoryview, out: Any, draws: Any) -> str:
-        return f"{bytes(data).decode()} {sum(range(20_000))}"
+        return f"{bytes(data).decode()} {sum(range(200_000))}"
 
 
 def sleeping_transform(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:

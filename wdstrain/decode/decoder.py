@@ -15,7 +15,10 @@ from wdstrain.decode.field_decoder import decode_fields
 from wdstrain.decode.task import DecodedRows, DecoderSettings, Result, Task
 from wdstrain.decode.transform_runner import run_transform
 from wdstrain.memory.shared import Memory
+from wdstrain.runtime.machine import queued_seconds
 from wdstrain.runtime.watchdog import ProgressCell
+
+_MUCH_IDLE = 0.05  # of the computing time of a batch
 
 
 class Decoder:
@@ -33,7 +36,7 @@ class Decoder:
         """
         started = time.perf_counter()
         if not task.unreadable and self._is_read_directly:
-            return Result(task.batch_number, task.slot, {}, [], started, started, started, 0.0)
+            return Result(task.batch_number, task.slot, {}, [], started, started, started, 0.0, 0.0)
         cpu_start = time.thread_time()
         progress.begin(task.batch_number)
         slot_size = self.settings.layout.size
@@ -41,6 +44,9 @@ class Decoder:
         rows = self._decode(task, progress, own_process)
         progress.set_idle()
         finished, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_start
+        idle = finished - started - cpu_seconds
+        # Asking costs 5 us, so batches that computed nearly all the time do not ask.
+        queued = min(idle, queued_seconds()) if idle > _MUCH_IDLE * cpu_seconds else 0.0
         return Result(
             task.batch_number,
             task.slot,
@@ -50,6 +56,7 @@ class Decoder:
             rows.rows_done,
             finished,
             cpu_seconds,
+            queued,
         )
 
     def with_arena(self, arena: Memory) -> Decoder:

@@ -111,6 +111,7 @@ class Result(NamedTuple):
     started, rows_done, finished: time.perf_counter() at the start, when every row was decoded, and
     when the rows were collated. All processes of a machine share this clock.
     cpu_seconds: processor time of the decoding thread.
+    queued_seconds: time in which the thread waited for a processor.
     """
 
     batch_number: int
@@ -121,6 +122,7 @@ class Result(NamedTuple):
     rows_done: float
     finished: float
     cpu_seconds: float
+    queued_seconds: float
 
 
 class DecodedRows(NamedTuple):

@@ -98,6 +98,7 @@ class BatchStream:
         totals.handoff_seconds += max(0.0, handoff)
         totals.decode_seconds += result.rows_done - result.started
         totals.compute_seconds += result.cpu_seconds
+        totals.queued_seconds += result.queued_seconds
         totals.collate_seconds += result.finished - result.rows_done
         self._batch_number = result.batch_number + 1
         return result, self._pending.pop(result.batch_number)

@@ -63,6 +63,7 @@ class StageTotals:
     parse_seconds: float = 0.0
     decode_seconds: float = 0.0
     compute_seconds: float = 0.0
+    queued_seconds: float = 0.0
     collate_seconds: float = 0.0
     handoff_seconds: float = 0.0
     copies: int = 0

@@ -109,6 +109,7 @@ class EpochStats:
     shuffle_seconds: float = 0.0  # a batch waited until its part of the window was read
     decode_seconds: float = 0.0
     compute_seconds: float = 0.0  # processor time of decoding and collating
+    queued_seconds: float = 0.0  # decoders waited for a processor
     collate_seconds: float = 0.0  # decoded rows became a batch
     handoff_seconds: float = 0.0  # a decoded batch that the loop waited for was on its way
     wait_seconds: float = 0.0  # the loop waited for a batch

@@ -33,8 +33,8 @@ from wdstrain.tuning.trials import Subject, settings
 _EXCERPT = 256  # samples, and at least four batches
 _STORAGE_LIMITS = 0.8  # of the hand-off rate: a higher storage rate is limited by the hand-off
 _ONE_CORE = 1.2  # cores: threads that use less may wait for the GIL
-_COMPUTES = 0.3  # share of its time in which a worker process computes, if it does not wait
-_SLOWED = 0.65  # share of a process's computing time: a thread that gets less waits for the GIL
+_COMPUTES = 0.8  # share of its time in which a decoder that never waits is runnable
+_SLOWED = 0.88  # of the rate without waiting for the GIL: threads that reach less are slowed by it
 
 
 @takes(BenchOptions)
@@ -128,7 +128,7 @@ def _measure(
     storage = idle.run(index)
     progress.step("hand-off")
     handoff = on_part = replace(idle, options=part_setup.options).run(part)
-    rates, waits_for_gil = {"storage": storage.rate}, False
+    rates, process = {"storage": storage.rate}, None
     if setup.decodes:
         progress.step("decoding")
         on_part = part_setup.run(part)
@@ -136,12 +136,18 @@ def _measure(
         alone = int(on_part.report["decoders"]) / max(1e-9, on_part.decode)
         rates[stage] = max(alone, on_part.rate)  # a stage is at least as fast as the loader
         progress.step("the GIL")
-        waits_for_gil = setup.num_workers == 0 and _waits(part_setup, part, on_part)
+        if setup.num_workers == 0 and _may_wait(on_part) and part_setup.fits_processes:
+            process = part_setup.run(part, num_workers=1)
     rates["hand-off"] = handoff.rate
     if cold:
         stages.drop_page_cache(index)
     progress.step("the loader")
     whole = setup.run(index)
+    bottleneck = _slowest(rates)
+    if process is not None and bottleneck in ("decode", "transform"):
+        free = _rate_without_gil(whole, process)
+        if whole.rate < _SLOWED * free:
+            rates[bottleneck], bottleneck = max(rates[bottleneck], free), "GIL"
     return Bench(
         samples=len(index),
         bytes=sum(shard.bytes for shard in index.shards),
@@ -151,7 +157,7 @@ def _measure(
         decoders=int(on_part.report["decoders"]),
         cores=cores(),
         stages=rates,
-        bottleneck=_bottleneck(rates, waits_for_gil=waits_for_gil),
+        bottleneck=bottleneck,
         achieved=whole.rate,
         first_batch=whole.first_batch,
         page_cache=page_cache,
@@ -159,22 +165,25 @@ def _measure(
     )
 
 
-def _waits(part_setup: Setup, part: Index, threads: Rate) -> bool:
-    """Return whether decoder threads wait for the GIL.
+def _rate_without_gil(threads: Rate, process: Rate) -> float:
+    """Return the rate that decoder threads would reach if none waited for the GIL, in samples/s.
 
-    Together they then use about one core, although a worker process computes without waiting. On a
-    busy machine, processes get less time too.
+    0 if they do not wait for it. A thread that waits for the GIL is not runnable, one that waits for
+    a processor is, so the answer does not depend on what else the machine does. A worker process
+    tells how much of its time the decoder waits for anything else.
     """
-    if int(threads.report["decoders"]) < 2 or threads.rate * threads.compute > _ONE_CORE:
-        return False
-    if not part_setup.fits_processes:
-        return False
-    process = part_setup.run(part, num_workers=1)
-    share = process.compute / max(1e-9, process.decode)
-    return share > _COMPUTES and threads.compute < _SLOWED * share * threads.decode
+    share = process.runnable / max(1e-9, process.decode)
+    if share < _COMPUTES or threads.runnable > _SLOWED * share * threads.decode:
+        return 0.0
+    return int(threads.report["decoders"]) * share / max(1e-9, threads.runnable)
 
 
-def _bottleneck(rates: Mapping[str, float], *, waits_for_gil: bool) -> str:
+def _may_wait(threads: Rate) -> bool:
+    """Return whether decoder threads use so little of the processors that the GIL may be why."""
+    return int(threads.report["decoders"]) > 1 and threads.rate * threads.compute < _ONE_CORE
+
+
+def _slowest(rates: Mapping[str, float]) -> str:
     """Return the name of the slowest stage.
 
     Samples are handed off while storage is measured, so storage counts only if it is slower.
@@ -184,5 +193,4 @@ def _bottleneck(rates: Mapping[str, float], *, waits_for_gil: bool) -> str:
         for name, rate in rates.items()
         if name != "storage" or rate < _STORAGE_LIMITS * rates["hand-off"]
     }
-    name = min(slowest, key=lambda stage: slowest[stage])
-    return "GIL" if waits_for_gil and name in ("decode", "transform") else name
+    return min(slowest, key=lambda stage: slowest[stage])

@@ -23,6 +23,7 @@ class Rate:
 
     rate: samples/s. first_batch: seconds until the first batch.
     decode: seconds of one decoder per sample, collation included. compute: processor seconds of them.
+    runnable: seconds of them in which it computed or waited for a processor, but not for the GIL.
     report: of the last epoch.
     """
 
@@ -30,6 +31,7 @@ class Rate:
     first_batch: float
     decode: float
     compute: float
+    runnable: float
     report: Mapping[str, Any]
 
 
@@ -75,7 +77,7 @@ class Setup:
         loader = Loader(index, self.fields, self.transform, **options)
         begin = time.perf_counter()
         first, rows, batches = begin, 0, 0
-        decode, compute, decoded, epochs = 0.0, 0.0, 0, 0
+        decode, compute, queued, decoded, epochs = 0.0, 0.0, 0.0, 0, 0
         try:
             while not epochs or time.perf_counter() - first < self.seconds or batches < 2:
                 for batch in loader:
@@ -88,13 +90,15 @@ class Setup:
                         break
                 report = loader.report()
                 if epochs == 1:  # the first epoch includes the start of libraries
-                    decode, compute, decoded = 0.0, 0.0, 0
+                    decode, compute, queued, decoded = 0.0, 0.0, 0.0, 0
                 decode += report["decode_seconds"] + report["collate_seconds"]
                 compute += report["compute_seconds"]
+                queued += report["queued_seconds"]
                 decoded += report["samples"]
                 epochs += 1
             spent = time.perf_counter() - first
             decoded = max(1, decoded)
-            return Rate(rows / spent, first - begin, decode / decoded, compute / decoded, report)
+            decode, compute, queued = (value / decoded for value in (decode, compute, queued))
+            return Rate(rows / spent, first - begin, decode, compute, compute + queued, report)
         finally:
             loader.close()
