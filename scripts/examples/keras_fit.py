@@ -1,9 +1,9 @@
-"""Keras 3 on torch, fed by our loader.
+"""Train with Keras 3 on torch from a wdstrain loader.
 
     pip install keras
     .venv/bin/python scripts/examples/keras_fit.py 'shards/photos/train-*.tar' 'shards/photos/val-*.tar'
 
-Keras takes a generator of (pictures, labels) and how many batches an epoch has, which the loader knows before the first byte is read.
+Keras takes a generator of (images, labels) and the number of batches of an epoch: len(loader), known before the first read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ os.environ["KERAS_BACKEND"] = "torch"
 import keras
 
 
-def for_ever(loader: wt.Loader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of one epoch after another, pictures as Keras has them: [b, h, w, 3]."""
+def endless(loader: wt.Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (images, labels) of one epoch after another; images are float [b, h, w, 3]."""
     while True:
         for batch in loader:
             yield batch["image"].permute(0, 2, 3, 1).float() / 255, batch["label"]
@@ -48,9 +48,9 @@ def main() -> int:
     )
     model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
     fitted = model.fit(
-        for_ever(loader),
+        endless(loader),
         steps_per_epoch=len(loader),
-        validation_data=for_ever(val_loader),
+        validation_data=endless(val_loader),
         validation_steps=len(val_loader),
         epochs=arguments.epochs,
         verbose=0,
