@@ -149,7 +149,8 @@ def _rows(done: ConversionResult, out: str, seconds: float) -> list[tuple[str, s
     rows += [
         ("passed over", f"{count} x {reason}") for reason, count in sorted(done.ignored.items())
     ]
-    if split := done.index.info.get("split"):
+    info = done.index.info
+    if (split := info.get("split")) and not info.get("appended"):  # shares of the set before
         shares = (
             f"{name} {split['got'].get(name, 0):.1%} ({share:.1%} asked)"
             for name, share in split["shares"].items()
