@@ -239,7 +239,7 @@ PRIVATE = re.compile(r"_[a-z]")
 # Private names of the standard library and of named tuples that have no public way.
 ALLOWED = {"_repr_html_", "_repr_mimebundle_", "_replace", "_asdict", "_fields", "_make", "_exit"}
 ALLOWED |= {"_shutdown", "_run_exitfuncs", "_sleep", "_words", "_current_frames"}
-# Each replaces one function of ours to reach a moment or a size that no option reaches.
+# Each replaces a function of the project to reach a moment or a size that no option reaches.
 REPLACING = {"inspection/test_epoch_preview.py", "fuzz/targets.py", "fuzz/test_fuzzing.py"}
 
 

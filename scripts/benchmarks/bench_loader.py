@@ -87,7 +87,7 @@ class Bench:
             print(f"{case:3} {line}", file=self.out, flush=True)
 
     def progress(self, case: str, text: str) -> None:
-        """Print what is measured now to stderr."""
+        """Print the name of the current measurement to stderr."""
         print(f"{case:3} {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
     def goal(

@@ -1,6 +1,6 @@
 """Checks of samples that are appended to a finished set, and the index of both together.
 
-The set keeps its keys, classes, fields and columns: whatever does not fit them is refused.
+The set keeps its keys, classes, fields and columns. Samples that do not fit them are refused.
 """
 
 from __future__ import annotations
