@@ -217,6 +217,45 @@ def test_norms_and_biases_are_not_drawn_to_zero() -> None:
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
+class Backbone(nn.Module):
+    """A model that names its parameters without weight decay, as timm's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register = nn.Parameter(torch.zeros(1, 2, 4))
+        self.body = nn.Linear(4, 4)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"register"}
+
+
+@pytest.mark.parametrize(
+    ("model", "free"),
+    [
+        (
+            torchvision.models.VisionTransformer(32, 16, 1, 2, 8, 16, num_classes=3),
+            {"class_token", "encoder.pos_embedding"},
+        ),
+        (
+            torchvision.models.SwinTransformer([4, 4], 8, [2], [2], [2, 2], num_classes=3),
+            {f"features.1.{block}.attn.relative_position_bias_table" for block in (0, 1)},
+        ),
+        (Backbone(), {"register"}),
+        (nn.Sequential(Backbone(), nn.Linear(4, 3)), {"0.register"}),
+    ],
+    ids=["ViT", "Swin", "timm", "part of a model"],
+)
+def test_tokens_and_position_embeddings_are_not_drawn_to_zero(
+    model: nn.Module, free: set[str]
+) -> None:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = make_optimizer(model, Config(weight_decay=0.1)).param_groups
+    without = {names[p] for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    assert {name for name in without if model.get_parameter(name).ndim > 1} == free
+    assert without >= {name for name in names.values() if name.endswith(".bias")}
+    assert sum(len(group["params"]) for group in groups) == len(names)
+
+
 def test_an_average_of_weights_follows_them_faster_at_the_start() -> None:
     model = nn.BatchNorm1d(1)
     average = ModelEMA(model, 0.9)

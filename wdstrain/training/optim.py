@@ -2,7 +2,8 @@
 
 The learning rate is a function of the step and of the validations so far. It holds no state, so a
 resumed run needs none. Weight decay is for matrices only: norms and biases are not drawn to zero
-(He et al., "Bag of tricks", 2018).
+(He et al., "Bag of tricks", 2018), and neither are class tokens and position embeddings of
+transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -29,6 +31,11 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 # One-cycle (Smith and Topin, 2017) as torch has it: share of steps that rise, first and last factor.
 _RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25 / 1e4
 _DROP = 0.1  # factor of the schedules step and plateau
+
+# Tokens and position embeddings of torchvision's and timm's transformers, by the end of their name.
+_NOT_DECAYED = frozenset(
+    ("class_token", "cls_token", "pos_embedding", "pos_embed", "relative_position_bias_table")
+)
 
 
 @dataclass(frozen=True)
@@ -124,13 +131,15 @@ def make_optimizer(
 def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     """Return groups of parameters with "lr", "lr_scale" and "weight_decay".
 
-    lr_scale: factor on the learning rate, by `backbone_lr` and `layer_decay`.
+    lr_scale: factor on the learning rate, by `backbone_lr` and `layer_decay`. Parameters with one
+    dimension, tokens, position embeddings and those that `no_weight_decay()` of the model or of a
+    part of it names have no weight decay.
     """
-    scales = _learning_rate_scales(model, config)
+    scales, decayed = _learning_rate_scales(model, config), _decayed_names(model)
     groups: dict[tuple[float, bool], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or config.unfreeze_epoch is not None:
-            groups.setdefault((scales[name], parameter.ndim > 1), []).append(parameter)
+            groups.setdefault((scales[name], name in decayed), []).append(parameter)
     return [
         {
             "params": parameters,
@@ -140,6 +149,23 @@ def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
         }
         for (scale, decays), parameters in groups.items()
     ]
+
+
+def _decayed_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters with weight decay."""
+    patterns = [
+        f"{prefix}.{pattern}" if prefix else pattern
+        for prefix, module in model.named_modules()
+        if callable(named := getattr(module, "no_weight_decay", None))  # as timm's models have it
+        for pattern in named()
+    ]
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1
+        and name.rpartition(".")[2] not in _NOT_DECAYED
+        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def _learning_rate_scales(model: nn.Module, config: Config) -> dict[str, float]:

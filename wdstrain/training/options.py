@@ -223,7 +223,10 @@ class OptimizationOptions:
     )
     momentum: float = _option(0.9, "momentum of sgd", metavar="X", rule=BELOW_1)
     weight_decay: float = _option(
-        0.05, "weight decay of matrices; norms and biases have none", metavar="X", rule=FINITE
+        0.05,
+        "weight decay; norms, biases, class tokens and position embeddings have none",
+        metavar="X",
+        rule=FINITE,
     )
     schedule: str = _option(
         "onecycle",
