@@ -330,6 +330,27 @@ def test_a_target_that_is_no_number_is_a_bad_sample(tmp_path: Path, value: float
     assert np.isfinite(done.epochs[0]["loss"])
 
 
+def test_the_share_of_samples_that_may_be_bad_is_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [
+        {"__key__": f"k{i}", "png": picture(i, size=(16, 16)), "cls": i % 2} for i in range(40)
+    ]
+    samples[7]["png"] = b"\x89PNG\r\n\x1a\n nothing"
+    wt.pack(samples, tmp_path / "set", classes=["no", "yes"])
+    words = ["train", str(tmp_path / "set"), *"--epochs 1 --batch-size 8 --image-size 16".split()]
+    out = ["--out", str(tmp_path / "run")]
+    assert main([*words, *out, "--max-errors", "0.1"]) == 2  # replaces nothing
+    assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
+    assert main([*words, *out, "--on-error", "replace"]) == 1
+    assert "hint: Raise --max-errors to allow more." in capsys.readouterr().err
+    assert main([*words, *out, "--overwrite", "--on-error", "replace", "--max-errors", "0.1"]) == 0
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "best.pt")
+    evaluate = ["evaluate", checkpoint, str(tmp_path / "set"), "--on-error", "replace"]
+    assert main(evaluate) == 1
+    assert main([*evaluate, "--max-errors", "0.1"]) == 0
+
+
 # --- options and models as people have them --------------------------------------------------------------------------
 
 

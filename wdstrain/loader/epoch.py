@@ -279,7 +279,7 @@ class EpochBatches(Iterator[Batch]):
             f"{self._bad} of the {self._epoch_samples} samples of epoch {self._epoch} are bad"
             f"{before}, more than max_errors={self._max_errors} allows "
             f"({', '.join(f'{count} x {reason}' for reason, count in reasons)}). "
-            f"The last: {last.sentence}"
+            f"The last: {last.sentence} Raise max_errors to allow more."
         )
 
 

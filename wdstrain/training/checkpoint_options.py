@@ -44,3 +44,4 @@ class EvaluateOptions(PredictOptions):
     """Options of evaluation; the checkpoint has all others. None: see the help text."""
 
     on_error: str | None = _as_in_a_run(DataOptions, "on_error")
+    max_errors: float | None = _as_in_a_run(DataOptions, "max_errors")

@@ -91,6 +91,7 @@ class Config(RunOptions):
             ("step_epochs", "schedule", "step"),
             ("plateau_epochs", "schedule", "plateau"),
             ("momentum", "optimizer", "sgd"),
+            ("max_errors", "on_error", "replace"),
         ):
             is_default = getattr(self, name) == OPTIONS[name].default
             if not is_default and getattr(self, parent) != owner:

@@ -211,6 +211,7 @@ def _shared_options(config: Config, distributed: DistributedContext) -> dict[str
         "rank": distributed.rank,
         "world_size": distributed.size,
         "on_error": config.on_error,
+        "max_errors": config.max_errors,
         "cache_dir": config.cache_dir,
         "cache_limit": config.cache_limit,
     }

@@ -23,7 +23,7 @@ from wdstrain.training.models import ModelFactory, build, call_factory
 from wdstrain.training.tasks import Task
 
 # Options of the machine that trained, which need not fit this one.
-_OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error")
+_OF_MACHINE = ("device", "num_workers", "cache_dir", "cache_limit", "on_error", "max_errors")
 
 
 @dataclass

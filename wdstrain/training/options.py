@@ -102,6 +102,13 @@ class DataOptions:
         choices=("raise", "replace"),
         free=True,
     )
+    max_errors: float = _option(
+        0.01,
+        "share of an epoch's samples that on_error=replace may replace; more ends the run",
+        metavar="X",
+        free=True,
+        rule=PROBABILITY,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
