@@ -338,7 +338,8 @@ def test_the_share_of_samples_that_may_be_bad_is_an_option(
     ]
     samples[7]["png"] = b"\x89PNG\r\n\x1a\n nothing"
     wt.pack(samples, tmp_path / "set", classes=["no", "yes"])
-    words = ["train", str(tmp_path / "set"), *"--epochs 1 --batch-size 8 --image-size 16".split()]
+    sizes = ["--batch-size", "8", "--image-size", "16"]
+    words = ["train", str(tmp_path / "set"), "--epochs", "1", *sizes]
     out = ["--out", str(tmp_path / "run")]
     assert main([*words, *out, "--max-errors", "0.1"]) == 2  # replaces nothing
     assert "--max-errors 0.1 needs --on-error replace" in capsys.readouterr().err
