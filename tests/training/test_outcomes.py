@@ -176,6 +176,26 @@ def test_predictions_of_a_folder_have_a_row_for_every_picture_also_a_bad_one(
     assert (row["key"], row["kind"]) == ("black.jpg", "no")
 
 
+def test_files_that_are_no_images_are_passed_over_and_counted(
+    run: Path, tmp_path: Path, capsys: Any
+) -> None:
+    folder, table = tmp_path / "new", tmp_path / "p.csv"
+    folder.mkdir()
+    for name in ("notes.txt", "more.txt", "phone.HEIC"):
+        (folder / name).write_bytes(b"...")
+    words = ["predict", str(run / "checkpoints" / "last.pt"), str(folder), "-o", str(table)]
+    assert main(words) == 1
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert error == f"error: {folder} holds no images (found: 1 x *.heic, 2 x *.txt)."
+    assert hint.startswith("hint: Check the path. Images end in jpg, jpeg, png, ")
+    assert not table.exists()
+    Image.new("RGB", (16, 16)).save(folder / "black.png")
+    assert main(words) == 0
+    passed_over = "files passed over: 3 (1 x *.heic, 2 x *.txt). Images end in jpg, jpeg, png, "
+    assert capsys.readouterr().err.count(passed_over) == 1
+    assert [row["key"] for row in csv.DictReader(table.read_text().splitlines())] == ["black.png"]
+
+
 def test_substitutes_of_bad_samples_are_not_scored(bright: Path, run: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (bright / "log.jsonl").read_text().splitlines()]
     labels = wt.Loader(f"{bright}/out/val-*.tar", batch_size=1).index.labels

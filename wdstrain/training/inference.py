@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from wdstrain.conversion.sources.folder import list_folder
 from wdstrain.decode.fields import Field
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.decode.label_fields import Label, with_classes
 from wdstrain.decode.transforms import DRAWS, Draws
 from wdstrain.decode.worker_processes import WorkerDeathsAsErrors
@@ -95,7 +96,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
     source = loaded.image_source(input_field(arguments.fields, loaded.task, "fields"))
     predictor = _Predictor(loaded, source, device, arguments.embeddings)
     with reporting(arguments.progress, True) as reporter:
-        images = _image_paths(urls, source)
+        images = _image_paths(urls, source, reporter)
         if images:
             names = ("num_workers", "cache_dir", "cache_limit")
             refuse_without_effect(options, names, "image files are read in threads")
@@ -405,8 +406,11 @@ def _read_image(path: str, source: Field) -> tuple[Tensor | None, str]:
     return pixels.permute(2, 0, 1) if example.channels_last else pixels, ""
 
 
-def _image_paths(urls: Urls | Index, source: Field) -> list[tuple[str, str]]:
-    """Return (key, path) of each image of a folder or of one image file; empty for shards."""
+def _image_paths(urls: Urls | Index, source: Field, reporter: Reporter) -> list[tuple[str, str]]:
+    """Return (key, path) of each image of a folder or of one image file; empty for shards.
+
+    Reports how many files of a folder are no images.
+    """
     if not isinstance(urls, (str, os.PathLike)):
         return []
     path = os.fspath(urls)
@@ -416,5 +420,12 @@ def _image_paths(urls: Urls | Index, source: Field) -> list[tuple[str, str]]:
         name.endswith(".tar") or name == INDEX_NAME for name in os.listdir(path)
     ):
         return []
-    paths = sorted(str(item.parts[0][1]) for item in list_folder(path, flat=True).items)
+    listing = list_folder(path, flat=True)
+    if listing.ignored:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(listing.ignored.items()))
+        reporter.line(
+            f"files passed over: {sum(listing.ignored.values())} ({kinds}). "
+            f"Images end in {', '.join(EXTENSIONS)}."
+        )
+    paths = sorted(str(item.parts[0][1]) for item in listing.items)
     return [(os.path.relpath(image, path), image) for image in paths]

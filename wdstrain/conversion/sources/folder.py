@@ -20,6 +20,7 @@ from wdstrain.conversion.listing import (
     image_field,
     is_litter,
 )
+from wdstrain.decode.image_formats import EXTENSIONS
 from wdstrain.errors import SourceError, UsageError
 from wdstrain.runtime.machine import collector_paused
 from wdstrain.shards.label import Label
@@ -80,7 +81,8 @@ def list_folder(
             ", ".join(f"{count} x {what}" for what, count in sorted(ignored.items())) or "nothing"
         )
         raise SourceError(
-            f"{source} holds no images (found: {seen}). Known extensions are jpg, png, webp and the like."
+            f"{source} holds no images (found: {seen}). Check the path. Images end in "
+            f"{', '.join(EXTENSIONS)}."
         )
     _count(ignored, "images outside a class folder", outside)
     if classes:
