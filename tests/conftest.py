@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import warnings
 import zlib
@@ -170,3 +171,19 @@ def read_with_webdataset(paths: list[Path]) -> list[Sample]:
         ]
         gc.collect()
     return found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

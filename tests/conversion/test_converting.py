@@ -664,22 +664,6 @@ def test_two_conversions_into_one_folder_do_not_run_at_once(photos: Path, tmp_pa
     assert len(wt.pack(samples(), str(out))) == 2
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 1 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-    )
-    if made.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("kind", ["folder", "stream"])
 def test_a_full_disk_is_one_error_and_resume_continues(
     tmp_path: Path, small_disk: Path, kind: str

@@ -352,6 +352,37 @@ def test_the_share_of_samples_that_may_be_bad_is_an_option(
     assert main([*evaluate, "--max-errors", "0.1"]) == 0
 
 
+@pytest.mark.parametrize("fault", ["a file in the way", "no space", "read-only"])
+def test_an_output_that_cannot_be_written_is_named_before_any_work(
+    shards: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    fault: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if fault == "a file in the way":
+        folder, words = tmp_path / "file", ""
+        folder.write_text("")
+    else:
+        folder = request.getfixturevalue("small_disk")
+        words = "No space left" if fault == "no space" else "Read-only file system"
+        (folder / "rest").write_bytes(bytes(1 << 20))
+    if fault == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    damaged = tmp_path / "no-checkpoint.pt"  # which is read later
+    damaged.write_bytes(b"nothing")
+    for command in (
+        ["train", str(shards), "--batch-size", "999", "--out", str(folder / "run")],
+        ["predict", str(damaged), str(shards), "--out", str(folder / "p.csv")],
+        ["export", str(damaged), str(folder / "m.pt2")],
+    ):
+        assert main(command) == 1
+        error, hint = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: {command[-1]} cannot be written: {words}")
+        assert hint.startswith(("hint: Choose another folder", "hint: Name a file in another"))
+    assert not folder.is_dir() or os.listdir(folder) == ["rest"]
+
+
 # --- options and models as people have them --------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,8 @@ from typing import BinaryIO
 
 from wdstrain.errors import StorageError
 from wdstrain.storage.remote import is_remote, read_remote
+
+_PROBE_BYTES = 1 << 16  # of a file that shows whether there is some space
 
 
 def read_whole(path: str) -> bytes | None:
@@ -80,6 +83,34 @@ def put_whole(path: str) -> Iterator[BinaryIO]:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def check_folder_output(folder: str) -> None:
+    """Raise StorageError if a folder, which need not exist, cannot be written. Nothing stays of it."""
+    existing = os.path.abspath(folder)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if os.path.isfile(existing):
+        raise StorageError(
+            f"{folder} cannot be written: {existing} is a file. Choose another folder."
+        )
+    _check_space(existing, folder, "Choose another folder.")
+
+
+def check_file_output(path: str) -> None:
+    """Raise StorageError if a file cannot be written in its folder. Nothing stays of it."""
+    if os.path.isdir(path):
+        raise StorageError(f"{path} cannot be written: it is a folder. Name a file.")
+    _check_space(os.path.dirname(path) or ".", path, "Name a file in another folder.")
+
+
+def _check_space(folder: str, path: str, advice: str) -> None:
+    """Write and remove a small file. path: named in the error."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}. {advice}") from error
 
 
 def write_whole(path: str, data: bytes) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.shards.index_io import json_bytes
-from wdstrain.storage.files import put_whole, write_whole
+from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.loaded_checkpoint import LoadedCheckpoint
 from wdstrain.training.models import ModelFactory
 
@@ -69,6 +69,7 @@ def export(
     kind = os.path.splitext(path)[1].lower()
     if kind not in _KINDS:
         raise UsageError(f"out={path}: must end in {', '.join(_KINDS)}.")
+    check_file_output(path)
     loaded = LoadedCheckpoint.of(checkpoint, model=model)
     example = torch.rand(2, *loaded.image.shape) * 255
     try:

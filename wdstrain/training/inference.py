@@ -36,7 +36,7 @@ from wdstrain.shards.index import Index
 from wdstrain.shards.resolve import open_index, require_one_split
 from wdstrain.shards.values import Array, scalar
 from wdstrain.storage.addresses import INDEX_NAME, Urls
-from wdstrain.storage.files import put_whole, write_whole
+from wdstrain.storage.files import check_file_output, put_whole, write_whole
 from wdstrain.training.arguments import (
     PredictArguments,
     check_cache,
@@ -75,6 +75,7 @@ def predict(arguments: PredictArguments) -> PredictResult:
     path, urls = os.fspath(arguments.out), arguments.urls
     if os.path.splitext(path)[1].lower() not in _WRITERS:
         raise UsageError(f"out={path}: must end in {' or '.join(_WRITERS)}.")
+    check_file_output(path)
     loaded = LoadedCheckpoint.of(
         arguments.checkpoint, model=arguments.model, options=given_options(arguments)
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from wdstrain.errors import StorageError, UsageError
 from wdstrain.runtime import file_locks
-from wdstrain.storage.files import write_whole
+from wdstrain.storage.files import check_folder_output, write_whole
 
 CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS = (
     "config.toml",
@@ -30,7 +30,10 @@ _RUN_FILES = (CONFIG, METRICS, STEPS, REPORT, BOARD, CHECKPOINTS)
 
 
 def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
-    """Raise UsageError for a folder that no run, or not this one, may write to."""
+    """Raise UsageError for a folder that no run, or not this one, may write to.
+
+    Raises StorageError if it cannot be written.
+    """
     if resume and overwrite:
         raise UsageError("resume and overwrite exclude each other. Give one of them.")
     names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -42,6 +45,7 @@ def check_out(folder: str, *, overwrite: bool, resume: bool) -> None:
             f"{folder} holds a run already. Choose another folder, continue with resume=True, or "
             f"replace it with overwrite=True."
         )
+    check_folder_output(folder)
 
 
 class RunDir:
